@@ -34,7 +34,7 @@ from forge.runtime.controller import Service, endpoint, first_to_end, run, runti
 from forge.runtime.store import VersionStore
 from forge.types import Episode, Group
 
-from machine import Clock, descendants, memory_limit, suspend  # isort: skip - beside this file
+from machine import Clock, descendants, memory_limit, suspend  # isort: skip - alongside this file
 
 COMPONENTS = ("generator", "reward", "reference", "trainer", "host", "machine")
 FAULTS = ("SIGKILL", "SIGSTOP", "endless loop", "exception in setup", "exception in an endpoint", "memory limit")

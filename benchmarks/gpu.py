@@ -5,7 +5,7 @@
     python benchmarks/gpu.py --parts waits training   # some of it
 
 Each part is a process of its own with a time limit. Those that compare numbers run `--jobs` at once; those that measure
-run alone. Each line of the table has a figure and, where there is one, its limit; the script fails if one is exceeded.
+run only. Each line of the table has a figure and, where there is one, its limit; the script fails if one is exceeded.
 `colocated` goes on from the quickstart's warm-up, runs/quickstart-warmup/model, and makes it where it is missing.
 """
 
@@ -46,7 +46,7 @@ from sides import as_a_component
 
 
 class Part(NamedTuple):
-    """What a process does, within how many seconds on a GPU, and whether it must be alone."""
+    """What a process does, within how many seconds on a GPU, and whether it must be only."""
 
     act: Callable[[Setup], Iterator[Row]]
     limit: int

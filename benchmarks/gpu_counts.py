@@ -1,4 +1,4 @@
-"""What a GPU's host waits for, launches, compiles again and copies, counted without a GPU, beside what it was before.
+"""What a GPU's host waits for, launches, compiles again and copies, counted without a GPU, next to what it was before.
 
     python -m benchmarks.gpu_counts             # the table of docs/benchmarks.md, half a minute
     python -m benchmarks.gpu_counts --packs 200
@@ -123,7 +123,7 @@ def decoding(model: Path) -> Iterator[Row]:
 
 
 def compilations(packs: int) -> Iterator[Row]:
-    """Graphs of FlexAttention over packs of random lengths, after the first pack; by Dynamo alone, without kernels."""
+    """Graphs of FlexAttention over packs of random lengths, after the first pack; by Dynamo only, without kernels."""
     counters = torch._dynamo.utils.counters["stats"]
     attend: Any = torch.compile(flex_attention, dynamic=True, backend="eager")
     numbers = random.Random(0)

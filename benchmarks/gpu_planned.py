@@ -1,4 +1,4 @@
-"""A part of `gpu.py`: the peak that `forge plan` says of a trainer, beside what the device's allocator holds."""
+"""A part of `gpu.py`: the peak that `forge plan` says of a trainer, alongside what the device's allocator holds."""
 
 from __future__ import annotations
 

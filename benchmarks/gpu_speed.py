@@ -1,4 +1,4 @@
-"""Parts of `gpu.py` that measure: the device, engines, the trainer beside published figures, weight sync, a run."""
+"""Parts of `gpu.py` that measure: the device, engines, the trainer alongside published figures, weight sync, a run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WARMUP = Path("runs/quickstart-warmup/model")
 
 
 class Published(NamedTuple):
-    """A row of prime-rl's table of baselines for Qwen3-0.6B on one H100: its trainer alone, two micro-batches of
+    """A row of prime-rl's table of baselines for Qwen3-0.6B on one H100: its trainer only, two micro-batches of
     synthetic data, recomputed activations, FlashAttention 3 (benchmarks/baselines/, January 2026)."""
 
     tokens: int
@@ -108,7 +108,7 @@ def long_samples(setup: Setup) -> Iterator[Row]:
 
 
 def lengths(setup: Setup) -> Iterator[Row]:
-    """What a cache of rows costs beside one of pages: attention reads as many positions of a row as the longest has.
+    """What a cache of rows costs alongside one of pages: attention reads as many positions of a row as the longest has.
 
     A decode step of rows of 512 tokens, and of as many tokens of which one row has 4,096; pages would read the same.
     """
@@ -193,7 +193,7 @@ def kernels_of(act: Callable[[], Any], setup: Setup) -> tuple[int, float]:
 
 
 def published(lora: bool, setup: Setup) -> Iterator[Row]:
-    """A step of two micro-batches beside prime-rl's figures on the same card, of all weights or of adapters."""
+    """A step of two micro-batches alongside prime-rl's figures on the same card, of all weights or of adapters."""
     rows = [row for row in PUBLISHED if (row.rank is not None) == lora]
     for row in rows[:1] if setup.quick else rows:
         yield from beside(row, setup)

@@ -130,7 +130,7 @@ def write_model(case: Case, folder: Path) -> Path:
 
 
 def measured_peak(work: Callable[[], object]) -> int:
-    """The most bytes that torch's CPU allocator holds beside what exists before."""
+    """The most bytes that torch's CPU allocator holds alongside what exists before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     assert profiler.profiler is not None

@@ -100,7 +100,7 @@ async def calls(rounds: int, times: int) -> None:
         middle, late = statistics.median(taken), taken[int(0.99 * len(taken))]
         shown = f"{middle:.2f} | {late:.2f} | {middle - base:+.2f} | {middle / route:.1f}"
         print(f"| {name} | {shown} | {statistics.median(rates[name]):.0f} |")
-    await queue({"Monarch alone": sides["raw Monarch call_one"], "the service": sides["route"]})
+    await queue({"Monarch only": sides["raw Monarch call_one"], "the service": sides["route"]})
     for service in services.values():
         await service.stop()
 

@@ -6,7 +6,7 @@
 Several annotators, each of whom is wrong about a response with probability `--noise`, look at answers of the model that
 RL starts from. A reward model is trained (`apps/reward_model`) from what each of them prefers. The rewards are then
 
-    single      the first, second, third of these models alone, for the seeds 0, 1, 2
+    single      the first, second, third of these models only, for the seeds 0, 1, 2
     weaver      all of them, with rules and answer frequency, put together without labels (`apps/weaver`)
     distilled   one of these models, which has learned the ensemble's probabilities
     pooled      one model that is trained on what all annotators prefer, as often on each pair: whoever has their

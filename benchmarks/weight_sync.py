@@ -5,7 +5,7 @@
 Every round does each of: a plain copy between two tensors that are in memory (memcpy), put and get of the weight store,
 safetensors and torch.distributed.checkpoint on /dev/shm; the table has medians over rounds, the first version apart,
 as ratios to the copy of the same round. The second table has the longest time between two decode steps of a running
-batch, with and without weight updates beside it.
+batch, with and without weight updates alongside it.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def gaps(folder: Path, rounds: int) -> None:
     store.close()
     print(f"\n{size / 1e6:.0f} MB of weights, 32 sequences, {len(steps)} steps of {usual * 1e3:.1f} ms (median)")
     print("\n| stretch | longest gap, ms: median | worst | in steps: median |\n|---|---|---|---|")
-    for updating, name in ((False, "no update"), (True, "an update beside it")):
+    for updating, name in ((False, "no update"), (True, "an update alongside it")):
         values = longest[updating]
         print(f"| {name} | {median(values) * 1e3:.1f} | {max(values) * 1e3:.1f} | {median(values) / usual:.2f} |")
 

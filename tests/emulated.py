@@ -38,7 +38,7 @@ SOURCE = "/src/forge/"
 aten = torch.ops.aten
 
 COPIES = (aten._to_copy.default, aten.copy_.default)
-# Operators whose number of results or value the host has to know, beside reads and copies.
+# Operators whose number of results or value the host has to know, alongside reads and copies.
 READS = ("nonzero", "masked_select", "bincount", "_unique2", "unique_dim", "unique_consecutive", "equal")
 INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_")
 # What autocast computes in its dtype on CUDA; all else it leaves as it is.
@@ -65,7 +65,7 @@ class Emulation:
 
     @contextmanager
     def counted(self) -> Iterator[Counter[str]]:
-        """The waits of the block alone."""
+        """The waits of the block only."""
         before, part = self.waits.copy(), Counter[str]()
         yield part
         part.update(self.waits - before)
@@ -164,7 +164,7 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """The operator in host memory."""
-    if func is aten.histc.default and not args[0].is_floating_point():  # of integers on CUDA alone
+    if func is aten.histc.default and not args[0].is_floating_point():  # of integers on CUDA only
         return func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
     return func(*args, **kwargs)
 
@@ -230,7 +230,7 @@ class Module(_DummyBackendModule):
     current_stream = stream = Stream = Event = synchronize = set_rng_state = mock.MagicMock()
 
     def is_available(self) -> bool:
-        """Within `emulated` alone: other tests of the process compute on the CPU."""
+        """Within `emulated` only: other tests of the process compute on the CPU."""
         return _current is not None
 
     def get_rng_state(self, *_: Any) -> Tensor:

@@ -46,7 +46,7 @@ def test_every_room_has_its_floor():
 
 
 @pytest.mark.parametrize("level", range(len(FLOORS)))
-def test_no_room_imports_one_above_it(level: int):
+def test_rooms_import_only_lower_floors(level: int):
     above = [f"forge.{room}" for floor in FLOORS[level + 1 :] for room in floor]
     assert violations(FLOORS[level], above) == []
 
@@ -85,7 +85,7 @@ def test_infrastructure_knows_no_algorithm(part: str):
     assert violations([part], [*algorithms, "forge.actors", "transformers", "apps"]) == []
 
 
-def test_algorithms_stand_alone():
+def test_algorithms_import_only_torch():
     others = [f"forge.{path.stem}" for path in SOURCE.iterdir() if path.stem not in ("algorithms", "losses", "config")]
     others = [name for name in others if name != "forge.__init__"]
     sections = "forge.config.sections"  # plugins are resolved by name, which loads nothing
@@ -122,7 +122,7 @@ def test_extensions_import_no_app_and_none_of_each_other(extension: str):
     assert not found & ({"apps", *EXTENSIONS} - {extension} - USES.get(extension, set()) - {"forge_http"})
 
 
-def test_what_runs_in_the_sandbox_imports_nothing_of_forge():
+def test_sandbox_programs_do_not_import_forge():
     files = sorted((SOURCE.parent / "forge_sandbox/inside").rglob("*.py"))
     assert len(files) > 5
     own = [name for file in files for name in imports(file) if name.split(".")[0].startswith("forge")]
@@ -135,7 +135,7 @@ def test_workers_of_other_pythons_import_nothing_of_forge():
     assert [name for file in files for name in imports(file) if name.split(".")[0].startswith("forge")] == []
 
 
-def test_nothing_below_knows_the_recipes():
+def test_lower_rooms_do_not_import_recipes():
     top = ("recipes", "api", "cli", "__init__", "__main__")
     below = [path.stem for path in SOURCE.iterdir() if path.stem not in top]
     assert violations(below, ["forge.recipes", "forge.recipes.api", "forge.cli"]) == []
@@ -149,7 +149,7 @@ def at_import(nodes: list[ast.stmt]) -> Iterator[ast.stmt]:
             yield from at_import(node.body)
 
 
-def test_no_module_imports_itself_through_others():
+def test_modules_have_no_import_circles():
     files = {path: path.with_suffix("") for path in sorted(SOURCE.parent.rglob("*.py"))}
     names = {
         ".".join(bare.relative_to(SOURCE.parent).parts).removesuffix(".__init__"): path for path, bare in files.items()
@@ -183,7 +183,7 @@ def newly_imported(module: str) -> set[str]:
 
 
 @pytest.mark.processes
-def test_importing_the_losses_needs_torch_alone():
+def test_losses_import_only_torch():
     assert newly_imported("forge.losses") == {"forge"}
 
 

@@ -72,7 +72,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_so_do_the_documents(path):
+def test_documents_use_terms_of_the_field(path):
     # Code of examples, and words that are quoted as words, are not prose.
     text = re.sub(r"```.*?```|^(?: {4}|\t)[^\n]*$|`[^`\n]*`|\"[^\"\n]*\"", "", path.read_text(), flags=re.S | re.M)
     wrong = [match.group() for match in PATTERN.finditer(text)]

@@ -148,7 +148,7 @@ def test_an_address_that_no_server_can_have(host, port, text):
 
 
 @pytest.mark.parametrize("root", ["file", "file/deeper", "missing-link"])
-def test_a_root_that_cannot_be_written_is_named(tmp_path, root):
+def test_unwritable_root_is_named(tmp_path, root):
     (tmp_path / "file").write_text("")
     (tmp_path / "missing-link").symlink_to("/proc/nothing/here")
     folder = tmp_path / root / "run"

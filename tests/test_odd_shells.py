@@ -26,7 +26,7 @@ def shell(script: str, *words: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.processes
-def test_a_working_folder_that_was_removed_is_one_line(tmp_path: Path):
+def test_removed_working_folder_raises_one_line(tmp_path: Path):
     words = [sys.executable, "-m", "forge", "runs", str(tmp_path)]
     done = shell(f'mkdir {tmp_path}/x; cd {tmp_path}/x; rmdir {tmp_path}/x; exec "$@"', *words)
     assert (done.returncode, done.stderr) == (1, "error: the working folder was removed: change to another one\n")
@@ -34,7 +34,7 @@ def test_a_working_folder_that_was_removed_is_one_line(tmp_path: Path):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("closed", ["<&-", "1>&-", "2>&-", "<&- >&- 2>&-"])
-def test_what_is_closed_of_the_standard_files_takes_no_other(closed: str, tmp_path: Path):
+def test_closed_standard_files_stay_reserved(closed: str, tmp_path: Path):
     done = shell(f'exec "$@" {closed}', sys.executable, "-c", STANDARD, str(tmp_path / "said"))
     assert done.returncode == 0, done.stderr
     number, inheritable, files = (tmp_path / "said").read_text().split(" ", 2)

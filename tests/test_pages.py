@@ -244,7 +244,7 @@ def _check_configuration(recipe: str, words: list[str]) -> None:
 
 
 def test_benchmarks_start_by_the_commands_that_are_written():
-    """A script that imports another benchmark needs `python -m`: a path puts its own folder on the path alone."""
+    """A script that imports another benchmark needs `python -m`: a path puts its own folder on the path only."""
     texts = [path.read_text() for path in [*PAGES, *sorted((ROOT / "benchmarks").glob("*.py"))]]
     commands = {match for text in texts for match in re.findall(r"python3? (-m )?benchmarks[/.](\w+)", text)}
     assert len(commands) > 20

@@ -15,7 +15,7 @@ PLAYERS = ("policy", "rival")
 async def auction(client: AsyncOpenAI, sample: Sample, evaluation: bool = False) -> dict[str, float]:
     """Bid for a price at the same time; who is closer to it without going beyond wins, and equal bids share.
 
-    An evaluation asks the policy alone, and earns the share of the price that it bids: 1 is the price itself.
+    An evaluation asks the policy only, and earns the share of the price that it bids: 1 is the price itself.
     """
     price = int(sample.prompt.text)
     messages = [{"role": "user", "content": sample.prompt.text}]

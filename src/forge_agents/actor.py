@@ -34,7 +34,7 @@ class PolicySettings:
     whole_turns: bool = False
 
     def build(self) -> Policy:
-        """The policy, with its tokenizer."""
+        """Return the policy, with its tokenizer."""
         dialogue = self.episode.dialogue(self.model)
         return Policy(self.service, dialogue, self.sampling, self.whole_turns)
 

@@ -33,6 +33,7 @@ def fill_task_folder(
         if path.is_absolute() or not path.parts or ".." in path.parts:
             raise ValueError(f"files must be named by paths within the task folder, got {str(path)!r}")
     places = (folder, folder.parent / "tmp")
+
     if new:
         folder.parent.mkdir(parents=True)
         if source is None:
@@ -41,6 +42,7 @@ def fill_task_folder(
             shutil.copytree(source, folder, symlinks=True)
         (folder / HOME).mkdir(exist_ok=True)
         places[1].mkdir()
+
     for place in places:
         place.chmod(0o755)
     for path, text in paths.items():
@@ -50,11 +52,13 @@ def fill_task_folder(
                 inner.unlink(missing_ok=True)
                 inner.mkdir()
             inner.chmod(0o755)
+
         target = folder / path
         if target.is_dir() and not target.is_symlink():
             remove_folder(target)
         target.unlink(missing_ok=True)
         target.write_text(text)
+
     if owned:
         for place in places:
             give_to_nobody(place)
@@ -98,14 +102,14 @@ class AgentCommand:
 
     Args:
         command: the program and its arguments.
-        env: variables beside those that `CommandRunner` sets.
+        env: variables alongside those that `CommandRunner` sets.
         files: a folder that is copied into the task folder.
         timeout: seconds.
         memory_mb: of all its processes together, checked every 50 ms.
         processes: processes and threads that it may have at once. Programs on node start about ten threads each.
         output_kb: of stdout and of stderr, after which it is ended.
-        readable: files and folders that it may read beside the system and this Python; `bin` of a folder is in PATH.
-        network: "gateway" reaches the gateway alone; "host" all that this machine reaches.
+        readable: files and folders that it may read alongside the system and this Python; `bin` of a folder is in PATH.
+        network: "gateway" reaches the gateway only; "host" all that this machine reaches.
 
     Raises:
         ValueError: an invalid setting.
@@ -129,6 +133,7 @@ class AgentCommand:
             number = getattr(self, name)
             if isinstance(number, bool) or not 0 < number < float("inf"):
                 raise ValueError(f"{name} must be a positive number, got {number!r}")
+
         if self.network not in get_args(Network):
             raise ValueError(f"network must be gateway or host, got {self.network!r}")
         if self.files is not None and not Path(self.files).is_dir():
@@ -166,7 +171,7 @@ class CommandResult:
     reason: str = ""
 
     def read(self, path: str, limit: int = 1 << 20) -> bytes:
-        """The first `limit` bytes of a file in the folder.
+        """Return the first `limit` bytes of a file in the folder.
 
         Raises:
             FileNotFoundError: it is not there, or not a regular file, or a link to outside.
@@ -185,7 +190,7 @@ class CommandResult:
 
 
 def agent_environment(words: Mapping[str, str], path: str) -> dict[str, str]:
-    """The variables of an agent, by which the clients of each API find the gateway: the whole environment.
+    """Return the variables of an agent, by which the clients of each API find the gateway: the whole environment.
 
     Args:
         words: "url", "key", "model", "task" and "folder", as in `AgentCommand`.
@@ -196,6 +201,7 @@ def agent_environment(words: Mapping[str, str], path: str) -> dict[str, str]:
     model = words["model"]
     claude = ("MODEL", "SMALL_FAST_MODEL", "DEFAULT_HAIKU_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_OPUS_MODEL")
     env = {"PATH": path, "LANG": "C.UTF-8", "HOME": f"{words['folder']}/{HOME}", "FORGE_TASK": words["task"]}
+
     if url:
         env |= {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_BASE": f"{url}/v1", "OPENAI_API_KEY": key}
         env |= {"OPENAI_MODEL": model, "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key}
@@ -205,6 +211,7 @@ def agent_environment(words: Mapping[str, str], path: str) -> dict[str, str]:
             "MSWEA_COST_TRACKING": "ignore_errors",
             "MSWEA_MODEL_NAME": f"openai/{model}",
         }
+
     # Requests to loopback go to no proxy, and programs do not look for news, prices and places for their telemetry.
     env |= {"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
     env |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_AGENTS_DISABLE_TRACING": "1"}

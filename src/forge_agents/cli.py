@@ -26,6 +26,7 @@ def add_to(commands: Any) -> None:
     )
     rows.add_argument("config", help="the run's YAML file")
     rows.add_argument("--limit", type=int, default=-1, help="read so many tasks; default all")
+
     held_out = "share that is held out if the collection has no split; default .1"
     rows.add_argument("--held-out", type=float, default=0.1, help=held_out)
     rows.add_argument("--overwrite", action="store_true", help="replace files that exist")
@@ -67,6 +68,7 @@ def write_rows(config: Path, limit: int = -1, share: float = 0.1, overwrite: boo
     if not 0 <= share < 1:
         raise ConfigError(f"--held-out must be from 0 to below 1, got {share}")
     paths: dict[str, Path] = {}
+
     for split, section in (("train", "dataset"), ("eval", "eval")):
         name = (values.get(section) or {}).get("path")
         if not isinstance(name, str) or not name.endswith(".jsonl"):
@@ -74,6 +76,7 @@ def write_rows(config: Path, limit: int = -1, share: float = 0.1, overwrite: boo
         paths[split] = Path(name)
         if paths[split].exists() and not overwrite:
             raise ConfigError(f"{name} exists: choose another {section}.path, or replace it by --overwrite")
+
     splits = asyncio.run(read_rows(agent, limit))
     if not splits["eval"]:
         splits["train"], splits["eval"] = hold_out(splits["train"], share)
@@ -83,4 +86,5 @@ def write_rows(config: Path, limit: int = -1, share: float = 0.1, overwrite: boo
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = (json.dumps({**row, "answer": json.dumps(row["answer"])}) + "\n" for row in splits[split])
         path.write_text("".join(lines))
+
     return ", ".join(f"{len(splits[split])} rows in {path}" for split, path in paths.items())

@@ -29,7 +29,7 @@ from .workers.protocol import MAX_LINE
 
 log = logging.getLogger(f"forge.{__name__}")
 
-OPENING = 300.0  # seconds until an environment is open: imports alone take 30 on a cold disk
+OPENING = 300.0  # seconds until an environment is open: imports take 30 of them on a cold disk
 GRACE = 10.0  # seconds beyond a request's timeout until its answer, and until an ended worker has gone
 
 Values = dict[str, Any]  # plain JSON
@@ -43,7 +43,7 @@ class Worker:
     Args:
         command: the words that start it.
         opening: the fields of its request "open".
-        env: variables beside those of this process.
+        env: variables in addition to this process's.
         grace: seconds beyond a request's timeout after which it is taken to hang, and killed.
     """
 
@@ -65,12 +65,12 @@ class Worker:
         self._lock = asyncio.Lock()
 
     async def request(self, op: str, timeout: float, **fields: Any) -> Values:
-        """The result of a request.
+        """Return the result of a request.
 
         Args:
             op: "rows" or "play".
             timeout: seconds.
-            fields: those of the request.
+            fields: of the request.
 
         Raises:
             ConfigError: a setting is invalid, which no further attempt would change.
@@ -117,6 +117,7 @@ class Worker:
                 f"episode.agent.collection.python {self.command[0]} cannot be executed ({error.strerror}): name the "
                 "python of the environment that has the collection (docs/collections.md)"
             ) from None
+
         self.starts += 1
         self._reading = [asyncio.create_task(read(process)) for read in (self._read_words, self._read_answers)]
         return process
@@ -125,6 +126,7 @@ class Worker:
         number = next(self._numbers)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         assert process.stdin is not None
+
         try:
             process.stdin.write(json.dumps({"id": number, "op": op, "timeout": timeout, **fields}).encode() + b"\n")
             message = await asyncio.wait_for(answer, timeout + self.grace)
@@ -134,6 +136,7 @@ class Worker:
             raise InfrastructureError(f"the worker hung: it gave no result of {op!r} within {timeout:g} s") from None
         finally:
             del self._answers[number]
+
         if "error" not in message:
             return dict(message["result"])
         if message["setting"]:
@@ -172,10 +175,10 @@ def _kill_group(process: Process) -> None:
 
 
 def worker_variables(python: str) -> dict[str, str]:
-    """The variables of a worker: those of this process, with the programs beside its Python first.
+    """Return the variables of a worker: this process's, with the programs alongside its Python first.
 
     Args:
-        python: the path of its interpreter, beside which others, such as uv, were installed for it.
+        python: the path of its interpreter, alongside which others, such as uv, were installed for it.
     """
     path = os.pathsep.join([os.path.dirname(os.path.abspath(python)), os.environ.get("PATH", os.defpath)])
     # The gateway is on loopback, where no proxy leads.
@@ -190,7 +193,7 @@ Row = dict[str, Any]  # {"question": text, "answer": the task as plain JSON}
 
 
 def worker_of(agent: AgentConfig) -> Worker:
-    """A worker of an agent's collection."""
+    """Return a worker of an agent's collection."""
     assert agent.collection is not None
     opening = {"environment": agent.collection.environment, "args": agent.collection.args}
     return Worker([agent.collection.python, str(SCRIPT)], opening, env=agent.env)
@@ -224,7 +227,7 @@ class WorkerPlay:
 
 
 def task_of(sample: Sample) -> Any:
-    """The task of a sample. ConfigError: its row is not one of a collection."""
+    """Return the task of a sample. ConfigError: its row is not one of a collection."""
     try:
         return json.loads(sample.target)
     except ValueError:
@@ -245,7 +248,7 @@ def check_collection(agent: AgentConfig) -> None:
 
 
 async def read_rows(agent: AgentConfig, limit: int = -1) -> dict[str, list[Row]]:
-    """The rows of a collection by their split, "train" and "eval". InfrastructureError: it failed.
+    """Return the rows of a collection by their split, "train" and "eval". InfrastructureError: it failed.
 
     Args:
         limit: the most that are read; -1: all.
@@ -261,7 +264,8 @@ async def read_rows(agent: AgentConfig, limit: int = -1) -> dict[str, list[Row]]
 
 
 def hold_out(rows: Sequence[Row], share: float) -> tuple[list[Row], list[Row]]:
-    """Rows for training and held-out ones, decided by the question itself, so that equal questions stay together.
+    """Return rows for training and held-out ones, decided by the question itself, so that equal questions stay
+    together.
 
     Args:
         share: of the held-out ones, 0 to 1.

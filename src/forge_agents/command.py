@@ -60,7 +60,7 @@ class CommandRunner:
 
     Args:
         allow_unsafe: where namespaces are not permitted, run programs with all rights of this user, instead of an
-            error at `start`. The environment, the end of all processes and limits but that of `processes` remain.
+            error at `start`. The environment, the end of all processes and all limits but `processes` remain.
         folder: where task folders are created; by default that for temporary files.
         python: the interpreter of the processes that watch programs; by default the running one.
     """
@@ -94,12 +94,14 @@ class CommandRunner:
             reason = result.reason or f"a program was not confined: {result.stderr.strip() or 'it is root'}"
         except OSError as error:
             reason = str(error)
+
         if not self._allow_unsafe:
             await self.close()
             raise InfrastructureError(
                 f"agents cannot be confined here ({reason}): allow user namespaces, or accept programs with all your "
                 "rights by allow_unsafe=True (docs/agent_commands.md)"
             )
+
         self.level = "none"
         log.warning("agents are not confined (%s): they run with all rights of this user", reason)
 
@@ -136,9 +138,11 @@ class CommandRunner:
             folder = self._scratch.path / str(self._number) / "task"
         words = {"url": url or "", "key": key, "model": model, "task": task_text}
         words["folder"] = INNER_FOLDER if self.level == "namespaces" else str(folder)
+
         if outer is not None:
             words["url"] = f"http://127.0.0.1:{outer[1]}{urlsplit(words['url']).path}"
         settings, request = self._sandbox_settings(command, words, folder)
+
         # A program without a gateway has no network.
         settings["network"] = "gateway" if url is None else command.network
         settings["port"] = None if outer is None else outer[1]
@@ -157,6 +161,7 @@ class CommandRunner:
         run = asyncio.ensure_future(play_and_clean())
         self._runs.add(run)
         run.add_done_callback(self._runs.discard)
+
         return await run
 
     async def close(self) -> None:
@@ -190,6 +195,7 @@ class CommandRunner:
         forwarder = None if outer is None else Forwarder(*outer)
         workers: list[Worker] = []
         seconds: float = request["time_limit"]
+
         try:
             await self._in_thread(lambda: workers.append(Worker(settings, self._python, None)))
             (worker,) = workers
@@ -204,6 +210,7 @@ class CommandRunner:
                 await forwarder.close()
             for worker in workers:
                 await self._in_thread(worker.kill)
+
         status, code = header["status"], header["exit_code"]
         reasons: dict[str, tuple[Status, str]] = {
             "timeout": ("timeout", f"it ran for {seconds:g} s"),
@@ -218,6 +225,7 @@ class CommandRunner:
             reasons["exited"] = "missing", reason
         elif code == -9:
             reasons["exited"] = "killed", "SIGKILL, which neither this library nor a limit of it sent"
+
         stdout, stderr = (output[-TAIL:].decode(errors="replace") for output in outputs)
         named, reason = reasons.get(status, ("exited", ""))
         return CommandResult(named, code, stdout, stderr, header["seconds"], folder, reason)
@@ -235,8 +243,8 @@ class CommandRunner:
     def _sandbox_settings(
         self, command: AgentCommand, words: Mapping[str, str], folder: Path
     ) -> tuple[Settings, dict[str, Any]]:
-        """The settings of the sandbox's process, and its request, with all placeholders replaced. ValueError: a
-        readable folder holds those of all runs."""
+        """Return the settings of the sandbox's process, and its request, with all placeholders replaced. ValueError: a
+        readable folder holds all runs' folders."""
         for path in command.readable:
             if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(path)):
                 raise ValueError(f"readable has {path}, which holds the folders of all runs: name what is needed in it")
@@ -260,23 +268,24 @@ class CommandRunner:
             "processes": command.processes,
             "output_kb": command.output_kb,
         }
+
         return settings, {"command": line, "env": env, "time_limit": command.timeout}
 
 
 def _readable_paths(command: AgentCommand) -> list[str]:
-    """All that a program may read beside the system: what its command names, and this Python."""
+    """Return all that a program may read alongside the system: what its command names, and this Python."""
     prefixes = [path for path in (sys.prefix, sys.base_prefix) if os.access(path, os.R_OK | os.X_OK)]
     return [os.path.abspath(path) for path in (*command.readable, *prefixes)]
 
 
 def program_path(command: AgentCommand) -> str:
-    """The PATH of a command: folders that its program may be in."""
+    """Return the PATH of a command: folders that its program may be in."""
     bins = [f"{path}/bin" for path in _readable_paths(command) if os.path.isdir(f"{path}/bin")]
     return ":".join([*bins, SYSTEM_PATH])
 
 
 def _gateway_address(url: str | None, network: Network, level: Level) -> tuple[str, int] | None:
-    """Host and port of the gateway, where its connections are forwarded. ValueError: it is not plain http."""
+    """Return host and port of the gateway, where its connections are forwarded. ValueError: it is not plain http."""
     if url is None:
         return None
     parts = urlsplit(url)

@@ -56,12 +56,12 @@ class AgentConfig(Section):
     command: list[str] | None = None
     """The program and its arguments; `{task}`, `{url}`, `{key}`, `{model}` and `{folder}` are replaced."""
     function: Any = None
-    """In place of `command`: `package.module:name` of `async f(client, sample) -> float | None`, where the client is an
+    """Instead of `command`: `package.module:name` of `async f(client, sample) -> float | None`, where the client is an
     `openai.AsyncOpenAI` whose model is "policy", and the task `sample.prompt.text`; it returns the reward."""
     collection: CollectionConfig | None = None
     """An environment that others made, which plays and scores."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Variables beside those by which clients find the gateway."""
+    """Variables alongside those by which clients find the gateway."""
     files: str | None = None
     """A folder that is copied into the task folder."""
     texts: dict[str, str] = Field(default_factory=dict)
@@ -69,7 +69,7 @@ class AgentConfig(Section):
     install: str | None = None
     """How to install the program, for the error that says that it is missing."""
     readable: list[str] = Field(default_factory=list)
-    """What the program may read beside the system and this Python."""
+    """What the program may read alongside the system and this Python."""
     timeout: PositiveFloat = 600.0
     """Seconds of an episode."""
     memory_mb: PositiveInt = 4096
@@ -83,9 +83,9 @@ class AgentConfig(Section):
     test: TestCommand | None = None
     """Scores the folder."""
     reward: Any = None
-    """In place of `test`: a reward function or verifier, of the agent's last answer."""
+    """Instead of `test`: a reward function or verifier, of the agent's last answer."""
     auxiliary: Literal["drop", "train"] = "drop"
-    """Calls beside the task, such as for titles and summaries."""
+    """Calls alongside the task, such as for titles and summaries."""
     concurrency: PositiveInt = 64
     """Agents at once."""
 
@@ -105,7 +105,7 @@ class AgentConfig(Section):
             self.load_function()
 
     def agent_command(self) -> AgentCommand:
-        """The command with its limits. ConfigError: a limit is invalid, or a folder is not there."""
+        """Return the command with its limits. ConfigError: a limit is invalid, or a folder is not there."""
         try:
             return AgentCommand(
                 self.command or [],
@@ -121,7 +121,7 @@ class AgentConfig(Section):
             raise ConfigError(f"episode.agent: {error}") from None
 
     def load_function(self) -> Any:
-        """The coroutine function. ConfigError: there is none of this name."""
+        """Return the coroutine function. ConfigError: there is none of this name."""
         function = resolve(self.function, "episode.agent.function") if isinstance(self.function, str) else self.function
         if not callable(function):
             raise ConfigError(f"episode.agent.function {self.function!r} is not callable")

@@ -39,7 +39,7 @@ class Outcome:
     info: Mapping[str, Any] = field(default_factory=dict)
 
     def reward_of(self, seat: str) -> float | None:
-        """The reward of what played under this name."""
+        """Return the reward of what played under this name."""
         return self.reward.get(seat) if isinstance(self.reward, Mapping) else self.reward
 
 
@@ -91,7 +91,7 @@ class AgentEnv(GroupEnv):
         self, policy: PolicyService, sample: Sample, n: int, seed: int, *, evaluation: bool, **sampling: Any
     ) -> list[Episode]:
         """Play n sessions of a task; returns an episode for each and for each seat. An evaluation has the first seat's
-        alone."""
+        only."""
         plays = (self._play_session(sample, seed, number, evaluation, sampling) for number in range(n))
         by_session = await asyncio.gather(*plays)
         # Those of a seat are neighbours, and numbered through.
@@ -124,13 +124,16 @@ class AgentEnv(GroupEnv):
                     log.warning("episode %s was lost: %s", name, error)
                     outcome = Outcome(None, "infrastructure", True, {"error": str(error)})
                     continue
+
                 if not outcome.is_lost:
                     break
                 for seat, account in lost.items():
                     account.update(record.unlearned(seat, self.auxiliary))
+
         info: dict[str, Any] = {"stop": outcome.stop, "attempts": attempt + 1, "environment": dict(outcome.info)}
         is_lost = outcome.is_lost or outcome.stop == "infrastructure"
         episodes = []
+
         for seat, account in lost.items():
             reward, seat_info = outcome.reward_of(seat), dict(info)
             episode = None if is_lost else record.episode(seat, reward, auxiliary=self.auxiliary, info=seat_info)
@@ -142,9 +145,11 @@ class AgentEnv(GroupEnv):
                     account.update(record.unlearned(seat, self.auxiliary))
                     seat_info |= {"stop": NO_TURN} if len(lost) > 1 and not record.runs.get(seat) else {}
                 episode = _unscored_episode(seat_info, account)
+
             # Without a second seat an episode needs no name.
             episode.policy = seat if len(lost) > 1 else ""
             episodes.append(episode)
+
         return episodes
 
     async def _play_once(
@@ -160,6 +165,7 @@ class AgentEnv(GroupEnv):
                 )
         finally:
             record: SessionRecord = await self.gateway.close.route(access.key)
+
         # A program that asked for nothing and failed says more of the machine than of the policy.
         if outcome.stop == "crashed" and not record.counts.get("requests"):
             return Outcome(None, "infrastructure", True, outcome.info), record
@@ -167,11 +173,12 @@ class AgentEnv(GroupEnv):
             answer = record.runs[POLICY][-1].added[-1]["content"]
             reward = await self.score(sample, answer, evaluation)
             outcome = Outcome(reward, outcome.stop, info=outcome.info)
+
         return outcome, record
 
 
 def _unscored_episode(info: Mapping[str, Any], certificate: Certificate) -> Episode:
-    """An episode without a turn, which nothing is learned from."""
+    """Return an episode without a turn, which nothing is learned from."""
     filled = {"turns": 0, "calls": 0, "unread_calls": 0, "messages": [], **info, "certificate": dict(certificate)}
     return Episode.played([0], [False], [0.0], [-1], info=filled)
 

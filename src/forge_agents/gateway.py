@@ -96,7 +96,7 @@ class Gateway:
         return app
 
     def access(self, host: str) -> Any:
-        """The middleware that says who may call: those that have a session's key, and no page of a browser."""
+        """Return the middleware that says who may call: those that have a session's key, and no page of a browser."""
         return guard_requests(host, None)
 
     def _make_session(self, key: str, settings: SessionSettings) -> Session:
@@ -131,6 +131,7 @@ class Gateway:
         writer = dialect.events(generation.request, generation.ids)
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **UNBUFFERED}
         response = web.StreamResponse(headers=headers)
+
         try:
             async for piece in generation.pieces(PING):
                 if not response.prepared:
@@ -138,10 +139,12 @@ class Gateway:
                     await response.write(writer.begin(generation.prompt_tokens))
                 if data := writer.ping() if piece is None else writer.delta(piece):
                     await response.write(data)
+
             if not response.prepared:
                 await response.prepare(request)
                 await response.write(writer.begin(generation.prompt_tokens))
             await response.write(writer.end(generation.turns))
+
             # Many clients hang up at the last event, before the end of the body is written to them.
             self._mark_sent(request, session, generation)
             await response.write_eof()
@@ -152,6 +155,7 @@ class Gateway:
                 raise
             await response.write(writer.failure(_as_request_error(raised)))
             await response.write_eof()
+
         return response
 
     async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
@@ -175,7 +179,7 @@ class Gateway:
             session.mark_delivered(generation)
 
     def _session_of(self, request: web.Request) -> Session:
-        """The session of a request's key. BadRequest: it has none, or another one."""
+        """Return the session of a request's key. BadRequest: it has none, or another one."""
         # A dict's lookup is by hash: its time tells nothing of other keys.
         session = self.sessions.get(client_key(request))
         if session is None:
@@ -185,19 +189,19 @@ class Gateway:
 
 
 def client_key(request: web.Request) -> str:
-    """The key that a client of any dialect sends; "" for none."""
+    """Return the key that a client of any dialect sends; "" for none."""
     named = request.headers.get("x-api-key")
     return request.match_info.get("key") or named or bearer_key(request)
 
 
 def _dialect_of(request: web.Request) -> Dialect:
-    """The dialect of a path; of an unknown one OpenAI's."""
+    """Return the dialect of a path; of an unknown one OpenAI's."""
     path = request.path.removesuffix("/count_tokens")
     return next((dialect for end, dialect in DIALECTS.items() if path.endswith(end)), DIALECTS["/chat/completions"])
 
 
 async def _body_of(request: web.Request) -> Any:
-    """The JSON of a request."""
+    """Return the JSON of a request."""
     try:
         return await json_of(request)
     except ValueError as error:
@@ -210,7 +214,7 @@ def _error_response(dialect: Dialect, error: BadRequest) -> web.Response:
 
 
 def _as_request_error(raised: BaseException) -> BadRequest:
-    """An error of a generation as one of the request: what the client may repeat is a 503."""
+    """Return an error of a generation as one of the request: what the client may repeat is a 503."""
     while isinstance(raised, BaseExceptionGroup):
         raised = raised.exceptions[0]
     if isinstance(raised, BadRequest):

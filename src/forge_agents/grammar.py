@@ -45,7 +45,7 @@ class Matcher:
         self._stops = stops
 
     def copy(self) -> Matcher:
-        """A matcher in the same state, which advances separately."""
+        """Return a matcher in the same state, which advances separately."""
         return Matcher(self._state.deep_copy(), self._stop_ids, self._text, self._stops)
 
     def fill(self, bits: NDArray[np.int32]) -> None:
@@ -91,7 +91,7 @@ class Grammars:
         self._compiled = lru_cache(COMPILED)(self._compile_grammar)
 
     def matcher(self, grammar: str, stops: frozenset[int]) -> Matcher:
-        """The first state of a grammar, Lark or llguidance's JSON, for a request with these stop tokens.
+        """Return the first state of a grammar, Lark or llguidance's JSON, for a request with these stop tokens.
 
         Raises:
             ValueError: llguidance is not installed, the folder has no tokenizer, the grammar is invalid, or no token
@@ -119,7 +119,7 @@ class Grammars:
 
 
 def json_grammar(schema: Schema) -> str:
-    """The grammar of a JSON Schema's values, without white space between their parts.
+    """Return the grammar of a JSON Schema's values, without white space between their parts.
 
     Raises:
         ValueError: it is not a schema of an object, or has a keyword that llguidance cannot keep to.
@@ -132,7 +132,8 @@ def json_grammar(schema: Schema) -> str:
 def calls_grammar(
     syntax: str, tools: Sequence[Schema], choice: str = "required", parallel: bool = True, added: Container[str] = ()
 ) -> str:
-    """The grammar of an answer that is a call of a tool or, with `parallel`, several, as `forge_envs.calls` reads them.
+    """Return the grammar of an answer that is a call of a tool or, with `parallel`, several, as `forge_envs.calls`
+    reads them.
 
     Args:
         syntax: one of `forge_envs.calls` whose calls are JSON, "hermes" or "llama3".
@@ -153,20 +154,22 @@ def calls_grammar(
     if syntax == "hermes":
         open_tag, close_tag = (mark if mark in added else json.dumps(mark) for mark in ("<tool_call>", "</tool_call>"))
         tags, separator, key = (f'{open_tag} "\\n"', f'"\\n" {close_tag}'), "\n", "arguments"
-    # One rule a tool, so that arguments are those of the name before them.
+
+    # One rule a tool, so that arguments fit the name before them.
     rules = []
     for number, function in enumerate(functions):
         schema = {"properties": {}, "additionalProperties": False, **(function.get("parameters") or {"type": "object"})}
         opening = json.dumps(f'{{"name": {json.dumps(function["name"])}, "{key}": ')
         rules.append(f'call_{number}: {tags[0]} {opening} arguments_{number} "}}" {tags[1]}')
         rules.append(f"arguments_{number}: %json {json.dumps({**schema, 'x-guidance': SPACED})}")
+
     more = f" ({json.dumps(separator)} call){{0,{MAX_CALLS - 1}}}" if parallel else ""
     alternatives = " | ".join(f"call_{number}" for number in range(len(functions)))
     return _check_grammar("\n".join([f"start: call{more}", f"call: {alternatives}", *rules]))
 
 
 def _check_grammar(grammar: str) -> str:
-    """A grammar that llguidance accepts, whatever the tokenizer."""
+    """Return a grammar that llguidance accepts, whatever the tokenizer."""
     _check_installed()
     from llguidance import LLMatcher
 
@@ -182,7 +185,7 @@ def _check_installed() -> None:
 
 
 def _open_tokenizer(folder: Path, vocab: int) -> LLTokenizer:
-    """The tokenizer of a model's folder for llguidance, with at least `vocab` tokens."""
+    """Return the tokenizer of a model's folder for llguidance, with at least `vocab` tokens."""
     _check_installed()
     from llguidance import LLTokenizer, TokenizerWrapper
     from llguidance.hf import from_tokenizer
@@ -192,6 +195,7 @@ def _open_tokenizer(folder: Path, vocab: int) -> LLTokenizer:
         raise ValueError(f"a grammar needs the tokenizer of the model, and {folder} has none")
     tokenizer: Any = open_tokenizer(str(folder))
     size = max(vocab, len(tokenizer))
+
     try:
         if isinstance(tokenizer.backend_tokenizer.decoder, decoders.Fuse):
             return LLTokenizer(TokenizerWrapper(_Characters(tokenizer, size)), n_vocab=size)
@@ -215,17 +219,17 @@ class _Characters:
         self._tokenizer = tokenizer
 
     def __call__(self, text: str) -> list[int]:
-        """The usual tokens of a text."""
+        """Return the usual tokens of a text."""
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _first_line(message: str) -> str:
-    """The first line's worth of a message, without llguidance's account of its state."""
+    """Return the first line's worth of a message, without llguidance's account of its state."""
     return " ".join(message.partition("<state>")[0].split())[:300]
 
 
 def _token_bits(tokens: Iterable[int], vocab: int) -> NDArray[np.uint32]:
-    """A set of tokens: bit t % 32 of word t // 32 for token t."""
+    """Return a set of tokens: bit t % 32 of word t // 32 for token t."""
     flags = np.zeros(-(-vocab // 32) * 32, dtype=np.uint8)
     flags[list(tokens)] = 1
     return np.packbits(flags, bitorder="little").view(np.uint32)

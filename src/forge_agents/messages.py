@@ -54,15 +54,15 @@ class Call:
 class ModelRequest:
     """A request for the next turn of a conversation.
 
-    messages: a system message, if any, is the first. With `previous` they are the new ones alone.
+    messages: a system message, if any, is the first. With `previous` they are the new ones only.
     tools: what the model may call.
     tool_choice: "auto", "none", "required", or the name of the one tool to call after "function:".
     samples: how many answers.
     max_tokens: of an answer; None: as many as are left.
     stop: strings before which the text of an answer ends.
     schema: the JSON schema that the text of the answer must keep; None: any text.
-    previous: the id of the turn that this continues, of clients that send it in place of the history.
-    logprobs: the number of most probable tokens to name beside each; None: no log-probabilities at all.
+    previous: the id of the turn that this continues, of clients that send it instead of the history.
+    logprobs: the number of most probable tokens to name alongside each; None: no log-probabilities at all.
     overridden: settings of sampling that the client asked for, and the run decides.
     prompt: a text or token ids to continue as they are; "": the messages are rendered by the chat template.
     """
@@ -95,7 +95,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class ModelTurn:
-    """An answer of the model. `cached_tokens` are those of the context that an earlier turn had already."""
+    """An answer of the model. `cached_tokens` counts context tokens that an earlier turn had already."""
 
     id: str
     content: str = ""

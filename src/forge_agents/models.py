@@ -1,4 +1,4 @@
-"""The section `models` of the RL recipe: what agents may ask beside the policy."""
+"""The section `models` of the RL recipe: what agents may ask alongside the policy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class FurtherModel(Section):
     """A model that agents ask by its name: frozen, trained as well, or another seat of a trained one."""
 
     model: str | None = None
-    """Its folder or hub id; null: that of the run, as it is at the start."""
+    """Its folder or hub id; null: the run's, as it is at the start."""
     trains: bool = False
     """Train it too, in recipes for several policies such as `apps.selfplay.main`."""
     seat_of: str | None = None
@@ -43,12 +43,12 @@ class FurtherModel(Section):
 
     @property
     def is_frozen(self) -> bool:
-        """Whether this run samples from it and does not train it."""
+        """Return whether this run samples from it and does not train it."""
         return not self.trains and self.seat_of is None
 
     @property
     def parts(self) -> list[str]:
-        """What the run starts for it."""
+        """Return what the run starts for it."""
         if self.trains:
             return ["generator", "trainer"]
         return ["generator"] if self.is_frozen else []
@@ -100,11 +100,12 @@ def check_models(cfg: RLConfig) -> dict[str, FurtherModel]:
             raise ConfigError(f"{path}.seat_of: {further.seat_of!r} is not trained here: name one of {names}")
         if (further.trains or further.seat_of is not None) and not trains_several:
             raise ConfigError(f"{path}: this recipe trains one policy; use apps.selfplay.main or a loop like it")
+
     return models
 
 
 def trained_models(models: dict[str, FurtherModel]) -> list[str]:
-    """The names of the trained models, the run's own first."""
+    """Return the names of the trained models, the run's own first."""
     return [POLICY, *(name for name, further in models.items() if further.trains)]
 
 

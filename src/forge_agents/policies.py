@@ -49,6 +49,7 @@ async def sample_turns(
             completions = await service.generate.route(list(prompt), **sampling)
             yield list(enumerate(completions))
             return
+
         number = secrets.randbits(63)
         running = sampling["n"]
         try:
@@ -68,7 +69,7 @@ NUMBERS = ("temperature", "top_p", "top_k", "seed")
 
 
 def client_sampling(request: ModelRequest) -> dict[str, Any]:
-    """The fields of `Sampling` that a request has, in any dialect. BadRequest: an invalid value."""
+    """Return the fields of `Sampling` that a request has, in any dialect. BadRequest: an invalid value."""
     values = {name: value for name, value in request.overridden.items() if name in NUMBERS}
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -83,7 +84,7 @@ def client_sampling(request: ModelRequest) -> dict[str, Any]:
 
 
 def choose_grammar(request: ModelRequest, dialogue: Dialogue) -> str:
-    """The grammar of the turn; "" for any text. BadRequest: there is none for what the client asks."""
+    """Return the grammar of the turn; "" for any text. BadRequest: there is none for what the client asks."""
     if request.schema is None and request.tool_choice in ("auto", "none"):
         return ""
     from forge_agents.grammar import calls_grammar, json_grammar

@@ -14,8 +14,8 @@ from .messages import Call, Message, Schema
 
 
 def render_prompt(dialogue: Dialogue, messages: Iterable[Message]) -> list[dict[str, Any]]:
-    """A conversation with thoughts and calls in the template's form, neighbouring messages of the user joined: many
-    templates take them in turn only."""
+    """Return a conversation with thoughts and calls in the template's form, neighbouring messages of the user joined:
+    many templates take them in turn only."""
     rendered: list[dict[str, Any]] = []
     for message in messages:
         converted = _convert_message(message, dialogue)
@@ -33,6 +33,7 @@ def _convert_message(message: Message, dialogue: Dialogue) -> dict[str, Any]:
     if message.get("thought"):
         converted["reasoning_content"] = message["thought"]
     calls = message.get("calls", ())
+
     if calls and dialogue.writes_calls:
         converted["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _call_arguments(call)}}
@@ -41,6 +42,7 @@ def _convert_message(message: Message, dialogue: Dialogue) -> dict[str, Any]:
     elif calls:
         parts = [converted["content"], *(_call_text(call, dialogue.syntax) for call in calls)]
         converted["content"] = "\n".join(part for part in parts if part)
+
     return converted
 
 
@@ -54,7 +56,7 @@ def _call_arguments(call: Call) -> dict[str, Any]:
 
 
 def _call_text(call: Call, syntax: str) -> str:
-    """A call as the policy writes it, for a template without a place for calls."""
+    """Return a call as the policy writes it, for a template without a place for calls."""
     arguments = _call_arguments(call)
     if syntax == "plain":
         return f"{call.name}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
@@ -104,11 +106,12 @@ class TurnReader:
         self._pieces = (0, 0)
 
     def read(self, tokens: Sequence[int], make_id: Callable[[], str], *, truncated: bool = False) -> Message:
-        """The complete turn, as the message that its client gets; `make_id` names its calls."""
+        """Return the complete turn, as the message that its client gets; `make_id` names its calls."""
         if self.is_plain:
             text = self.dialogue.text(tokens, truncated=truncated)
             return {"role": "assistant", "content": self._before_stop(text)}
         action = self.dialogue.read(tokens, self.tools, truncated=truncated)
+
         # A turn without one readable call says what it says, so that its reader sees the malformed one.
         text = action.content if action.calls or self.dialogue.syntax == "harmony" else action.text
         thought, content = self._split_thought(text)
@@ -119,6 +122,7 @@ class TurnReader:
             arguments = [json.dumps(dict(call.arguments), ensure_ascii=False) for call in action.calls]
             calls = zip(action.calls, arguments, strict=True)
             message["calls"] = [Call(make_id(), call.name, text) for call, text in calls]
+
         return message
 
     def grow(self, tokens: Sequence[int]) -> int | None:
@@ -138,14 +142,14 @@ class TurnReader:
         return None
 
     def news(self) -> Iterator[tuple[str, str]]:
-        """What of the turn is certain by now and was not returned before: ("thought" or "content", text)."""
+        """Yield what of the turn is certain by now and was not returned before: ("thought" or "content", text)."""
         if self._shows:
             thought, content = self._split_thought(self._text, complete=False)
             yield from self._new_text("thought", thought)
             yield from self._new_text("content", _certain_text(content, self._marks))
 
     def rest(self, message: Message) -> Iterator[tuple[str, str]]:
-        """What of the complete turn `news` has not returned."""
+        """Yield what of the complete turn `news` has not returned."""
         yield from self._new_text("thought", message.get("thought", ""))
         yield from self._new_text("content", message["content"])
 
@@ -167,7 +171,7 @@ class TurnReader:
         return content if stop is None else content[: content.find(stop)]
 
     def _split_thought(self, text: str, complete: bool = True) -> tuple[str, str]:
-        """The thought and the content of a text."""
+        """Return the thought and the content of a text."""
         if self.is_plain:
             return "", text
         if CLOSING in text:
@@ -181,7 +185,7 @@ class TurnReader:
 
 
 def _certain_text(text: str, marks: Sequence[str]) -> str:
-    """A text up to the first mark, or to what may become one at its end."""
+    """Return a text up to the first mark, or to what may become one at its end."""
     end = len(text)
     for mark in marks:
         mark_start = text.find(mark)

@@ -38,7 +38,7 @@ RETRIES = 5  # of a coroutine's client, within which a generator that died is ba
 
 
 def agent_config(values: Any) -> AgentConfig:
-    """The section `episode.agent`. ConfigError: it is invalid."""
+    """Return the section `episode.agent`. ConfigError: it is invalid."""
     return build(AgentConfig, dict(values), "episode.agent")
 
 
@@ -56,16 +56,19 @@ async def agent_env(cfg: RLConfig, job: Job, policy: Handle) -> AgentEnv:
     runner = CommandRunner(allow_unsafe=agent.allow_unsafe)
     player: CommandRunner | WorkerPlay = runner if agent.collection is None else WorkerPlay(agent)
     play: Play
+
     if isinstance(player, WorkerPlay):
         play = player
     else:
         play = function_play(agent) if agent.command is None else await command_play(agent, runner)
+
     limits = {
         "max_turns": cfg.episode.max_turns,
         "max_tokens": cfg.episode.max_tokens,
         "max_turn_tokens": cfg.grpo.max_tokens,
         "seconds": agent.timeout,
     }
+
     return AgentEnv(
         gateway,
         play,
@@ -81,7 +84,7 @@ async def agent_env(cfg: RLConfig, job: Job, policy: Handle) -> AgentEnv:
 
 
 async def policy_settings(cfg: RLConfig, job: Job, policies: Mapping[str, Any]) -> dict[str, PolicySettings]:
-    """All models that the gateway samples from, by the names that agents use; starts the frozen ones."""
+    """Return all models that the gateway samples from, by the names that agents use; starts the frozen ones."""
     settings = {}
     for seat, policy in seats(cfg.models).items():
         model = job.model if policy == POLICY else cfg.models[policy].model or job.model
@@ -130,7 +133,7 @@ async def hold_player(player: CommandRunner | WorkerPlay) -> None:
 
 
 async def command_play(agent: AgentConfig, runner: CommandRunner) -> Play:
-    """How a command plays a task, and how its test scores it."""
+    """Return how a command plays a task, and how its test scores it."""
     await runner.start()
     command = agent.agent_command()
 
@@ -138,6 +141,7 @@ async def command_play(agent: AgentConfig, runner: CommandRunner) -> Play:
         task = sample.prompt.text
         texts = {path: _fill_words(text, {"{task}": task}) for path, text in agent.texts.items()}
         result = await runner.run(command, url=access.url, key=access.key, model=POLICY, task_text=task, files=texts)
+
         try:
             info = {"exit_code": result.exit_code, "stdout": result.stdout[-500:], "stderr": result.stderr[-500:]}
             info |= {"reason": result.reason} if result.reason else {}
@@ -168,7 +172,7 @@ async def command_play(agent: AgentConfig, runner: CommandRunner) -> Play:
 
 
 def function_play(agent: AgentConfig) -> Play:
-    """How a coroutine plays a task: it gets a client of the session, and may return the reward."""
+    """Return how a coroutine plays a task: it gets a client of the session, and may return the reward."""
     function = agent.load_function()
     names = inspect.signature(function).parameters
 
@@ -177,6 +181,7 @@ def function_play(agent: AgentConfig) -> Play:
         # Plain http on loopback: no proxy, and no certificates, whose loading takes 20 ms for each client.
         http = DefaultAsyncHttpxClient(verify=False, trust_env=False)
         client = AsyncOpenAI(base_url=f"{access.url}/v1", api_key=access.key, max_retries=RETRIES, http_client=http)
+
         try:
             async with client, asyncio.timeout(agent.timeout):
                 reward = await function(client, sample, **options)
@@ -189,6 +194,7 @@ def function_play(agent: AgentConfig) -> Play:
             if error.code not in ("overloaded", "server_error"):
                 raise
             raise InfrastructureError(f"a stream of the gateway failed: {error}") from error
+
         if isinstance(reward, Mapping):
             return Outcome({str(seat): float(value) for seat, value in reward.items()}, "ended")
         return Outcome(None if reward is None else float(reward), "ended")
@@ -197,7 +203,7 @@ def function_play(agent: AgentConfig) -> Play:
 
 
 async def reward_score(agent: AgentConfig) -> Score | None:
-    """The reward of `episode.agent.reward`."""
+    """Return the reward of `episode.agent.reward`."""
     if agent.reward is None:
         return None
     reward = await RewardActor.as_local([agent.reward])

@@ -32,7 +32,7 @@ class Certificate(Counter[str]):
             raise AssertionError(f"{self['sampled']} sampled tokens are not {parts}: some were lost or counted twice")
 
     def without_training(self, reason: str) -> Certificate:
-        """The account of an episode that is not trained after all."""
+        """Return the account of an episode that is not trained after all."""
         moved = Certificate(self)
         moved[reason] += moved.pop("trained", 0)
         return moved
@@ -53,7 +53,7 @@ class SessionRecord:
     counts: Mapping[str, int] = field(default_factory=dict)
 
     def tree(self, policy: str) -> TokenTree:
-        """The tree of one policy's turns."""
+        """Return the tree of one policy's turns."""
         tree = TokenTree()
         for run in self.runs.get(policy, ()):
             tree.add(run)
@@ -62,11 +62,11 @@ class SessionRecord:
     def episode(
         self, policy: str, reward: float | None, *, auxiliary: Auxiliary = "drop", info: Mapping[str, Any] | None = None
     ) -> Episode | None:
-        """The turns of one policy as an episode: a branch for each leaf, which all have the outcome `reward`. A turn
-        that several branches share is trained in the first of them and context in the others.
+        """Return the turns of one policy as an episode: a branch for each leaf, which all have the outcome `reward`. A
+        turn that several branches share is trained in the first of them and context in the others.
 
         Args:
-            auxiliary: whether calls beside the task, such as for titles, are trained.
+            auxiliary: whether calls alongside the task, such as for titles, are trained.
             info: of the episode; "certificate" is added.
 
         Returns:
@@ -80,6 +80,7 @@ class SessionRecord:
         covered: set[int] = set()
         branches: list[Episode] = []
         trained = 0
+
         # Turns below which another one is trained are no leaves: what is below a leaf is excluded.
         inner = {step.number for run in tree.runs if run.number not in reasons for step in tree.path(run)[:-1]}
         for run in tree.runs:
@@ -90,6 +91,7 @@ class SessionRecord:
             covered |= new
             trained += sum(len(step.completion.token_ids) for step in path if step.number in new)
             branches.append(_branch_episode(path, new, reward))
+
         certificate = self._count_account(policy, reasons, trained)
         certificate.check()
         if not branches:
@@ -98,12 +100,13 @@ class SessionRecord:
         last.branches = tuple(earlier)
         last.text = format_transcript(tree)
         last.info = {**(info or {}), **self._episode_numbers(tree), "certificate": dict(certificate)}
+
         for branch in earlier:
             branch.info = dict(last.info)
         return last
 
     def unlearned(self, policy: str, auxiliary: Auxiliary = "drop") -> Certificate:
-        """The account of a session that becomes no episode, whose trainable tokens are unscored."""
+        """Return the account of a session that becomes no episode, whose trainable tokens are unscored."""
         reasons = self.exclusions(policy, auxiliary)
         trained = sum(len(run.completion.token_ids) for run in self.runs.get(policy, ()) if run.number not in reasons)
         account = self._count_account(policy, reasons, trained).without_training("unscored")
@@ -111,7 +114,7 @@ class SessionRecord:
         return account
 
     def exclusions(self, policy: str, auxiliary: Auxiliary = "drop") -> dict[int, str]:
-        """Why turns are not trained, by their numbers."""
+        """Return why turns are not trained, by their numbers."""
         tree = self.tree(policy)
         reasons: dict[int, str] = {}
         for run in tree.runs:
@@ -150,7 +153,7 @@ class SessionRecord:
 
 
 def auxiliary_runs(tree: TokenTree) -> Iterator[TokenRun]:
-    """Calls beside the task, such as for a title or a summary: turns without tools that nothing continues, where other
+    """Calls outside the task, such as for a title or a summary: turns without tools that nothing continues, where other
     turns of the session have tools. The last turn is none: some agents ask for their answer without tools."""
     if not any(run.tools for run in tree.runs):
         return
@@ -161,7 +164,7 @@ def auxiliary_runs(tree: TokenTree) -> Iterator[TokenRun]:
 
 
 def format_transcript(tree: TokenTree) -> str:
-    """The conversations of a tree as text, for people."""
+    """Return the conversations of a tree as text, for people."""
     parts = []
     for run in tree.runs:
         if run.reason and run.number:
@@ -177,7 +180,7 @@ def _has_turns(messages: Sequence[Message]) -> bool:
 
 
 def _branch_episode(path: Sequence[TokenRun], new: set[int], reward: float | None) -> Episode:
-    """The runs of a path as an episode in which only the new ones are trained."""
+    """Return the runs of a path as an episode in which only the new ones are trained."""
     tokens: list[int] = []
     mask: list[bool] = []
     logprobs: list[float] = []
@@ -185,6 +188,7 @@ def _branch_episode(path: Sequence[TokenRun], new: set[int], reward: float | Non
     turns: list[Turn] = []
     origins: set[Origin] = set()
     experts: np.ndarray | None = None
+
     for run in path:
         turn = run.completion
         ids = turn.token_ids
@@ -196,11 +200,13 @@ def _branch_episode(path: Sequence[TokenRun], new: set[int], reward: float | Non
         if is_new:
             turns.append(Turn(len(mask) - len(ids), len(mask), turn.version, turn.finish))
             origins |= {Origin(v, turn.identities.get(v, ""), turn.sampled_by) for v in {*turn.versions}}
+
         if turn.experts is not None:
             recorded = turn.experts.copy()
             if experts is not None:  # all but the last token's, which is known only now
                 recorded[: len(experts) - 1] = experts[:-1]
             experts = recorded
+
     return Episode.played(
         tokens, mask, logprobs, versions, turns=turns, reward=reward, origins=origins, experts=experts
     )

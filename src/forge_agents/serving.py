@@ -21,7 +21,7 @@ from .policies import Policy
 from .session import Session
 from .settings import SessionSettings
 
-# A request looks for its turn among those of its session: 1024 turns cost milliseconds. Their lines are on disk.
+# A request looks for its turn among its session's: 1024 turns cost milliseconds. Their lines are on disk.
 MAX_TURNS = 1024
 MAX_SESSIONS = 256
 MAX_OPEN = 512  # requests of a session at once: as many as connections
@@ -68,11 +68,12 @@ class ModelServer(Gateway):
         return web.json_response({"status": "ok", "engines": engines})
 
     def access(self, host: str) -> Any:
-        """The middleware that says who may call: with a key those that have it, else programs of this machine."""
+        """Return the middleware that says who may call: with a key those that have it, else programs of this
+        machine."""
         return guard_requests(host, self.key, key_of=self._server_key)
 
     def _server_key(self, request: web.Request) -> str:
-        """The text that a client sends as its key, without the name of the session."""
+        """Return the text that a client sends as its key, without the name of the session."""
         text = client_key(request)
         size = len(self.key or "")
         return text[:size] if text[size : size + 1] == ":" else text
@@ -92,6 +93,7 @@ class ModelServer(Gateway):
             )
             # One that makes room for another still answers its open requests.
             session = self._make_session(f"{name}-{secrets.token_hex(3)}", settings)
+
         # In the order of use: the first is the one that was idle for longest.
         self.sessions[name] = session
         if len(self.sessions) > MAX_SESSIONS:
@@ -116,12 +118,15 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--api-key", help="what clients must send; other users of this machine can read it here, not in FORGE_API_KEY"
     )
+
     parser.add_argument("--replicas", type=int, default=1, help="engines that requests are balanced over")
     parser.add_argument("--with-gpus", action="store_true", help="give each engine a GPU")
+
     # Without a default, the engine's own holds.
     for name, about in ENGINE_OPTIONS.items():
         kind = int if name in ("slots", "max_seq_len") else str
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=argparse.SUPPRESS, help=about)
+
     parser.set_defaults(run=serve_model)
 
 
@@ -159,6 +164,6 @@ async def _serve_policy(
 
     policy = await Generator.options(num_replicas=args.replicas, with_gpus=args.with_gpus).as_service(model, **options)
     async with make_server(policy).listen(listener) as url:
-        # Clients of Anthropic add more to their base URL than those of OpenAI.
+        # Clients of Anthropic add more to their base URL than OpenAI's.
         print(f"{name} is served at {url}/v1 (OpenAI) and {url} (Anthropic)", flush=True)
         await asyncio.Event().wait()

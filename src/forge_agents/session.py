@@ -40,7 +40,7 @@ class Generation:
         self.news.put_nowait(Delta(sample, thought=text) if kind == "thought" else Delta(sample, content=text))
 
     async def pieces(self, patience: float) -> AsyncIterator[Delta | None]:
-        """The pieces of the answer; None after each `patience` seconds without one.
+        """Yield the pieces of the answer; None after each `patience` seconds without one.
 
         Raises:
             what ended the generation.
@@ -76,7 +76,7 @@ class Session:
     Args:
         key: its secret.
         policies: by the name that clients ask for.
-        in_thread: runs what takes long, templates and tokenizers, beside the event loop, one after the other.
+        in_thread: runs what takes long, templates and tokenizers, alongside the event loop, one after the other.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Session:
 
     @property
     def turns(self) -> int:
-        """The number of turns so far."""
+        """Return the number of turns so far."""
         return sum(len(tree.runs) for tree in self.trees.values())
 
     def answer(self, dialect: Dialect, request: ModelRequest) -> Generation:
@@ -156,14 +156,14 @@ class Session:
             await asyncio.wait(tasks)
 
     def policy_of(self, name: str) -> Policy:
-        """The policy of this name. BadRequest: there is none."""
+        """Return the policy of this name. BadRequest: there is none."""
         if name not in self.policies:
             message = f"model {name[:60]!r} is not served here: ask for {', '.join(self.policies)}"
             raise BadRequest(message, "model", 404, "model_not_found")
         return self.policies[name]
 
     def context(self, request: ModelRequest) -> tuple[Place, list[int], tuple[int, ...]]:
-        """Where a request belongs, all tokens of its prompt, and those that come after its parent.
+        """Return where a request belongs, all tokens of its prompt, and those that come after its parent.
 
         Raises:
             BadRequest: a conversation that the chat template cannot render, or an unknown id.
@@ -173,6 +173,7 @@ class Session:
             encode = policy.dialogue.tokenizer
             ids = encode(request.prompt)["input_ids"] if isinstance(request.prompt, str) else list(request.prompt)
             return Place(None, request.messages, "start"), ids, tuple(ids)
+
         if policy.chat_error:
             raise BadRequest(f"{policy.chat_error}; /v1/completions takes a text", "messages")
         try:
@@ -184,6 +185,7 @@ class Session:
                 404,
                 "previous_response_not_found",
             ) from None
+
         dialogue = policy.dialogue
         if place.parent is not None:
             tokens = tree.tokens(place.parent)
@@ -196,17 +198,21 @@ class Session:
                     return place, [*tokens, *context], context
             except ValueError as error:
                 raise BadRequest(str(error), "messages") from None
+
             request = replace(request, messages=tuple(conversation), previous="")
             place = Place(None, request.messages, "thoughts_dropped")
+
         try:
             ids = dialogue.initial(render_prompt(dialogue, place.messages), request.tools)
         except ValueError as error:
             raise BadRequest(str(error), "messages") from None
+
         # A conversation that is cut into other messages may still have the tokens of one that was sampled.
         parent = tree.by_tokens(ids) if place.reason != "start" else None
         if parent is None:
             return place, ids, tuple(ids)
         context = tuple(ids[len(tree.tokens(parent)) :])
+
         return place._replace(parent=parent, by_tokens=True), ids, context
 
     async def _generate_turns(self, generation: Generation, dialect: Dialect) -> None:
@@ -219,6 +225,7 @@ class Session:
             generation.turns = [ModelTurn(turn, finish="length", prompt_tokens=len(ids)) for turn in generation.ids]
             self.counts["limited"] += 1
             return
+
         sampling = self._sampling_settings(request, policy, room)
         is_thinking = policy.dialogue.text(ids[-8:], truncated=True).rstrip().endswith(OPENING)
         tools = () if request.tool_choice == "none" else request.tools
@@ -235,11 +242,13 @@ class Session:
                 for sample, turn in enumerate(turns)
             ]
         )
+
         tree = self.trees[request.model]
         runs = [replace(run, number=len(tree.runs) + sample) for sample, run in enumerate(runs)]
         for run in runs:
             tree.add(run)
         cached = 0 if place.parent is None else len(tree.tokens(place.parent))
+
         for sample, (run, reader) in enumerate(zip(runs, readers, strict=True)):
             for kind, text in reader.rest(run.added[-1]):
                 generation.tell(sample, kind, text)
@@ -258,10 +267,12 @@ class Session:
         turns = [Completion() for _ in readers]
         surplus = 0  # tokens that were sampled after a stop string
         request = generation.request
+
         # One replica has the contexts of an episode; clients of a server are balanced.
         affinity = generation.ids[0] if self.settings.is_served else self.key
         stopped: set[int] = set()
         streamed = request.stream or bool(request.stop)
+
         async with aclosing(sample_turns(policy, affinity, ids, sampling, streamed=streamed)) as pieces:
             async for new in pieces:
                 for sample, piece in new:
@@ -273,6 +284,7 @@ class Session:
                     extend_completion(turn, piece)
                     if not streamed:
                         continue
+
                     if (count := reader.grow(turn.token_ids)) is not None:
                         surplus += len(turn.token_ids) - count
                         cut_turn(turn, count)
@@ -280,8 +292,10 @@ class Session:
                     elif request.stream:
                         for kind, text in reader.news():
                             generation.tell(sample, kind, text)
+
                 if len(stopped) == len(turns):
                     break
+
         self.counts[f"surplus/{request.model}"] += surplus
         return turns
 
@@ -301,6 +315,7 @@ class Session:
         added = (*place.messages, message)
         parent = place.parent
         tools = request.tools if parent is None else parent.tools
+
         # A parent that was found by its tokens has other messages than the client: the key is of the client's.
         start = tools_key(request.tools) if parent is None or place.by_tokens else parent.key
         return TokenRun(
@@ -320,10 +335,11 @@ class Session:
     def _make_turn(
         self, request: ModelRequest, run: TokenRun, stop: str | None, prompt_tokens: int, cached: int
     ) -> ModelTurn:
-        """The answer of a run."""
+        """Return the answer of a run."""
         message, turn = run.added[-1], run.completion
         calls: list[Call] = message.get("calls", [])
         finish = "length" if turn.finish == "length" else "tool_calls" if calls else "stop"
+
         return ModelTurn(
             run.id,
             message["content"],
@@ -339,7 +355,7 @@ class Session:
         )
 
     def _tokens_left(self, length: int, request: ModelRequest) -> int:
-        """The number of tokens that the next turn may have; 0 or less: a limit is reached."""
+        """Return the number of tokens that the next turn may have; 0 or less: a limit is reached."""
         settings = self.settings
         room = settings.max_tokens - length
         is_over = self.turns + len(self.open_generations) > settings.max_turns or time.monotonic() >= self.ends_at

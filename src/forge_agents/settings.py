@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# Limits of one session beside the configured ones, far above those of clients.
+# Limits of one session alongside the configured ones, far above what clients need.
 MAX_OPEN = 16  # requests at once
 MAX_BODY = 8 << 20  # bytes of a request
 
@@ -22,7 +22,7 @@ class SessionSettings:
     max_turn_tokens: of one answer; None: as many as are left.
     seconds: from its opening on, after which every answer is empty.
     max_open: requests at once.
-    is_served: the clients are no episode's but those of a server: their settings of sampling hold, and an answer that
+    is_served: the clients belong to a server, not to an episode: their settings of sampling hold, and an answer that
         all its readers have left is cancelled.
     sampling: fields of `forge.types.Sampling` that differ from the policies' settings, such as in an evaluation.
     """

@@ -43,7 +43,7 @@ class Learner:
     critic: Handle | None = None
 
     def metrics(self) -> AbstractContextManager[None]:
-        """Name the metrics of a block after it, `rival/reward`; those of the run's own policy have no prefix."""
+        """Return name the metrics of a block after it, `rival/reward`; the run's own policy has no prefix."""
         return nullcontext() if self.name == POLICY else metrics_of(self.name)
 
     def trainers(self) -> dict[str, Handle]:
@@ -96,4 +96,5 @@ async def start_learner(cfg: RLConfig, job: Job, algorithm: Algorithm, name: str
         start_part("critic"),
         start_part("ref_model"),
     )
+
     return Learner(name, policy, trainer, reference_model, value_model)

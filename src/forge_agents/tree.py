@@ -22,12 +22,12 @@ from .messages import Message, ModelRequest, Schema
 
 
 def tools_key(tools: Sequence[Schema]) -> bytes:
-    """The key of the tools that a request offers, in any order."""
+    """Return the key of the tools that a request offers, in any order."""
     return _digest_parts(*sorted(json.dumps(tool, sort_keys=True) for tool in tools))
 
 
 def message_key(message: Message) -> bytes:
-    """The key of a message without its thought and ids."""
+    """Return the key of a message without its thought and ids."""
     if message["role"] != "assistant":
         return _digest_parts(message["role"], collapse_spaces(message["content"]))
     calls = [f"{call.name} {_normal_arguments(call.arguments)}" for call in message.get("calls", ())]
@@ -35,8 +35,8 @@ def message_key(message: Message) -> bytes:
 
 
 def conversation_keys(start: bytes, messages: Iterable[Message]) -> list[bytes]:
-    """The key of a conversation after each of its messages. `start` is that of what came before: of the tools, or of an
-    earlier turn."""
+    """Return the key of a conversation after each of its messages. `start` is the key of what came before: of the
+    tools, or of an earlier turn."""
     keys = []
     key = start
     for message in messages:
@@ -46,7 +46,7 @@ def conversation_keys(start: bytes, messages: Iterable[Message]) -> list[bytes]:
 
 
 def collapse_spaces(text: str) -> str:
-    """A text with its white space made uniform."""
+    """Return a text with its white space made uniform."""
     return " ".join(text.split())
 
 
@@ -137,25 +137,25 @@ class TokenTree:
             self._parents.add(run.parent)
 
     def is_continued(self, run: TokenRun) -> bool:
-        """Whether a later turn follows this one: its client has received it."""
+        """Return whether a later turn follows this one: its client has received it."""
         return run.number in self._parents
 
     def path(self, run: TokenRun) -> list[TokenRun]:
-        """The runs from the root to this one."""
+        """Return the runs from the root to this one."""
         runs = [run]
         while (parent := runs[-1].parent) is not None:
             runs.append(self.runs[parent])
         return runs[::-1]
 
     def tokens(self, run: TokenRun) -> list[int]:
-        """All tokens from the root on, with those of this turn."""
+        """Return all tokens from the root on, with this turn's."""
         tokens: list[int] = []
         for step in self.path(run):
             tokens += [*step.context, *step.completion.token_ids]
         return tokens
 
     def conversation(self, run: TokenRun) -> list[Message]:
-        """All messages from the root on, with this turn."""
+        """Return all messages from the root on, with this turn."""
         messages: list[Message] = []
         for step in self.path(run):
             # A turn that was found by its tokens has been sent other messages for them.
@@ -184,7 +184,7 @@ class TokenTree:
         return Place(None, messages, "edited" if turns and self.runs else "start")
 
     def by_tokens(self, tokens: Sequence[int]) -> TokenRun | None:
-        """The longest turn whose tokens a prompt begins with; None: there is none, or nothing follows it."""
+        """Return the longest turn whose tokens a prompt begins with; None: there is none, or nothing follows it."""
         best: TokenRun | None = None
         size = 0
         for run in self.runs:
@@ -195,13 +195,14 @@ class TokenTree:
         return best
 
     def _choose_parent(self, candidates: list[TokenRun], history: Sequence[Message]) -> TokenRun:
-        """The parent among turns that say the same: the one whose call ids the client sends back, else the latest."""
+        """Return the parent among turns that say the same: the one whose call ids the client sends back, else the
+        latest."""
         ids = {call.id for call in history[-1].get("calls", ())}
         named = [run for run in candidates if ids & {call.id for call in run.added[-1].get("calls", ())}]
         return (named or candidates)[-1]
 
     def _with_thought(self, message: Message) -> Message:
-        """A turn that a client repeats, with the thought that was sampled."""
+        """Return a turn that a client repeats, with the thought that was sampled."""
         if message["role"] != "assistant" or message.get("thought"):
             return message
         key = message_key(message)
@@ -210,7 +211,7 @@ class TokenTree:
         return message if thought is None else {**message, "thought": thought}
 
     def _keeps_thoughts(self, run: TokenRun, history: Sequence[Message]) -> bool:
-        """Whether the thoughts that a client sends are those that were sampled; it may omit them."""
+        """Return whether the thoughts that a client sends are those that were sampled; it may omit them."""
         for sampled, sent in zip(self.conversation(run), history, strict=True):
             thought = sent.get("thought", "")
             if thought and collapse_spaces(thought) != collapse_spaces(sampled.get("thought", "")):

@@ -47,12 +47,14 @@ async def attach_hosts(hosts: str | Sequence[str], wait: float = 600.0) -> Poole
         raise ForgeError(f"there are no hosts in {hosts}")
     if runtime().services:
         raise ForgeError("hosts are attached before the first component is started")
+
     # Monarch reads the certificates from the environment when it starts to listen.
     address = own_address(addresses)
     credentials = Credentials.make(secret, private_folder(), [address])
     os.environ.update(credentials.environment)
     enable_tls(address)
     pool = Pool(hosts, credentials, wait)
+
     try:
         await pool.open()
     except BaseException as error:
@@ -60,6 +62,7 @@ async def attach_hosts(hosts: str | Sequence[str], wait: float = 600.0) -> Poole
         if isinstance(error, NoHostRoom):
             raise ForgeError(str(error)) from None
         raise
+
     return PooledMachines(pool)
 
 
@@ -76,10 +79,12 @@ class PooledMachines:
         options = component.options
         key = component.name, index // options.per_process
         kind = component.name
+
         # Processes that several components share are placed once, under the name of the share.
         if options.share is not None:
             key = f"share {options.share}", 0
             kind = ""
+
         most = options.host_count if options.procs == 1 else None
         with service.waiting_for_host(index):
             if key in self._hosts and self._hosts[key].allocation.lost:
@@ -94,12 +99,13 @@ class PooledMachines:
                 allocation = await self.pool.allocate(key, demand, is_limited, kind, most)
             except NoHostRoom as error:
                 raise Unrecoverable(str(error)) from error
+
         if key not in self._hosts or self._hosts[key].allocation is not allocation:
             self._hosts[key] = PooledHosts(f"{component.name}{index}", allocation)
         return self._hosts[key]
 
     async def release(self, name: str, index: int | None) -> None:
-        """Release the hosts of a replica, or with None those of all replicas of a service."""
+        """Release the hosts of a replica, or with None all replicas of a service."""
         for key in [key for key in self._hosts if key[0] == name and index in (key[1], None)]:
             await self._hosts.pop(key).stop()
             self.pool.release(key)
@@ -154,6 +160,7 @@ def check_room(hosts: str | Sequence[str], placements: Mapping[str, Mapping[str,
         shares |= {options.share} - {None}
         count = 1 if options.share else -(-options.num_replicas // options.per_process)
         demands += [demand_of(f"{setting}, replica {index}", options) for index in range(count)]
+
     with _temporary_credentials() as credentials:
         failures: list[str] = []
         try:
@@ -175,7 +182,7 @@ def check_files(hosts: str | Sequence[str], files: Mapping[Path, str]) -> None:
 
 
 def examine_hosts_of_run(hosts: str | None, folder: Path | None) -> Diagnosis:
-    """Examine the hosts of a run, by default those of FORGE_HOSTS. ValueError, OSError, ImportError: it cannot be
+    """Examine the hosts of a run, default: FORGE_HOSTS. ValueError, OSError, ImportError: it cannot be
     done."""
     hosts = hosts or os.environ.get(HOSTS)
     if not hosts:
@@ -208,7 +215,7 @@ def own_address(hosts: Sequence[str]) -> str:
 
 @contextmanager
 def _temporary_credentials() -> Iterator[Credentials]:
-    """Yield certificates for the block alone."""
+    """Yield certificates for the block only."""
     secret = _require_secret()
     with TemporaryDirectory() as folder:
         yield Credentials.make(secret, Path(folder))

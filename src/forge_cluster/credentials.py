@@ -37,6 +37,7 @@ def read_secret() -> str | None:
     secret = os.environ.get(SECRET)
     if not secret:
         return None
+
     # A secret of hexadecimal digits never begins like a path.
     if secret.startswith(("/", "./", "~")):
         path = Path(secret).expanduser()
@@ -46,11 +47,13 @@ def read_secret() -> str | None:
             secret = path.read_text().strip()
         except OSError as error:
             raise NoSecret(f"{SECRET} names a file that could not be read: {path}: {error.strerror}") from None
+
     # The secret is the only protection of a port that starts programs.
     if len(secret) < MIN_SECRET:
         raise NoSecret(
             f"the secret has {len(secret)} characters, {MIN_SECRET} are needed: `openssl rand -hex 32` makes one"
         )
+
     return secret
 
 
@@ -117,6 +120,7 @@ class Credentials:
             x509.KeyUsage(False, False, False, False, False, True, True, False, False), critical=True
         )
         key = ec.generate_private_key(curve)
+
         # All processes of a run answer to one name, wherever they are: the certificate proves the run, not the machine.
         names: list[x509.GeneralName] = [x509.DNSName(NAME), x509.DNSName("localhost")]
         for address in addresses:
@@ -124,6 +128,7 @@ class Credentials:
                 names.append(x509.IPAddress(ipaddress.ip_address(address)))
             except ValueError:
                 names.append(x509.DNSName(address))
+
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, NAME)])
         leaf = (
             build_certificate(subject, key.public_key(), False)
@@ -133,10 +138,12 @@ class Credentials:
                 critical=False,
             )
         )
-        # Readable by this user alone: the key proves that a process belongs to the run.
+
+        # Readable by this user only: the key proves that a process belongs to the run.
         credentials = cls(folder / "ca.pem", folder / "certificate.pem", folder / "key.pem")
         pem = serialization.Encoding.PEM
         private = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+
         for path, text in {
             credentials.ca: root.sign(authority, hashes.SHA256()).public_bytes(pem),
             credentials.certificate: leaf.sign(authority, hashes.SHA256()).public_bytes(pem),
@@ -144,11 +151,12 @@ class Credentials:
         }.items():
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
                 file.write(text)
+
         return credentials
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables that Monarch's `tls://` transport reads."""
+        """Return environment variables that Monarch's `tls://` transport reads."""
         return {
             "HYPERACTOR_TLS_CA": str(self.ca),
             "HYPERACTOR_TLS_CERT": str(self.certificate),

@@ -64,9 +64,11 @@ async def query_hosts(hosts: Sequence[str], credentials: Credentials, folder: Pa
         except (OSError, HostError) as error:
             diagnosis.problems.append(str(error))
             continue
+
         holder = description.pop("held_by")
         inventory = Inventory.from_dict(description)
         inventories[host] = inventory
+
         # The description was made about half a round trip after it was asked for.
         skew = inventory.clock - wall - trips[0] / 2
         diagnosis.rows.append(
@@ -79,29 +81,35 @@ async def query_hosts(hosts: Sequence[str], credentials: Credentials, folder: Pa
                 holder or "free",
             ]
         )
+
         # Each of these would later fail in a way that does not name it.
         if abs(skew) > SKEW:
             diagnosis.problems.append(
                 f"{inventory.name}: its clock differs by {skew:+.0f} s: start chronyd or ntpd there"
             )
+
         if inventory.shared_memory < SHARED_MEMORY:
             diagnosis.problems.append(
                 f"{inventory.name}: /dev/shm has {inventory.shared_memory / 1e9:.1f} GB free, and holds three versions "
                 "of the weights: enlarge it (mount -o remount,size=..., docker --shm-size)"
             )
+
         if inventory.open_files < OPEN_FILES:
             diagnosis.problems.append(
                 f"{inventory.name}: a process may open {inventory.open_files} files: ulimit -n {OPEN_FILES}"
             )
+
         if inventory.infiniband and 0 <= inventory.locked_memory < LOCKED_MEMORY:
             diagnosis.problems.append(
                 f"{inventory.name}: it has RDMA ({', '.join(inventory.infiniband)}), and a process may lock "
                 f"{inventory.locked_memory >> 20} MB: ulimit -l unlimited"
             )
+
         try:
             check_versions(inventory)
         except ValueError as error:
             diagnosis.problems.append(str(error))
+
     # Same machines are the rule: a missing GPU is most often a broken one.
     counts = {len(inventory.gpus) for inventory in inventories.values()}
     if len(counts) > 1:
@@ -109,6 +117,7 @@ async def query_hosts(hosts: Sequence[str], credentials: Credentials, folder: Pa
         diagnosis.problems.append(
             f"hosts have different numbers of GPUs: {gpu_counts}: is a driver or a device missing?"
         )
+
     if folder is not None:
         await _check_folder(folder, inventories, credentials, diagnosis)
     return diagnosis
@@ -132,7 +141,7 @@ async def _check_folder(
 
 
 async def host_sees(host: str, credentials: Credentials, path: Path, content: str) -> bool:
-    """Whether a file has this content on a host too; True for an unreachable host (not part of this run yet)."""
+    """Return whether a file has this content on a host too; True for an unreachable host (not part of this run yet)."""
     try:
         return await query_host(host, credentials, do="sees", path=str(path), content=content)
     except (OSError, HostError):

@@ -144,6 +144,7 @@ class Daemon:
                     pass
                 case unknown:
                     send_message(writer, {"error": f"unknown request {unknown!r}: is another version of forge there?"})
+
             await writer.drain()
         # A peer's error is logged and sent back: a daemon serves runs for months and must survive all of them.
         except (TimeoutError, ValueError, KeyError, OSError, HostError, EOFError) as error:
@@ -174,6 +175,7 @@ class Daemon:
                 writer, {"error": f"it has no folder {folder}, in which the run was started: share it, or copy it"}
             )
             return
+
         # The address that the controller reached is the one that other hosts of the run reach, too.
         address = writer.get_extra_info("sockname")[:2]
         lease = HostLease(message["who"], folder, message["environment"], address, self.credentials, writer)
@@ -362,7 +364,7 @@ def free_port(host: str) -> int:
 
 
 def _file_has(path: str, content: str) -> bool:
-    """Whether a file of this machine has this content."""
+    """Return whether a file of this machine has this content."""
     try:
         return Path(path).read_text() == content
     except OSError:
@@ -370,7 +372,7 @@ def _file_has(path: str, content: str) -> bool:
 
 
 def routable_address() -> str:
-    """Return an address of this machine that others reach: that of its name, or of the interface of the default route.
+    """Return an address of this machine that others reach: its name's, or the default route interface's.
 
     Raises:
         OSError: it has only the loopback.
@@ -386,7 +388,7 @@ def routable_address() -> str:
 
 
 def is_listening(pid: int, port: int) -> bool:
-    """Whether a process of this machine listens at a TCP port."""
+    """Return whether a process of this machine listens at a TCP port."""
     for table in ("tcp", "tcp6"):
         try:
             rows = Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]

@@ -18,7 +18,7 @@ from .wire import LEASE, HostError, split_address
 
 
 class PooledHosts(Hosts):
-    """The machines that the pool has leased to a replica, with a worker on each for this replica alone.
+    """The machines that the pool has leased to a replica, with a worker on each for this replica only.
 
     A worker that was attached to and lost cannot be attached to again: `mesh` starts others then.
     """
@@ -34,7 +34,7 @@ class PooledHosts(Hosts):
 
     @property
     def spans_machines(self) -> bool:
-        """Whether processes are on several machines."""
+        """Return whether processes are on several machines."""
         return self.size > 1
 
     async def mesh(self) -> HostMesh:
@@ -49,6 +49,7 @@ class PooledHosts(Hosts):
                 machines = self.allocation.machines
                 starts = [machine.request("start", identity=str(new_service_proc_id())) for machine in machines]
                 started = await asyncio.gather(*starts, return_exceptions=True)
+
                 # Also of a failed start: `stop` must end the workers that did come up.
                 pairs = zip(machines, started, strict=True)
                 self._workers = {machine: worker for machine, worker in pairs if isinstance(worker, str)}
@@ -57,11 +58,13 @@ class PooledHosts(Hosts):
                         raise ReplicaDied(str(error)) from error
                     if isinstance(error, BaseException):
                         raise error
+
                 self._mesh = attach_workers(self.name, [self._workers[machine] for machine in machines])
+
             return self._mesh
 
     def gpus(self) -> dict[str, list[str]]:
-        """GPUs that are leased, by the address of their machine."""
+        """Return GPUs that are leased, by the address of their machine."""
         return self.allocation.gpus
 
     def variables(self) -> dict[str, str]:

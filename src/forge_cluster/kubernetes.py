@@ -17,7 +17,7 @@ from .words import check_words
 
 # Seconds from SIGTERM to SIGKILL: time to write a checkpoint.
 GRACE = 120
-USER = 1000  # the user id of the processes: that of this library's images
+USER = 1000  # the user id of the processes in this library's images
 MAX_NAME = 44  # characters: a StatefulSet NAME-workers has at most 52, for the labels of its pods
 LABEL = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
 RETRIES = 20  # failures of the controller's pod, not counting those that ask to be continued
@@ -58,6 +58,7 @@ class KubernetesJob:
         self._check()
         workers = f"{self.name}-workers"
         labels = {"app.kubernetes.io/name": "forge", "forge/run": self.name}
+
         # Names of the pods of a StatefulSet are known before it exists, so the controller can be given its hosts.
         hosts = ",".join(f"{workers}-{number}.{workers}:{PORT}" for number in range(self.nodes))
         from_secret = {"secretKeyRef": {"name": f"{self.name}-secret", "key": "secret"}}
@@ -72,11 +73,13 @@ class KubernetesJob:
             {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": self.shm}},
             {"name": "tmp", "emptyDir": {}},
         ]
+
         mounts = [{"name": "shm", "mountPath": "/dev/shm"}, {"name": "tmp", "mountPath": "/tmp"}]
         # Nothing is writable but the volumes, unless there is no shared one for the run's folder.
         if self.claim is not None:
             volumes.append({"name": "shared", "persistentVolumeClaim": {"claimName": self.claim}})
             mounts.append({"name": "shared", "mountPath": self.mount})
+
         common = {
             "image": self.image,
             "workingDir": self.mount,
@@ -88,6 +91,7 @@ class KubernetesJob:
                 "readOnlyRootFilesystem": self.claim is not None,
             },
         }
+
         # Workers ask for all GPUs of their node; the controller asks for none.
         worker = common | {
             "name": "worker",
@@ -122,6 +126,7 @@ class KubernetesJob:
                 "seccompProfile": {"type": "RuntimeDefault"},
             },
         }
+
         # A run that was saved to be continued, or that lost its node, has not failed.
         retried = [
             {"action": "Ignore", "onExitCodes": {"containerName": "controller", "operator": "In", "values": [REQUEUE]}},
@@ -183,6 +188,7 @@ class KubernetesJob:
                 f"{self.name[:80]!a} cannot be the name of Kubernetes' objects: set run.name to at most {MAX_NAME} "
                 "letters, digits and dashes, the first a letter and the last no dash"
             )
+
         quantity = r"[0-9]+(\.[0-9]+)?([kMGTPE]|[KMGTPE]i)?"
         # Each of these is a value in a manifest: a wrong one would be rejected much later, by a message without its
         # option.
@@ -196,6 +202,7 @@ class KubernetesJob:
         ):
             if re.fullmatch(pattern, value) is None or len(value) > limit or not value.isprintable():
                 raise ValueError(f"--{option} {value[:80]!a} is not what Kubernetes takes there")
+
         if not self.python or self.python.startswith("-"):
             raise ValueError(f"--python {self.python[:80]!a} is not a program of the image")
 
@@ -213,11 +220,13 @@ class KubernetesJob:
                 "`forge launch kubernetes` needs a client: pip install kubernetes, or use --dry-run "
                 "and kubectl apply -f"
             ) from None
+
         # As kubectl does: ~/.kube/config, or the account of the pod in which this runs.
         try:
             config.load_config()
         except config.ConfigException as error:
             raise RuntimeError(f"no Kubernetes cluster is configured here: {error}") from None
+
         created: list[str] = []
         # In order: what a job refers to is created before it.
         for manifest in self.manifests():
@@ -230,6 +239,7 @@ class KubernetesJob:
                     f"{label} was not created: {reason}; created before it: {created or 'nothing'}"
                 ) from None
             created.append(label)
+
         return created
 
 

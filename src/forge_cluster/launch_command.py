@@ -60,14 +60,17 @@ def run(args: argparse.Namespace) -> None:
     parser.add_argument("--nodes", type=int, default=1, help="machines with a worker")
     parser.add_argument("--gpus-per-node", type=int, default=0)
     parser.add_argument("--sweep", action="append", default=[], metavar="KEY=A,B", help="a run for each value")
+
     parser.add_argument("--seeds", type=int, default=None, help="a run for each seed from 0")
     parser.add_argument("--setup", default="", help="shell lines before the run: modules, environments")
     parser.add_argument("--dry-run", action="store_true", help="print what would be submitted")
     LAUNCHERS[args.launcher][0](parser)
+
     # Options of the launcher come first; all unknown ones are overrides of the configuration.
     options, overrides = parser.parse_known_args(args.rest)
     module, config_name, _ = RECIPES[options.recipe]
     config_type = getattr(importlib.import_module(module), config_name)
+
     try:
         runs = []
         for suffix, variant in list_variants(options.sweep, options.seeds):
@@ -80,6 +83,7 @@ def run(args: argparse.Namespace) -> None:
             name = f"{cfg.run.name}-{suffix}" if suffix else cfg.run.name
             recipe = [options.recipe, options.config, *overrides, *variant, "--run.name", name, "--resume", "auto"]
             runs.append((name, [sys.executable, "-m", "forge", *recipe]))
+
         if args.launcher in ("slurm", "ssh") and not options.dry_run:  # their workers run in this environment
             check_certificates()
         LAUNCHERS[args.launcher][1](options, cfg, runs)
@@ -150,6 +154,7 @@ def _launch_ssh(options: argparse.Namespace, cfg: TrainingRecipe, runs: Runs) ->
         print("\n".join(shlex.join(["ssh", host, *worker]) for host in hosts))
         print("\n".join(shlex.join(command) for _, command in runs))
         return
+
     codes = []
     with start_workers(hosts, os.getcwd(), options.python) as environment:
         for _, command in runs:  # one after the other: each has all machines

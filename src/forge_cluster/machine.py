@@ -54,7 +54,7 @@ async def describe_host(address: str, credentials: Credentials) -> tuple[Invento
 
 
 async def first_answer(reader: asyncio.StreamReader, address: str, timeout: float | None = None) -> Json:
-    """Return the first answer on a connection. In TLS 1.3 it alone shows whether this peer was accepted."""
+    """Return the first answer on a connection. In TLS 1.3 only it shows whether this peer was accepted."""
     limit = timeout or CONNECT_TIMEOUT
     try:
         message = await receive_message(reader, limit)
@@ -64,11 +64,13 @@ async def first_answer(reader: asyncio.StreamReader, address: str, timeout: floa
         message = None
     except OSError as error:
         raise with_remedy(error, address) from None
+
     if message is None:
         raise ConnectionError(
             f"host {address} closed the connection without an answer: it does not accept this machine's certificate "
             "(another FORGE_SECRET, or clocks that are months apart), or it is ending; its log says which"
         )
+
     if "error" in message:
         raise HostError(f"host {address}: {message['error']}")
     return message["ok"]
@@ -105,6 +107,7 @@ class Machine:
         self.ended: set[str] = set()  # workers, by address
         self.leaving = asyncio.Event()  # it will be taken away
         self.lost: asyncio.Future[str] = self._loop.create_future()  # with the reason
+
         self._credentials = credentials
         self._ids = itertools.count()
         self._answers: dict[int, asyncio.Future[Json]] = {}
@@ -146,11 +149,13 @@ class Machine:
         except BaseException:
             self._writer.close()
             raise
+
         # One task reads what the host sends, the other tells it that this side is alive.
         for work in (self._receive_messages(reader), self._send_beats()):
             task = asyncio.get_running_loop().create_task(work)
             task.add_done_callback(log_failure)
             self._tasks.append(task)
+
         return inventory
 
     async def request(self, action: str, **values: Json) -> Json:
@@ -161,10 +166,12 @@ class Machine:
         """
         if self.lost.done():
             raise HostError(f"host {self} was lost: {self.lost.result()}")
+
         # Answers come in any order, since a start takes longer than a question: each has the number of its request.
         number = next(self._ids)
         reply = asyncio.get_running_loop().create_future()
         self._answers[number] = reply
+
         # The connection belongs to the loop of hosts, which no actor of this process can delay.
         _hosts_loop().call_soon_threadsafe(send_message, self._writer, {"do": action, "id": number, **values})
         try:
@@ -231,6 +238,7 @@ class Machine:
         if message.get("event") == "leaving":
             log.warning("host %s will be taken away", self)
             self.leaving.set()
+
         # Messages without an id are events, all others are answers to requests.
         if "id" not in message:
             if "worker" in message:
@@ -241,6 +249,7 @@ class Machine:
             if on_process_end is not None:
                 on_process_end()
             return
+
         reply = self._answers.get(message["id"])
         if reply is not None and not reply.done():
             if "error" in message:

@@ -49,7 +49,7 @@ class Allocation:
 
     @property
     def lost(self) -> bool:
-        """Whether one of the machines is lost."""
+        """Return whether one of the machines is lost."""
         return any(machine.lost.done() for machine in self.machines)
 
 
@@ -96,6 +96,7 @@ async def expected_addresses(hosts: str | Sequence[str]) -> list[str]:
             raise NoHostRoom(
                 f"{len(addresses)} of {count} hosts have registered within {REGISTRATION_TIMEOUT:g} s: {registered}"
             )
+
         await asyncio.sleep(0.2)
 
 
@@ -142,6 +143,7 @@ class Pool:
             await asyncio.gather(*(self._lease_host(address) for address in addresses if address not in self._machines))
         if not self._machines:
             raise NoHostRoom(f"no host could be held: {'; '.join(self._failures.values()) or 'none is given'}")
+
         # A host that is down at the start may join later.
         for address in addresses:
             if address in self._failures:
@@ -152,7 +154,7 @@ class Pool:
 
     @property
     def machines(self) -> list[Machine]:
-        """The hosts that are up, in the order of `hosts`."""
+        """Return the hosts that are up, in the order of `hosts`."""
         return [self._machines[address] for address in self._supervising if address in self._machines]
 
     async def allocate(
@@ -196,6 +198,7 @@ class Pool:
             self._changed.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), RECHECK_INTERVAL)
+
         # No await from the choice to here: another replica would reserve the same room.
         machines = []
         gpus = {}
@@ -271,6 +274,7 @@ class Pool:
             if machine.leased:
                 machine.end(logging.DEBUG)
             raise
+
         # From here on the host is part of the pool: its room is offered, and its end is watched.
         self._failures.pop(address, None)
         self._machines[address] = machine
@@ -377,7 +381,6 @@ async def _survey_once(hosts: str | Sequence[str], credentials: Credentials) -> 
     inventories = []
     failures = []
     for address, description in zip(addresses, descriptions, strict=True):
-        # Errors of one host are findings; any other is a fault of this program.
         if isinstance(description, OSError | HostError | ValueError):
             failures.append(str(description))
             continue
@@ -393,4 +396,5 @@ async def _survey_once(hosts: str | Sequence[str], credentials: Credentials) -> 
             inventories.append(inventory)
         except ValueError as error:
             failures.append(str(error))
+
     return inventories, failures

@@ -12,7 +12,7 @@ from forge.runtime.process import end_with_parent
 
 
 def is_descendant(pid: int, ancestor: int) -> bool:
-    """Whether a process exists and was started by `ancestor`, or by one that it started."""
+    """Return whether a process exists and was started by `ancestor`, or by one that it started."""
     while pid > 1:
         try:
             pid = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])

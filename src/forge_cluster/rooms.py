@@ -81,7 +81,7 @@ class HostRoom:
 
     @property
     def load(self) -> float:
-        """Threads for each core."""
+        """Return threads for each core."""
         return self.threads / max(1, self.inventory.cores)
 
 
@@ -115,6 +115,7 @@ def choose_rooms(
         if len(fitting) >= count:
             preferred = sorted(fitting, key=rank_room)[:count]
             return [room for room in rooms if room in preferred]
+
     lines = [
         f"{room.inventory.name} has {len(room.gpus)} of {len(room.inventory.gpus)} GPUs free, "
         f"{room.memory / 1e9:.0f} GB: {room.capacity(demand)} of these processes fit"

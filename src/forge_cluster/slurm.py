@@ -105,16 +105,19 @@ class SlurmJob:
             *([f"array=0-{len(self.commands) - 1}"] if len(self.commands) > 1 else []),
             *self.options,
         ]
+
         # The options are lines of the script: a line break in one would begin a command.
         for line in lines:
             if not line.isprintable():
                 raise ValueError(f"sbatch cannot take {line!r}: it has a line break or another control character")
+
         check_words([str(self.folder), *(word for command in self.commands for word in command)])
         # An array job runs the command that its task number selects.
         command = shlex.join(self.commands[0])
         if len(self.commands) > 1:
             cases = "\n".join(f"    {n}) set -- {shlex.join(words)} ;;" for n, words in enumerate(self.commands))
             command = f'case $SLURM_ARRAY_TASK_ID in\n{cases}\nesac\n"$@"'
+
         return SCRIPT.format(
             options="\n".join(f"#SBATCH --{line}" for line in lines),
             folder=shlex.quote(str(self.folder)),

@@ -41,6 +41,7 @@ def start_workers(
     path = os.environ.get("PYTHONPATH", "")
     worker = f"cd -- {shlex.quote(folder)} && PYTHONPATH={shlex.quote(path)} exec {shlex.quote(python)} -m forge worker"
     started: dict[str, subprocess.Popen] = {}
+
     try:
         for host in hosts:
             command = [*ssh, "--", host, f"{worker} --listen :0 --stdin"]
@@ -58,6 +59,7 @@ def start_workers(
                 process.stdin.write(f"{secret}\n")
             except BrokenPipeError:
                 continue  # it ended, which is reported below
+
         addresses = [_read_address(host, process) for host, process in started.items()]
         yield {"FORGE_HOSTS": ",".join(addresses), "FORGE_SECRET": secret}
     finally:

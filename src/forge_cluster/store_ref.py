@@ -38,7 +38,7 @@ class StoreRef:
         self._home = home
 
     def connect(self) -> Store:
-        """The store as this process can use it."""
+        """Return the store as this process can use it."""
         host, local = local_store(self.store)
         return HostStore(host, local, self._home, self._home.named(cache_name(host)))
 
@@ -117,8 +117,10 @@ class HostStore(Store):
                 if part.ranks.world == 1
                 else publish_together(part, write_manifest, publish_parts, timeout)
             )
+
             # Before the segment is unlocked: other processes of this host may reuse it then.
             self.local.keep_part(replace(written, version=number), f"rank{part.ranks.rank}")
+
         return number
 
     @contextmanager
@@ -128,6 +130,7 @@ class HostStore(Store):
             versions = self.versions(key)
             version = versions[-1] if versions else 0
         manifest = self.local.part(key, version, COPY)
+
         # A copy may have been reused since it was made: then it is fetched once more.
         for is_retry in (False, True):
             if manifest is None or is_retry:
@@ -146,7 +149,7 @@ class HostStore(Store):
         return self._ask_home("versions", key)
 
     def keys(self, prefix: str = "") -> list[str]:
-        """Keys on the store's host."""
+        """Return keys on the store's host."""
         return self._ask_home("keys", prefix)
 
     def delete(self, key: str) -> None:
@@ -158,11 +161,11 @@ class HostStore(Store):
         return self._ask_home("wait", key, min_version, timeout=timeout)
 
     def manifest(self, key: str, version: int) -> Manifest:
-        """Manifest of a version on the store's host."""
+        """Return manifest of a version on the store's host."""
         return self._ask_home("manifest", key, version)
 
     def identities(self, key: str) -> dict[int, set[str]]:
-        """Known identities on the store's host."""
+        """Return known identities on the store's host."""
         return self._ask_home("identities", key)
 
     def adopt(self, key: str, identities: Mapping[int, set[str]]) -> None:

@@ -28,15 +28,17 @@ def list_variants(sweeps: Sequence[str], seeds: int | None) -> list[tuple[str, l
         if not equals or not key or not all(values.split(",")):
             raise ValueError(f"--sweep {sweep}: write section.key=value,value")
         axes.append([(key, value) for value in values.split(",")])
+
     # The seed is the last axis, so that runs of the same values stand together.
     if seeds is not None:
         axes.append([("seed", str(seed)) for seed in range(seeds)])
     runs = []
     for combination in itertools.product(*axes):
-        # A name is also that of a folder.
+        # The name also names a folder.
         parts = [re.sub(r"[^A-Za-z0-9._+-]", "_", key.rpartition(".")[2] + value) for key, value in combination]
         overrides = [word for key, value in combination for word in (f"--{key}", value)]
         runs.append(("-".join(parts), overrides))
+
     return runs
 
 
@@ -55,9 +57,11 @@ def format_table(folders: Sequence[Path], metric: str = "eval/accuracy") -> str:
         if values:
             # Without the seed, runs of the same settings have the same name.
             groups.setdefault(re.sub(r"-?seed\d+", "", rows[-1][0]), []).append(values[-1])
+
     for name, last in groups.items():
         if len(last) > 1:
             spread = f"{statistics.mean(last):.3f} ± {statistics.stdev(last):.3f}"
             rows.append([f"{name}: {len(last)} seeds", "", "", "", spread, ""])
+
     head = ["run", "state", "step", f"{metric} first", "last", "best"]
     return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows])

@@ -32,15 +32,19 @@ def main() -> int:
         address = os.environ["MASTER_ADDR"]
     except (KeyError, ValueError) as error:
         raise SystemExit(f"error: {error} is missing or no number: start this with torchrun or the like") from None
+
     if SECRET not in os.environ and world == 1:
         os.environ[SECRET] = secrets.token_hex(32)
+
     # Before the ranks wait for one another.
     try:
         secret = read_secret()
     except ValueError as error:
         raise SystemExit(f"error: {SECRET}: {error}") from None
+
     if secret is None:
         raise SystemExit(f"error: {SECRET} is not set: set it to the same 32 characters or more on every machine")
+
     # torchrun's own store may be at the address.
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
@@ -48,6 +52,7 @@ def main() -> int:
     except dist.DistError as error:
         action = "listen" if serves else "reach rank 0"
         raise SystemExit(f"error: rank {rank} cannot {action} at MASTER_ADDR {address}:{port}: {error}") from None
+
     # Every restart of torchrun meets under new keys.
     attempt = f"forge/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     command = [sys.executable, "-m", "forge", "worker", "--listen", ":0", "--stdin"]
@@ -55,6 +60,7 @@ def main() -> int:
     assert worker.stdin is not None and worker.stdout is not None
     worker.stdin.write(f"{secret}\n")
     worker.stdin.flush()
+
     try:
         listening = worker.stdout.readline().strip()
         if not listening:

@@ -96,7 +96,7 @@ log = logging.getLogger(f"forge.{__name__}")
 
 # Large enough that a window's set-up does not count, small enough that the next host starts early.
 CHUNK = 16 << 20  # bytes
-# Chunks that are read at once. One by one 210 MB took 2.19 s at 1 Gbit/s, by two 2.06, by three 1.94; the wire alone
+# Chunks that are read at once. One by one 210 MB took 2.19 s at 1 Gbit/s, by two 2.06, by three 1.94; the wire itself
 # takes 1.68.
 READS = 3
 CHUNK_TIMEOUT = 60.0  # seconds for one of them
@@ -152,7 +152,7 @@ class WeightCache(ForgeActor):
 
     @property
     def home(self) -> RemoteService:
-        """The handle to the home cache."""
+        """Return the handle to the home cache."""
         assert self._home is not None
         return self._home
 
@@ -174,7 +174,7 @@ class WeightCache(ForgeActor):
 
     @endpoint
     async def locate(self, key: str, version: int, host: str, avoid: list[str]) -> tuple[str, str | None]:
-        """The manifest of a version, and the host whose cache `host` reads it from. Home cache only.
+        """Return the manifest of a version, and the host whose cache `host` reads it from. Home cache only.
 
         Args:
             avoid: hosts whose caches did not answer.
@@ -214,7 +214,7 @@ class WeightCache(ForgeActor):
 
     @endpoint
     async def chunk(self, name: str, index: int, size: int) -> Window:
-        """A window to a chunk, of `size` bytes, of a segment that is on this host or arrives here.
+        """Return a window to a chunk, of `size` bytes, of a segment that is on this host or arrives here.
 
         Args:
             name: from `whole_name`.
@@ -235,12 +235,14 @@ class WeightCache(ForgeActor):
             else:
                 # The chain may ask for a segment before the transfer to this host has begun.
                 await asyncio.sleep(0.01)
+
         source = self._sources[name]
         self._restart_idle_timer(name, source)
         while source.ready <= index:
             if source.error is not None:
                 raise MissingVersion(source.error)
             await asyncio.wait_for(source.grown.wait(), CHUNK_TIMEOUT)
+
         if index not in source.windows:
             source.windows[index] = Window(source.memory[index * CHUNK : index * CHUNK + size])
         return source.windows[index]
@@ -253,6 +255,7 @@ class WeightCache(ForgeActor):
             foreign = sorted(segment for segment in manifest.segments if host_of(segment) != self.host)
             names = {segment: local_name(segment) for segment in manifest.segments}
             began = time.monotonic()
+
             try:
                 with ExitStack() as writing:
                     for segment in foreign:
@@ -300,11 +303,13 @@ class WeightCache(ForgeActor):
         assert wanted.version is not None
         source = Source(memory, 0, ExitStack(), version=(wanted.key, wanted.version))
         self._sources[whole] = source
+
         try:
             await self._receive_chunks(whole, source, cache)
         except BaseException as error:
             self._fail_source(whole, source, error)
             raise
+
         self._restart_idle_timer(whole, source)
         return name
 
@@ -341,7 +346,7 @@ class WeightCache(ForgeActor):
             del self._sources[name]
 
     def _open_segment(self, segment: str, resources: ExitStack) -> Tensor:
-        """The memory of a segment that was written on this host."""
+        """Return the memory of a segment that was written on this host."""
         name = local_name(segment)
         try:
             return resources.enter_context(self.store.segments.reading([name]))[name]
@@ -366,7 +371,7 @@ class WeightCache(ForgeActor):
 
 
 def local_store(store: VersionStore) -> tuple[str, HostVersions]:
-    """Return the host of this process, and the store in its memory; `store` is that of the home host."""
+    """Return the host of this process, and the store in its memory; `store` belongs to the home host."""
     if store.is_local():
         return HOME, HostVersions(store.root, store.keep)
     local = HostVersions(os.environ[STORE], store.keep)
@@ -375,21 +380,21 @@ def local_store(store: VersionStore) -> tuple[str, HostVersions]:
 
 
 def cache_name(host: str) -> str:
-    """The name of the service that is a host's weight cache."""
+    """Return the name of the service that is a host's weight cache."""
     return "weights_" + re.sub(r"\W", "_", host)
 
 
 def whole_name(part: Manifest) -> str:
-    """What caches call the bytes of a segment in a version: a later one may have the same segment."""
+    """Return what caches call the bytes of a segment in a version: a later one may have the same segment."""
     (segment,) = part.segments
     return f"{segment}/{part.version}"
 
 
 def host_of(segment: str) -> str:
-    """The host in a segment's full name, NAME@HOST, or in that of what caches send of it."""
+    """Return the host in a segment's full name, NAME@HOST, or in the name under which caches send it."""
     return segment.partition("@")[2].partition("/")[0]
 
 
 def local_name(segment: str) -> str:
-    """A segment's name on its host."""
+    """Return a segment's name on its host."""
     return segment.partition("@")[0]

@@ -28,6 +28,7 @@ def add_to(commands: Subparsers) -> None:
         metavar="SECONDS",
         help="at SIGTERM, tell the run and serve for so long until it has saved itself; default: end at once",
     )
+
     # These are of programs that start workers: ssh, a job of a cluster, a launcher.
     parser.add_argument("--stdin", action="store_true", help="read the secret from standard input, end when it closes")
     parser.add_argument("--once", action="store_true", help="end after the first run")
@@ -62,21 +63,25 @@ def run(args: argparse.Namespace) -> None:
         if address in ("0.0.0.0", "::"):
             raise ValueError(f"--listen {address} is every address: give one, or omit the option")
         secret = read_secret()
+
         if secret is None:
             raise NoSecret(
                 f"{SECRET} is not set: every process that has it can run programs here. Make one with "
                 "`openssl rand -hex 32`, and give it to the workers and the controller"
             )
+
         folder = Path(args.register) if args.register else None
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
         gpus = tuple(filter(None, args.gpus.split(","))) if args.gpus is not None else count_gpus()
+
         # The other machines have certificates too: without the package nothing can be served.
         import cryptography  # noqa: F401
     except ImportError as error:
         raise SystemExit(f"error: {error}: a worker needs certificates: pip install cryptography") from error
     except (ValueError, OSError, RuntimeError) as error:
         raise SystemExit(f"error: {error}") from error
+
     logging.basicConfig(level=logging.INFO, format="%(asctime)s forge worker: %(message)s", datefmt="%H:%M:%S")
     log = logging.getLogger("forge.worker")
     file = folder / socket.gethostname() if folder is not None else None
@@ -104,6 +109,7 @@ def run(args: argparse.Namespace) -> None:
 
         leaving: list[asyncio.Task] = []  # a reference keeps it alive
         loop.add_signal_handler(signal.SIGTERM, lambda: leaving.append(loop.create_task(leave_gracefully())))
+
         # A worker ends with the terminal or the connection that started it.
         for number in (signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(number, task.cancel)

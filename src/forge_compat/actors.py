@@ -1,4 +1,4 @@
-"""Components with the arguments of Meta's torchforge, in place of those of `forge.actors`."""
+"""Components with the arguments of Meta's torchforge, instead of `forge.actors`' own."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from forge.config.arguments import check_whole
 from forge.data.packing import pack
 from forge.runtime.controller import endpoint
 from forge.types import Episode
-from forge_compat.torchforge_files import trainer_settings
 
+from .torchforge_files import NOTES, leaf_values, note_key, place_key
 from .verbs import hint
 
 
@@ -71,7 +71,7 @@ class ReferenceModel(Reference):
 
     @endpoint
     def forward(self, input_ids: Any, max_req_tokens: int, return_logprobs: bool = True) -> torch.Tensor:
-        """Log-probabilities of the responses in padded rows, as torchforge's reference model returns them.
+        """Return log-probabilities of the responses in padded rows, as torchforge's reference model returns them.
 
         Every token counts, padding too: mask what is padding.
 
@@ -97,6 +97,7 @@ class ReferenceModel(Reference):
                 f"forward needs input_ids [rows, prompt + response], got {tokens.shape} with max_req_tokens = "
                 f"{max_req_tokens}"
             )
+
         # One sequence a row, whose weights in a loss do not matter here.
         rows = [
             Episode(prompt_ids=row[:max_req_tokens], response_ids=row[max_req_tokens:], reward=0.0, advantage=0.0)
@@ -104,6 +105,7 @@ class ReferenceModel(Reference):
         ]
         batch = pack(rows)
         scores = self.logprobs(batch)[batch.mask]
+
         return torch.from_numpy(scores.reshape(len(rows), -1).astype(np.float32))
 
 
@@ -127,3 +129,49 @@ class TitanTrainer(Trainer):
 
     def __init__(self, model: str | Mapping[str, Any], *, loss: Callable[..., Any], **settings: Any) -> None:
         super().__init__(**{"backend": "titan", **trainer_settings({"model": model, "loss": loss, **settings})})
+
+
+def trainer_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of `forge.actors.Trainer` from torchforge's TitanTrainer; others stay as they are.
+
+    Raises:
+        ValueError: `model` is a mapping without hf_assets_path, or the optimizer's name is not AdamW.
+        TypeError: a section has a key without an equivalent.
+    """
+    # `optimizer` and `parallelism` are sections of `Trainer` as well, whose keys differ.
+    sections = ("training", "lr_scheduler", "compile", "checkpoint", "activation_checkpoint", "comm")
+    torchforge = {name: settings[name] for name in sections if isinstance(settings.get(name), Mapping)}
+    arguments = {name: value for name, value in settings.items() if name not in torchforge}
+    optimizer = arguments.pop("optimizer", None) or {}
+    if not isinstance(optimizer, Mapping):
+        raise TypeError(f"optimizer must be a mapping of its settings, got {optimizer!r:.80}")
+    renamed = {name: value for name, value in optimizer.items() if name in ("name", "lr", "eps")}
+
+    optimizer = {name: value for name, value in optimizer.items() if name not in renamed}
+    torchforge |= {"optimizer": renamed} if renamed else {}
+    model = arguments["model"]
+    if isinstance(model, Mapping):
+        if not model.get("hf_assets_path"):
+            raise ValueError(f"model needs hf_assets_path, a folder or hub id: it has {dict(model)}")
+        arguments["model"] = str(model["hf_assets_path"]).removeprefix("hf://")
+    for key, value in leaf_values("", torchforge):
+        if key == "checkpoint.load_step" and value not in (None, -1):  # -1: the latest
+            raise TypeError(f"TitanTrainer has no setting for {key} = {value!r}: call load_checkpoint with its path")
+        if key.startswith(("checkpoint.", "comm.")):
+            continue
+        target = place_key("train", key, value)
+        if target is not None:
+            name = target[0].rpartition(".")[2]
+            is_pass = name in ("seq_len", "dtype", "compile", "gradient_checkpointing")
+            (arguments if is_pass else optimizer)[name] = target[1]
+        elif key == "optimizer.name":
+            raise ValueError(
+                f"optimizer.name must be AdamW, got {value!r:.80}: others are optimizer={{'optimizer': 'module:Class'}}"
+            )
+        # Others have no effect here, except the schedule's.
+        elif value is not None and note_key(key) in (NOTES[""], NOTES["lr_scheduler."]):
+            raise TypeError(f"TitanTrainer has no setting for {key} = {value!r} (docs/howto/from_torchforge.md)")
+    if isinstance(arguments.get("parallelism"), Mapping):
+        degrees = arguments["parallelism"].items()
+        arguments["parallelism"] = {name: value for name, value in degrees if name != "disable_loss_parallel"}
+    return arguments | {"optimizer": optimizer}

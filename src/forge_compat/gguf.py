@@ -18,7 +18,7 @@ log = logging.getLogger(f"forge.{__name__}")
 
 
 def open_gguf(file: Path) -> Path:
-    """A folder in Hugging Face format with the weights of a GGUF file, dequantised to float32.
+    """Return a folder in Hugging Face format with the weights of a GGUF file, dequantised to float32.
 
     It is made once, in `$XDG_CACHE_HOME/torchforge/gguf`, under the checksum of the file, and takes 4 bytes a parameter
     of disk and, while it is made, of memory.
@@ -37,6 +37,7 @@ def open_gguf(file: Path) -> Path:
     folder = cache / file_digest(file)
     if folder.is_dir():
         return Path(resolve_model(str(folder)))
+
     log.info("opening %s: its weights are written once to %s, in float32", file, folder)
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -53,11 +54,13 @@ def open_gguf(file: Path) -> Path:
             tokenizer = AutoTokenizer.from_pretrained(parent, gguf_file=name, trust_remote_code=False)
     except Exception as error:  # the reader raises anything on files that are damaged or of an unknown architecture
         raise ValueError(f"{file} could not be opened as GGUF: {' '.join(str(error).split())}") from error
+
     # The weights are dequantised; transformers would not save a quantised model.
     model.hf_quantizer = None
     del model.config.quantization_config
     cache.mkdir(parents=True, exist_ok=True)
-    # Written beside its place: an interrupted run leaves no folder that looks complete.
+
+    # Written alongside its place: an interrupted run leaves no folder that looks complete.
     aside = Path(tempfile.mkdtemp(dir=cache, prefix="incomplete-"))
     try:
         with quiet_loading():
@@ -68,4 +71,5 @@ def open_gguf(file: Path) -> Path:
             aside.rename(folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
     return folder

@@ -19,7 +19,7 @@ __all__ = ["LauncherConfig", "ProvisionerConfig", "init_provisioner", "shutdown"
 @dataclass(frozen=True)
 class LauncherConfig:
     """Where processes are to run: `launcher` is None or "local" for this machine; other values are errors that say what
-    does it here. The other settings are those of torchforge's launchers."""
+    does it here. The other settings belong to torchforge's launchers."""
 
     launcher: str | None = None
     job_name: str = ""

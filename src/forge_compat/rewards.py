@@ -19,7 +19,8 @@ GROUP = ("responses", "completions", "messages", "prompt", "target", "conversati
 
 
 def adapted(function: Any) -> Callable[..., Any] | None:
-    """A function of TRL's or verl's form as one of ours; None: it is neither. ValueError: it needs TRL's trainer."""
+    """Return a function of TRL's or verl's form as one of ours; None: it is neither. ValueError: it needs TRL's
+    trainer."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # of a function in C
@@ -79,6 +80,7 @@ def _of_trl(function: Any, signature: Signature) -> Callable[..., Any]:
     parameters += sorted((p.replace(kind=_by_name(p)) for p in columns), key=lambda p: p.kind)
     wrapped = _copy_name(score_trl, function, parameters)
     wrapped.may_abstain = True  # type: ignore[attr-defined]
+
     return wrapped
 
 

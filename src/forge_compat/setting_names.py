@@ -115,7 +115,7 @@ TRL = {
     "overwrite_output_dir": "run.overwrite",
     "hub_model_id": "checkpoint.push_to_hub",
     "data_seed": "seed",
-    "dataloader_num_workers": "nothing to set, data is read beside the training",
+    "dataloader_num_workers": "nothing to set, data is read alongside the training",
     "remove_unused_columns": "nothing to set, rewards get the columns that they name",
     "neftune_noise_alpha": "unsupported, omit it",
 }

@@ -44,7 +44,7 @@ class Leaf:
 
 
 def are_tensors(value: object) -> bool:
-    """Whether a value is a tensor, or a mapping of names to such, which a store holds as it is."""
+    """Return whether a value is a tensor, or a mapping of names to such, which a store holds as it is."""
     if isinstance(value, Mapping):
         return bool(value) and all(isinstance(name, str) and are_tensors(part) for name, part in value.items())
     return isinstance(value, Tensor)
@@ -93,7 +93,7 @@ def decode(tensors: Mapping[str, Tensor]) -> Any:
             return type(structure)(map(fill_structure, structure))
         return structure
 
-    # Of a process of this run: the store's folder is its user's alone.
+    # Of a process of this run: the store's folder is its user's only.
     return fill_structure(pickle.loads(tensors[STRUCTURE].numpy().tobytes()))
 
 
@@ -184,7 +184,7 @@ async def get(key: str, into: Any = None, version: int | None = None, *, timeout
 
 
 async def exists(key: str, version: int | None = None) -> bool:
-    """Whether a key has this version, or any."""
+    """Return whether a key has this version, or any."""
     return await asyncio.to_thread(default_store().exists, key, version)
 
 
@@ -244,7 +244,7 @@ async def delete_batch(keys: Iterable[str]) -> None:
 
 
 async def put_state_dict(state_dict: Mapping[str, Any], key: str, transfer_dtype: torch.dtype | None = None) -> None:
-    """Publish a state dict, however nested, as one version: tensors, DTensors, and values beside them.
+    """Publish a state dict, however nested, as one version: tensors, DTensors, and values alongside them.
 
     Args:
         transfer_dtype: of floating-point tensors in the store.
@@ -273,11 +273,13 @@ def _read_version(key: str, target: dict[str, Any] | None, strict: bool) -> dict
         names = {*snapshot.manifest.by_name} - {STRUCTURE}
         tensors = {} if target is None else encode(target)
         tensors.pop(STRUCTURE, None)
+
         if target is not None and strict and names != tensors.keys():
             raise ValueError(
-                f"{key}: the tensors {sorted(names ^ tensors.keys())[:3]} are in one of the state dicts alone: pass "
+                f"{key}: the tensors {sorted(names ^ tensors.keys())[:3]} are in one of the state dicts only: pass "
                 "strict=False to read the others"
             )
+
         common = {name: tensors[name] for name in tensors if name in names}
         if common:
             snapshot.fill(common)

@@ -44,7 +44,8 @@ def resolve_all(values: dict[str, Json]) -> dict[str, Json]:
 
 
 def _resolve_text(text: str, values: Mapping[str, Json]) -> Json:
-    """A text with its interpolations, the innermost first; one that is nothing else keeps the type of its value."""
+    """Return a text with its interpolations, the innermost first; one that is nothing else keeps the type of its
+    value."""
     for _ in range(MAX_ROUNDS):
         match = INTERPOLATION.search(text)
         if match is None:
@@ -57,7 +58,7 @@ def _resolve_text(text: str, values: Mapping[str, Json]) -> Json:
 
 
 def _value_of(expression: str, values: Mapping[str, Json]) -> Json:
-    """The value of one interpolation."""
+    """Return the value of one interpolation."""
     resolver, _, arguments = expression.partition(":")
     if resolver == "sum":
         return sum(int(number) for number in arguments.split(","))
@@ -76,7 +77,7 @@ def _value_of(expression: str, values: Mapping[str, Json]) -> Json:
 
 
 class Settings(dict[str, Json]):
-    """A mapping whose keys are attributes as well, and so are those of the mappings in it."""
+    """A mapping whose keys are attributes as well, also in the mappings inside it."""
 
     def __getattr__(self, name: str) -> Json:
         try:
@@ -111,7 +112,7 @@ class Converted:
         target[name] = value
 
     def text(self, source: str) -> str:
-        """The YAML file, with a comment for each key that is lost."""
+        """Return the YAML file, with a comment for each key that is lost."""
         lines = [f"# {source} of torchforge. Start it: forge {self.recipe} THIS_FILE"]
         if self.added:
             lines.append(f"# From the code of torchforge's program: {', '.join(self.added)}.")
@@ -153,15 +154,14 @@ def convert_config(values: Mapping[str, Json], name: str = "run") -> Converted:
             key; names the key.
     """
     converted = Converted("train" if {"policy", "group_size"} & {*values} else "sft")
-    for key, value in _leaf_values("", values):
+    for key, value in leaf_values("", values):
         if value == "???":
             raise ValueError(f"{key} is open (???): write its value")
-        target = _engine_argument(key, value, values) or _place_key(converted.recipe, key, value)
+        target = _engine_argument(key, value, values) or place_key(converted.recipe, key, value)
         if target is None:
             if not _is_said(key, value, values):
-                converted.notes.append((key, value, _note_key(key)))
+                converted.notes.append((key, value, note_key(key)))
             continue
-
         converted.put(*target)
     for key in ("checkpoint.enable", "trainer.checkpoint.enable"):
         is_enabled = _value_at(values, key)
@@ -174,52 +174,8 @@ def convert_config(values: Mapping[str, Json], name: str = "run") -> Converted:
         _finish_rl(converted, values)
     else:
         _finish_sft(converted, values)
+
     return converted
-
-
-def trainer_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `forge.actors.Trainer` from those of torchforge's TitanTrainer; others stay as they are.
-
-    Raises:
-        ValueError: `model` is a mapping without hf_assets_path, or the optimizer's name is not AdamW.
-        TypeError: a section has a key without an equivalent.
-    """
-    # `optimizer` and `parallelism` are sections of `Trainer` as well, whose keys differ.
-    sections = ("training", "lr_scheduler", "compile", "checkpoint", "activation_checkpoint", "comm")
-    torchforge = {name: settings[name] for name in sections if isinstance(settings.get(name), Mapping)}
-    arguments = {name: value for name, value in settings.items() if name not in torchforge}
-    optimizer = arguments.pop("optimizer", None) or {}
-    if not isinstance(optimizer, Mapping):
-        raise TypeError(f"optimizer must be a mapping of its settings, got {optimizer!r:.80}")
-    renamed = {name: value for name, value in optimizer.items() if name in ("name", "lr", "eps")}
-    optimizer = {name: value for name, value in optimizer.items() if name not in renamed}
-    torchforge |= {"optimizer": renamed} if renamed else {}
-    model = arguments["model"]
-    if isinstance(model, Mapping):
-        if not model.get("hf_assets_path"):
-            raise ValueError(f"model needs hf_assets_path, a folder or hub id: it has {dict(model)}")
-        arguments["model"] = str(model["hf_assets_path"]).removeprefix("hf://")
-    for key, value in _leaf_values("", torchforge):
-        if key == "checkpoint.load_step" and value not in (None, -1):  # -1: the latest
-            raise TypeError(f"TitanTrainer has no setting for {key} = {value!r}: call load_checkpoint with its path")
-        if key.startswith(("checkpoint.", "comm.")):
-            continue
-        target = _place_key("train", key, value)
-        if target is not None:
-            name = target[0].rpartition(".")[2]
-            is_pass = name in ("seq_len", "dtype", "compile", "gradient_checkpointing")
-            (arguments if is_pass else optimizer)[name] = target[1]
-        elif key == "optimizer.name":
-            raise ValueError(
-                f"optimizer.name must be AdamW, got {value!r:.80}: others are optimizer={{'optimizer': 'module:Class'}}"
-            )
-        # Others have no effect here, but for those of the schedule.
-        elif value is not None and _note_key(key) in (NOTES[""], NOTES["lr_scheduler."]):
-            raise TypeError(f"TitanTrainer has no setting for {key} = {value!r} (docs/howto/from_torchforge.md)")
-    if isinstance(arguments.get("parallelism"), Mapping):
-        degrees = arguments["parallelism"].items()
-        arguments["parallelism"] = {name: value for name, value in degrees if name != "disable_loss_parallel"}
-    return arguments | {"optimizer": optimizer}
 
 
 def _override_key(values: dict[str, Json], override: str) -> None:
@@ -237,16 +193,16 @@ def _override_key(values: dict[str, Json], override: str) -> None:
         raise ValueError(f"{override}: the file has no key {path.removeprefix('~')!r}")
 
 
-def _leaf_values(prefix: str, values: Mapping[str, Json]) -> Iterator[tuple[str, Json]]:
+def leaf_values(prefix: str, values: Mapping[str, Json]) -> Iterator[tuple[str, Json]]:
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
-            yield from _leaf_values(f"{prefix}{name}.", value)
+            yield from leaf_values(f"{prefix}{name}.", value)
         else:
             yield f"{prefix}{name}", value
 
 
-def _place_key(recipe: str, key: str, value: Json) -> tuple[str, Json] | None:
-    """The key here and its value; None if there is none, or it says what is the default."""
+def place_key(recipe: str, key: str, value: Json) -> tuple[str, Json] | None:
+    """Return the key here and its value; None if there is none, or it says what is the default."""
     # Keys whose values have another form.
     titan = key.removeprefix("trainer.")
     if titan == "optimizer.name" and str(value).lower() == "adamw":
@@ -263,7 +219,8 @@ def _place_key(recipe: str, key: str, value: Json) -> tuple[str, Json] | None:
     # The default of every degree but one; a file of ours has only what differs.
     if target.startswith("parallelism.") and value == 1:
         return None
-    # Sections of a file of RL, which a file of SFT may have beside its own.
+
+    # Sections of a file of RL, which a file of SFT may have alongside its own.
     if recipe == "sft" and target.startswith(("grpo.", "async.")):
         return None
     if target == "training.dtype" or not isinstance(value, str):
@@ -272,7 +229,7 @@ def _place_key(recipe: str, key: str, value: Json) -> tuple[str, Json] | None:
 
 
 def _engine_argument(key: str, value: Json, values: Mapping[str, Json]) -> tuple[str, Json] | None:
-    """The key of one of vLLM's arguments and its value; None if it is none, or another key says it."""
+    """Return the key of one of vLLM's arguments and its value; None if it is none, or another key says it."""
     engine = ENGINE.fullmatch(key)
     procs = _value_at(values, "services.policy.procs")  # one process of the service is one rank of vLLM
     # "auto" is the dtype of the model's config.json, which is the default.
@@ -288,12 +245,12 @@ def _engine_argument(key: str, value: Json, values: Mapping[str, Json]) -> tuple
 
 
 def _read_model(values: Mapping[str, Json]) -> str | None:
-    """The file's model; in one of SFT `model` is a section."""
+    """Return the file's model; in one of SFT `model` is a section."""
     return next((values[name] for name in ("model", "model_name") if isinstance(values.get(name), str)), None)
 
 
 def _is_said(key: str, value: Json, values: Mapping[str, Json]) -> bool:
-    """Whether nothing is lost without this key: it is a default, or another one says it."""
+    """Return whether nothing is lost without this key: it is a default, or another one says it."""
     titan = key.removeprefix("trainer.")
     return (
         ENGINE.fullmatch(key) is not None  # `_engine_argument` keeps all others
@@ -306,7 +263,7 @@ def _is_said(key: str, value: Json, values: Mapping[str, Json]) -> bool:
     )
 
 
-def _note_key(key: str) -> str:
+def note_key(key: str) -> str:
     if key.endswith(".mesh_name"):
         return MESH
     titan = key.removeprefix("trainer.")
@@ -315,7 +272,7 @@ def _note_key(key: str) -> str:
 
 
 def _value_at(values: Mapping[str, Json], path: str) -> Json:
-    """The value at a dotted path; None if there is none."""
+    """Return the value at a dotted path; None if there is none."""
     value: Json = values
     for name in path.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
@@ -351,6 +308,7 @@ def _finish_rl(converted: Converted, values: Mapping[str, Json]) -> None:
     # Its engine is always vLLM.
     if _value_at(values, "policy.engine_args") or _value_at(values, "policy.engine_config"):
         converted.put("generator.engine", "vllm")
+
     # Prompt and answer have the room in the engine that they have in the trainer.
     length = _value_at(converted.values, "training.seq_len")
     if length and _value_at(converted.values, "generator.max_seq_len") is None:
@@ -370,7 +328,7 @@ def _finish_rl(converted: Converted, values: Mapping[str, Json]) -> None:
 def _remaining_ranks(
     values: Mapping[str, Json], subject: str, procs_key: str, section: str, kinds: Sequence[str]
 ) -> int:
-    """The ranks that some degrees of parallelism leave for others. ValueError: they do not divide all ranks."""
+    """Return the ranks that some degrees of parallelism leave for others. ValueError: they do not divide all ranks."""
     degrees = [f"{section}.{kind}_degree" for kind in kinds]
     product = math.prod(
         check_whole(_value_at(values, name), name) for name in degrees if _value_at(values, name) is not None

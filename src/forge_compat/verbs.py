@@ -1,4 +1,4 @@
-"""Verbs of Meta's torchforge on services and their endpoints, by those of this package.
+"""Verbs of Meta's torchforge on services and their endpoints, by this package's.
 
 `Handle` and `Endpoint` find them by the entry points `forge.verbs`, for a name that they do not have: a component may
 have an endpoint `get_metrics`.
@@ -38,7 +38,7 @@ async def call_all(service: Callee, endpoint: str, *args: object, **kwargs: obje
 
 
 async def get_metrics(service: Callee) -> Any:
-    """The `ServiceStatus` of a service. TypeError: only the controller has it."""
+    """Return the `ServiceStatus` of a service. TypeError: only the controller has it."""
     # Of the class: an instance gives its endpoints, one of which may have this name.
     status = getattr(type(service), "status", None)
     if status is None:
@@ -47,7 +47,8 @@ async def get_metrics(service: Callee) -> Any:
 
 
 async def get_metrics_summary(service: Callee) -> dict[str, dict[Any, Any]]:
-    """The status as plain dicts: `summary["service"]["healthy_replicas"]`, `summary["replicas"][0]["total_requests"]`.
+    """Return the status as plain dicts: `summary["service"]["healthy_replicas"]`,
+    `summary["replicas"][0]["total_requests"]`.
 
     Latencies are in milliseconds, NaN before the first call.
     """
@@ -68,6 +69,7 @@ async def get_metrics_summary(service: Callee) -> dict[str, dict[Any, Any]]:
         "healthy_replicas": sum(row["healthy"] for row in replicas.values()),
         "queue_depth": status.queued,
     }
+
     return {"service": totals, "replicas": replicas}
 
 

@@ -64,6 +64,7 @@ def read_action(text: str, syntax: Syntax, tools: Sequence[Schema] = (), *, trun
         if closing and not in_arguments:
             content, calls, errors = _read_by_syntax(answer, syntax, schemas)
             content = thought + closing + content
+
     if len(calls) > MAX_CALLS:
         errors.append(f"more than {MAX_CALLS} calls in one turn: the rest was left out")
     numbered = (ToolCall(call.name, call.arguments, call.id or f"call_{n}") for n, call in enumerate(calls[:MAX_CALLS]))
@@ -71,7 +72,7 @@ def read_action(text: str, syntax: Syntax, tools: Sequence[Schema] = (), *, trun
 
 
 def syntax_of(template: str) -> Syntax:
-    """The syntax of a chat template's text."""
+    """Return the syntax of a chat template's text."""
     return next((name for sign, name in _SIGNS.items() if sign in template), "plain")
 
 
@@ -94,6 +95,7 @@ def _read_llama3(text: str, tools: Mapping[str, Schema]) -> markup.Found:
         return text, [], []
     calls: list[markup.Call] = []
     decoder = json.JSONDecoder()
+
     # Objects one after the other, as the model separated them.
     while body and len(calls) <= MAX_CALLS:
         try:
@@ -102,6 +104,7 @@ def _read_llama3(text: str, tools: Mapping[str, Schema]) -> markup.Found:
             end = len(body)
         calls.append(body[:end])
         body = body[end:].lstrip(" \n\t;,")
+
     return "", calls, []
 
 
@@ -114,6 +117,7 @@ def _read_plain(text: str, tools: Mapping[str, Schema]) -> markup.Found:
     calls: list[markup.Call] = []
     errors: list[str] = []
     outside, position = [], 0
+
     # Longer names first, so that a name is not read as the beginning of another.
     names = "|".join(sorted(map(re.escape, tools), key=len, reverse=True))
     for match in re.finditer(rf"(?<![\w.])({names})\(", text):
@@ -128,16 +132,18 @@ def _read_plain(text: str, tools: Mapping[str, Schema]) -> markup.Found:
             errors.append(f"the call of {name} is not closed by )")
             position = len(text)
             break
+
         position = end
         try:
             calls.append((name, _read_arguments(text[start : end - 1], tools[name])))
         except ValueError as error:
             errors.append(f"the call of {name} cannot be read: {error}")
+
     return "".join([*outside, text[position:]]), calls, errors
 
 
 def _find_closing(text: str, start: int, tokens: re.Pattern[str]) -> int:
-    """The index after the bracket that closes one before `start`, within MAX_CHARACTERS; 0 if none does."""
+    """Return the index after the bracket that closes one before `start`, within MAX_CHARACTERS; 0 if none does."""
     depth = 1
     for token in tokens.finditer(text, start, start + MAX_CHARACTERS):
         depth += {"(": 1, ")": -1}.get(token[0], 0)
@@ -152,6 +158,7 @@ def _read_arguments(text: str, function: Schema) -> dict[str, Any]:
     names = list(parameters.properties)
     only = names[0] if len(names) == 1 else ""
     bare = {only: re.sub(rf"^\s*{re.escape(only)}\s*=\s*", "", text)}
+
     try:
         # Literals only: nothing is evaluated.
         call: Any = ast.parse(f"f({text})", "<model output>", mode="eval").body
@@ -161,13 +168,14 @@ def _read_arguments(text: str, function: Schema) -> dict[str, Any]:
         if only:
             return bare
         raise ValueError(f"write its arguments as {', '.join(f'{name}=...' for name in names) or '()'}") from error
+
     # 12 is a text where the parameter is one.
     is_text = only in values and not parameters.takes(only, values[only]) and parameters.takes(only, bare[only])
     return bare if is_text else values
 
 
 def _tool_call(call: markup.Call) -> ToolCall:
-    """A call as it was read. ValueError: it has no name, or its arguments are no object."""
+    """Return a call as it was read. ValueError: it has no name, or its arguments are no object."""
     if isinstance(call, str):
         if len(call) > MAX_CHARACTERS:
             raise ValueError(f"it has more than {MAX_CHARACTERS} characters")
@@ -176,6 +184,7 @@ def _tool_call(call: markup.Call) -> ToolCall:
             raise ValueError('it must be an object with a "name"')
         # Families differ in the key.
         call = read["name"], read.get("arguments", read.get("parameters"))
+
     name, arguments = call
     # Some write the arguments as JSON text, as OpenAI's format has them.
     arguments = {} if arguments in (None, "") else arguments
@@ -184,6 +193,7 @@ def _tool_call(call: markup.Call) -> ToolCall:
         raise ValueError("its arguments must be an object")
     if not name:
         raise ValueError("it has no name")
+
     return ToolCall(name, arguments)
 
 

@@ -46,6 +46,6 @@ def check_command(command: Sequence[str]) -> None:
 
 
 def tail_of(log: IO[Any]) -> str:
-    """The end of a program's log, for an error."""
+    """Return the end of a program's log, for an error."""
     size = os.fstat(log.fileno()).st_size
     return os.pread(log.fileno(), TAIL, max(0, size - TAIL)).decode(errors="replace").strip() or "(nothing)"

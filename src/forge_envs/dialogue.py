@@ -33,7 +33,7 @@ class Dialogue:
             template, or a file with it.
         syntax: of tool calls, see `forge_envs.calls`; None infers it from the template.
         options: further arguments of the template.
-        thoughts: those of earlier turns, which many templates omit once a question follows. "keep": turns stay in the
+        thoughts: of earlier turns, which many templates omit once a question follows. "keep": turns stay in the
             context as they were sampled; "template": the context is the conversation as the template renders it, and
             where that changes an earlier turn, `rewrites` is true and a new branch begins.
 
@@ -65,9 +65,11 @@ class Dialogue:
             )
         )
         self.thoughts: Thoughts = thoughts
+
         self._rewriting = thoughts == "template"
         self.syntax: Syntax = syntax or syntax_of(self._chat("").template)
         self._special = SpecialTokens(tokenizer)
+
         # Generation stops at the token that ends a turn, which must therefore be special.
         turns = self._chat("").turns
         if not turns.closer or not turns.plain_tail.startswith(turns.closer):
@@ -75,6 +77,7 @@ class Dialogue:
                 "the chat template does not end an assistant's turn with a special token, so generation would not stop "
                 "there: take another, such as chatml, or one that writes {{ eos_token }} after it"
             )
+
         self.stop_ids: tuple[int, ...] = self._chat("").stop_ids
         # A turn may end otherwise once others follow. An eos that is none of these does not end it for the template.
         ends = [turns.closer, turns.closer_of_calls]
@@ -84,11 +87,12 @@ class Dialogue:
 
     @property
     def writes_calls(self) -> bool:
-        """Whether the template has a place for the tool calls of messages; otherwise they are a part of the text."""
+        """Return whether the template has a place for the tool calls of messages; otherwise they are a part of the
+        text."""
         return self._chat("").writer.form() is not None
 
     def initial(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
-        """The tokens before the policy's first turn. ValueError: no messages, or the template fails."""
+        """Return the tokens before the policy's first turn. ValueError: no messages, or the template fails."""
         if not messages:
             raise ValueError("an episode begins with at least one message for the policy to answer")
         # A template without a place for the results of tools fails here, not in the middle of an episode.
@@ -102,7 +106,7 @@ class Dialogue:
         return self._encode_text(self._render(list(map(self._plain_message, messages)), tools))
 
     def extend(self, tokens: Sequence[int], messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
-        """The tokens between the turn that `tokens` ends with and the next one: the end of that turn if it was
+        """Return the tokens between the turn that `tokens` ends with and the next one: the end of that turn if it was
         truncated, the messages, and the next generation prompt.
 
         Raises:
@@ -115,8 +119,8 @@ class Dialogue:
         return between[1:] if tokens and tokens[-1] in self._closers else between
 
     def rewrites(self, tokens: Sequence[int], messages: Sequence[Message], tools: Sequence[Schema] = ()) -> bool:
-        """Whether the template renders a conversation differently from the tokens that the policy read and sampled.
-        Always false where thoughts are kept.
+        """Return whether the template renders a conversation differently from the tokens that the policy read and
+        sampled. Always false where thoughts are kept.
 
         Args:
             messages: the whole conversation, with the policy's turns as of `turn_message`.
@@ -127,7 +131,7 @@ class Dialogue:
         return not text.startswith(str(self.tokenizer.decode(list(tokens), skip_special_tokens=False)))
 
     def turn_message(self, action: Action) -> Message:
-        """A turn of the policy as a message, its tool calls in OpenAI's format."""
+        """Return a turn of the policy as a message, its tool calls in OpenAI's format."""
         if not action.calls or action.errors or not self.writes_calls:
             return {"role": "assistant", "content": action.content if self.syntax == "harmony" else action.text}
         calls = [
@@ -137,11 +141,11 @@ class Dialogue:
         return {"role": "assistant", "content": action.content, "tool_calls": calls}
 
     def read(self, tokens: Sequence[int], tools: Sequence[Schema] = (), *, truncated: bool = False) -> Action:
-        """The action in the tokens of one turn."""
+        """Return the action in the tokens of one turn."""
         return read_action(self.text(tokens, truncated=truncated), self.syntax, tools, truncated=truncated)
 
     def text(self, tokens: Sequence[int], *, truncated: bool = False) -> str:
-        """The text of one turn, without the token that ends it; nothing ended a turn that was `truncated`."""
+        """Return the text of one turn, without the token that ends it; nothing ended a turn that was `truncated`."""
         ended = bool(tokens) and tokens[-1] in self._special.ids and not truncated
         return str(self.tokenizer.decode(list(tokens[:-1] if ended else tokens), skip_special_tokens=False))
 
@@ -156,7 +160,7 @@ class Dialogue:
         return dict(self._special.inert_values(message))
 
     def _tokens_between(self, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
-        """The tokens from the end of an assistant's turn to the next one's beginning."""
+        """Return the tokens from the end of an assistant's turn to the next one's beginning."""
         try:
             return self._encode_text(self._chat(json.dumps(list(tools)) if tools else "").turns.following(messages))
         except Rewritten as error:
@@ -215,8 +219,8 @@ TEMPLATES = {"plain": PLAIN, "chatml": CHATML, "llama3": LLAMA3}
 
 
 def built_in(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The template of this name, beginning with the token that the tokenizer puts before every text: a base model has
-    read none without it."""
+    """Return the template of this name, beginning with the token that the tokenizer puts before every text: a base
+    model has read none without it."""
     # Encoding adds bos to a text, but not to a rendered template.
     template = TEMPLATES[name]
     first = tokenizer("a")["input_ids"][:1]

@@ -41,12 +41,13 @@ class Action:
 
     @property
     def answer(self) -> str:
-        """The text of the turn after its thoughts, without tool calls; the calls as text if it says nothing else."""
+        """Return the text of the turn after its thoughts, without tool calls; the calls as text if it says nothing
+        else."""
         return without_thoughts(self.content) or without_thoughts(self.text)
 
 
 def user_message(text: str) -> Message:
-    """A message of the user."""
+    """Return a message of the user."""
     return {"role": "user", "content": text}
 
 
@@ -73,7 +74,7 @@ class Step:
 
     @property
     def done(self) -> bool:
-        """Whether the episode ends with this step."""
+        """Return whether the episode ends with this step."""
         return self.terminated or self.truncated
 
 

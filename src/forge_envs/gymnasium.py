@@ -74,11 +74,13 @@ class GymnasiumEnvironment(Environment):
         assert env is not None, "step before reset"
         if action.truncated:
             return Step((user_message(CUT),))
+
         # An invalid turn leaves the episode as it was.
         try:
             move = self._parse_move(env.action_space, action.answer)
         except ValueError as error:
             return Step((user_message(f"error: {error}"),))
+
         observation, reward, terminated, truncated, info = await self._call_environment(lambda: env.step(move), "step")
         return Step(
             (user_message(self._to_text(observation)),),

@@ -96,6 +96,7 @@ def read_mistral(text: str, tools: Mapping[str, Schema]) -> Found:
     calls: list[Call] = []
     errors: list[str] = []
     position = len(content)
+
     while 0 <= position < len(text) and len(calls) + len(errors) <= MAX_CALLS:
         header = _NAMED.match(text, position + len(_MISTRAL))
         start = position + len(_MISTRAL) if header is None else header.end()
@@ -106,6 +107,7 @@ def read_mistral(text: str, tools: Mapping[str, Schema]) -> Found:
             calls += map(json.dumps, listed) if header is None else [(header[1].strip(), value)]
         except (ValueError, RecursionError) as error:
             errors.append(f"a call cannot be read: {error}")
+
     return content, calls, errors
 
 
@@ -116,6 +118,7 @@ def read_harmony(text: str, tools: Mapping[str, Schema]) -> Found:
     calls: list[Call] = []
     errors: list[str] = []
     position = 0
+
     while position < len(text):
         # A message has a header with channel and recipient, and ends at a mark, or where the next one begins.
         header = _HEADER.match(text, position)
@@ -124,23 +127,26 @@ def read_harmony(text: str, tools: Mapping[str, Schema]) -> Found:
         closed = _CLOSED.search(text, start if recipient is None else _json_end(text, start))
         body = text[start : None if closed is None else closed.start()]
         position = len(text) if closed is None else closed.end()
+
         if recipient is not None:
             calls.append((recipient[1].removeprefix("functions."), body))
         elif header is not None and "<|channel|>analysis" in header[0]:
             thoughts.append(body)
         elif header is not None or body.strip():
             messages.append(body)
+
     thought = f"<think>\n{chr(10).join(thoughts)}\n</think>\n\n" if thoughts else ""
     return thought + "".join(messages), calls, errors
 
 
 def read_between(text: str, begin: str, end: str, read: Callable[[str, int, str, str], tuple[Call, int]]) -> Found:
-    """The text without calls, what `read` makes of each call between two tags, with the position behind it, and errors.
-    A malformed call ends where its end or the next one's beginning is."""
+    """Return the text without calls, what `read` makes of each call between two tags, with the position behind it, and
+    errors. A malformed call ends where its end or the next one's beginning is."""
     outside: list[str] = []
     calls: list[Call] = []
     errors: list[str] = []
     position = 0
+
     while (start := _find_mark(text, begin, position)) < len(text) and len(calls) + len(errors) <= MAX_CALLS:
         outside.append(text[position:start])
         start += len(begin)
@@ -151,11 +157,13 @@ def read_between(text: str, begin: str, end: str, read: Callable[[str, int, str,
             errors.append(f"a call cannot be read: {error}")
             stop, following = _find_mark(text, end, start), _find_mark(text, begin, start)
             position = following if following < stop else min(stop + len(end), len(text))
+
     return "".join([*outside, text[position:start]]), calls, errors
 
 
 def _json_body(text: str, start: int, begin: str, end: str) -> tuple[str, int]:
-    """The text of a call whose arguments are JSON, and the position behind its end. ValueError: it is not closed."""
+    """Return the text of a call whose arguments are JSON, and the position behind its end. ValueError: it is not
+    closed."""
     stop, following = _find_mark(text, end, start), _find_mark(text, begin, start)
     # Marks within JSON arguments do not end the call.
     bracket = text.find("{", start, min(stop, following))
@@ -177,12 +185,13 @@ def _read_xml(text: str, tools: Mapping[str, Schema], tags: Tags) -> Found:
 
 
 def _read_call(text: str, start: int, tags: Tags) -> tuple[str, list[tuple[str, str]], int]:
-    """The name and arguments of the call whose text begins at `start`, and where it ends. ValueError: it has no name,
-    or something is not closed."""
+    """Return the name and arguments of the call whose text begins at `start`, and where it ends. ValueError: it has no
+    name, or something is not closed."""
     if (name := tags.name.match(text, start)) is None:
         raise ValueError("it must hold <function=name> ... </function>")
     pairs: list[tuple[str, str]] = []
     position = name.end()
+
     while True:
         # Arguments up to the end of this call, or the beginning of the next one.
         end, following = _find_mark(text, _END, position), _find_mark(text, _BEGIN, position)
@@ -193,6 +202,7 @@ def _read_call(text: str, start: int, tags: Tags) -> tuple[str, list[tuple[str, 
         value = text[key.end() : position].removeprefix(tags.margin).removesuffix(tags.margin)
         pairs.append((key[1].strip(), value))
         position += len(tags.closing)
+
     if end == len(text) or following < end:
         raise ValueError(f"it is not closed by {_END}")
     if tags.opening in text[position:end]:
@@ -201,13 +211,14 @@ def _read_call(text: str, start: int, tags: Tags) -> tuple[str, list[tuple[str, 
 
 
 def _value_end(text: str, start: int, limit: int, tags: Tags) -> int:
-    """The position of the tag that closes the value from `start` on. ValueError: there is none."""
+    """Return the position of the tag that closes the value from `start` on. ValueError: there is none."""
     # JSON says itself where it ends.
     past = _SPACES.match(text, _json_end(text, start))
     assert past is not None
     if text.startswith(tags.closing, past.end()) and tags.follows.match(text, past.end() + len(tags.closing)):
         return past.end()
     first, open_tags, scanned = -1, 0, 0
+
     # An opening tag is on a separate line or after another tag, as templates write it, or it is only spoken of.
     for tag in re.compile(f"(?<=[\n>]){tags.opening}|{tags.closing}").finditer(text, start, limit):
         if tag[0] == tags.opening:
@@ -219,16 +230,19 @@ def _value_end(text: str, start: int, limit: int, tags: Tags) -> int:
             open_tags -= 1
         elif after is not None and not _is_quoted(text[start : tag.start()], text[after.end() : limit]):
             return tag.start()
+
         scanned += first >= 0
         if scanned > _SCANNED:
             break
+
     if first < 0 or _BEGIN in text[start:first]:
         raise ValueError(f"an argument is not closed by {tags.closing}")
     return first
 
 
 def _is_quoted(before: str, following: str) -> bool:
-    """Whether quotes that are open before a tag close after it: on its line, or anywhere if there are three of them."""
+    """Return whether quotes that are open before a tag close after it: on its line, or anywhere if there are three of
+    them."""
     if any(before.count(quotes) % 2 and quotes in following for quotes in ('"""', "'''", "```")):
         return True
     # Quotes of one line, other than three of them, do not reach beyond it.
@@ -237,13 +251,13 @@ def _is_quoted(before: str, following: str) -> bool:
 
 
 def _find_mark(text: str, mark: str, start: int) -> int:
-    """The position of a mark; the end of the text if there is none."""
+    """Return the position of a mark; the end of the text if there is none."""
     position = text.find(mark, start)
     return len(text) if position < 0 else position
 
 
 def _json_end(text: str, start: int) -> int:
-    """The end of the JSON that begins at `start`, after spaces; `start` if there is none."""
+    """Return the end of the JSON that begins at `start`, after spaces; `start` if there is none."""
     spaces = _SPACES.match(text, start)
     try:
         return _DECODER.raw_decode(text, start if spaces is None else spaces.end())[1]

@@ -105,9 +105,11 @@ class MCPTools(ABC):
             json.dumps(dict(arguments), ensure_ascii=False).encode()
         except UnicodeEncodeError:  # it would end the connection
             raise ToolError("the arguments hold a lone surrogate, which is not a character") from None
+
         await self.open()
         session = self._session
         assert session is not None
+
         try:
             result: Any = await session.call_tool(name, dict(arguments), self._timeout)
             text = text_of(result.model_dump(by_alias=True, mode="json", exclude_none=True))
@@ -125,6 +127,7 @@ class MCPTools(ABC):
             if result.is_error:
                 raise ToolError(text)
             return text
+
         # The session is of no more use, unless another call has replaced it.
         if self._session is session:
             await self.close()  # after which the end of a program's log is known
@@ -145,6 +148,7 @@ class MCPTools(ABC):
     async def _hold_connection(self, ready: asyncio.Future[None], stop: asyncio.Event) -> None:
         """Hold the connection: the SDK's contexts must be exited by the task that entered them."""
         reason = "it was closed"
+
         try:
             async with self._open_connection() as (read, write), ClientSession(read, write) as session:
                 async with asyncio.timeout(self._start_timeout):
@@ -184,7 +188,7 @@ class StdioTools(MCPTools):
     Args:
         command: program and arguments.
         cwd: working directory.
-        env: variables added to those of this process.
+        env: variables added to this process's.
         timeout: seconds for one call.
         start_timeout: seconds for initialize and tools/list.
 

@@ -28,7 +28,7 @@ _NOT_FINITE = re.compile(r"(?<![a-z])(nan|inf|infinity)(?=j?(?![a-z]))", re.IGNO
 # An answer that is right for no question.
 _NONSENSE = "?!~ no answer ~!?"
 _SCORE_LIMIT = 10.0  # seconds for one score
-_MAX_SURPLUS = 10_000  # characters of an answer beyond ten times those of the right one: scorers are not of linear time
+_MAX_SURPLUS = 10_000  # characters of an answer beyond ten times the right one's: scorers are not of linear time
 
 Entry = Mapping[str, Any]  # of a dataset: its question and answer, and metadata of its family
 
@@ -45,7 +45,7 @@ class ReasoningGymEnvironment(Environment):
     Args:
         family: such as "gcd".
         size, seed: of the dataset.
-        prompt: formats a dataset entry; by default its "question". Small models do better with the payload alone.
+        prompt: formats a dataset entry; by default its "question". Small models do better with the payload only.
         answer: extracts the answer from a turn, which it gets without its thoughts; by default all of it.
         allow_wrong: allow a family known to reward wrong answers.
         settings: of the family.
@@ -73,6 +73,7 @@ class ReasoningGymEnvironment(Environment):
             dataset: Any = reasoning_gym.create_dataset(family, size=size, seed=seed, **settings)
         except (AssertionError, TypeError) as error:
             raise ValueError(f"{family}: {error}") from error
+
         # A scorer that gives points for wrong answers teaches them.
         fault = UNRELIABLE.get(family)
         if family == "basic_arithmetic" and "/" in dataset.config.operators:
@@ -82,11 +83,12 @@ class ReasoningGymEnvironment(Environment):
         self._family = family
         self._dataset = dataset
         self._prompt = prompt
+
         self._answer = answer
         self._entry: Entry | None = None
 
     def __len__(self) -> int:
-        """Number of questions."""
+        """Return number of questions."""
         return len(self._dataset)
 
     async def reset(self, task: int | None, *, seed: int) -> Step:
@@ -114,21 +116,24 @@ class ReasoningGymEnvironment(Environment):
         is_long = len(answer) > 10 * len(str(expected)) + _MAX_SURPLUS
         if is_long or (_NOT_FINITE.search(answer) and not _NOT_FINITE.search(str(expected))):
             return 0.0
+
         try:
             score = float(self._dataset.score_answer(answer, entry))
         except Exception as error:
             if expected is None or not self._accepts_answer(expected, entry):
                 raise Unscored(f"the scorer of {self._family} raised {type(error).__name__}: {error}") from error
             return 0.0
+
         if not math.isfinite(score) or not 0 <= score <= 1:
             raise Unscored(f"the scorer of {self._family} gave {score}")
+
         # A scorer that accepts nonsense says nothing about this answer.
         if answer != expected and score > 0.5 and self._accepts_answer(_NONSENSE, entry):
             raise Unscored(f"the scorer of {self._family} gives nonsense more than half a point on this question")
         return score
 
     def _accepts_answer(self, answer: object, entry: Entry) -> bool:
-        """Whether the scorer gives this answer more than half a point."""
+        """Return whether the scorer gives this answer more than half a point."""
         try:
             return float(self._dataset.score_answer(answer, entry)) > 0.5
         except Exception:

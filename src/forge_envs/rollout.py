@@ -48,7 +48,7 @@ async def rollout(
     if the environment failed or could not score a step.
 
     Args:
-        seed: of the environment; with `sample`, the number of this episode among those of the task, of the policy.
+        seed: of the environment; with `sample`, the number of this episode of the task, of the policy.
         max_tokens: of the whole episode, or of each branch, the first prompt included.
         max_turn_tokens: of one turn; None: as many as are left.
         step_timeout: seconds for each answer of the environment.
@@ -79,6 +79,7 @@ async def rollout(
                     await env.close()
             except (InfrastructureError, TimeoutError) as error:
                 log.warning("%s.close: %s", type(env).__name__, str(error) or f"no answer within {_CLOSING:g} s")
+
     return played.episode()
 
 
@@ -106,6 +107,7 @@ class _Branch:
         """Append a turn of the policy. ValueError: it was not sampled as a continuation of these tokens."""
         if list(completion.prompt_ids) != self.tokens:
             raise ValueError(f"a turn continues {len(completion.prompt_ids)} tokens that are not the episode's")
+
         # The turn's tokens, with the version that drew each.
         start, ids = len(self.tokens), completion.token_ids
         self.tokens += ids
@@ -113,11 +115,13 @@ class _Branch:
         self.logprobs += completion.logprobs
         self.versions += completion.versions
         self.turns.append(Turn(start, len(self.tokens), completion.version, completion.finish))
+
         if completion.experts is not None:
             experts = completion.experts.copy()
             if self.experts is not None:  # all but its last token's, which is known only now
                 experts[: len(self.experts) - 1] = self.experts[:-1]
             self.experts = experts
+
         identities = completion.identities
         self.origins |= {Origin(v, identities.get(v, ""), completion.sampled_by) for v in {*completion.versions}}
 
@@ -127,7 +131,7 @@ class _Branch:
 
 
 def turn_seeds(seed: int, sample: int, attempt: int) -> Iterator[int]:
-    """Seeds of the policy's turns in one attempt at an episode, without end."""
+    """Yield seeds of the policy's turns in one attempt at an episode, without end."""
     random = Random(f"{seed}/{sample}/{attempt}")
     while True:
         yield random.getrandbits(48)
@@ -155,7 +159,7 @@ class _Played:
         max_turn_tokens: int | None,
         sampling: dict[str, Any],
     ) -> str:
-        """Why it ended.
+        """Return why it ended.
 
         Raises:
             InfrastructureError: the environment failed or timed out.
@@ -169,11 +173,13 @@ class _Played:
         tools = step.tools
         self.messages += step.messages
         self.context += step.messages
+
         branch = self.branches[0] = _Branch(self.dialogue.initial(step.messages, tools))
         for _ in range(max_turns):
             room = self.max_tokens - len(branch.tokens)
             if room < 1:
                 return "max_tokens"
+
             # One turn: the policy continues the branch, up to the limits of the turn and of the branch.
             completion: Completion = await policy.generate.route(
                 list(branch.tokens),
@@ -188,6 +194,7 @@ class _Played:
             self.unread_calls += len(action.errors)
             self.messages.append({"role": "assistant", "content": action.text})
             self.context.append(self.dialogue.turn_message(action))
+
             # The environment's answer: a reward of the turn, and messages.
             step = await self._await_answer(env.step(action), f"{name}.step")
             self.info = step.info
@@ -198,9 +205,11 @@ class _Played:
             else:
                 last = branch.turns[-1]
                 branch.turns[-1] = last._replace(reward=last.reward + step.reward)
+
             self.messages += step.messages
             if step.done:
                 return "terminated" if step.terminated else "truncated"
+
             # The next turn continues this branch, unless the conversation was rewritten.
             self.context = [*([] if step.rewritten else self.context), *step.messages]
             if step.rewritten or self.dialogue.rewrites(branch.tokens, self.context, tools):
@@ -208,10 +217,11 @@ class _Played:
                 self.branches.append(branch)
             else:
                 branch.observe(self.dialogue.extend(branch.tokens, step.messages, tools))
+
         return "max_turns"
 
     async def _await_answer(self, call: Awaitable[Step], method: str) -> Step:
-        """The environment's answer. InfrastructureError: there was none in time."""
+        """Return the environment's answer. InfrastructureError: there was none in time."""
         try:
             async with asyncio.timeout(self.step_timeout) as limit:
                 return await call
@@ -221,9 +231,10 @@ class _Played:
             raise InfrastructureError(f"{method} gave no answer within {self.step_timeout:g} s") from None
 
     def episode(self) -> Episode:
-        """The last branch, with the earlier ones. The reward of a branch is the sum from its beginning on."""
+        """Return the last branch, with the earlier ones. The reward of a branch is the sum from its beginning on."""
         scored = self.scored and self.stop != "infrastructure"
         remaining_reward = sum(branch.reward for branch in self.branches)
+
         # What a log or a metric needs to know of the attempt.
         info: dict[str, Any] = {"stop": self.stop, "turns": sum(len(branch.turns) for branch in self.branches)}
         info |= {"messages": self.messages, "calls": self.calls, "unread_calls": self.unread_calls}
@@ -231,6 +242,7 @@ class _Played:
         info |= {"error": self.error} if self.error else {}
         info |= {"environment": dict(self.info)} if self.info else {}
         text = "\n".join(f"[{m['role']}] {m['content']}" for m in self.messages[1:])
+
         # Branches without a turn have nothing to learn from; of an episode without turns the last one stays.
         episodes: list[Episode] = []
         for branch in [b for b in self.branches if b.turns] or self.branches[-1:]:
@@ -250,6 +262,7 @@ class _Played:
                 )
             )
             remaining_reward -= branch.reward
+
         *earlier, last = episodes
         last.branches = tuple(earlier)
         return last

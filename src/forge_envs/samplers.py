@@ -11,7 +11,7 @@ SOLVED = 1.0  # the reward of a right answer
 
 
 class Curriculum(Sampler):
-    """Rows of one level until they are mostly solved, then those of the next; the last level stays.
+    """Rows of one level until they are mostly solved, then of the next; the last level stays.
 
     Args:
         level: the column of the level, a number; lower is easier.
@@ -32,7 +32,7 @@ class Curriculum(Sampler):
         self.shares: list[float] = []  # of right answers, of the last groups of this stage
 
     def draw(self) -> int:
-        """A row of the current level."""
+        """Return a row of the current level."""
         level = self.levels[self.stage]
         return self.random().choice([number for number, row in enumerate(self.rows) if row[self.level] == level])
 
@@ -50,7 +50,7 @@ class Curriculum(Sampler):
 
 
 class Frontier(Sampler):
-    """Rows that are sometimes solved, which alone have a signal: a row of success rate p is drawn in proportion to
+    """Rows that are sometimes solved, the only ones with a signal: a row of success rate p is drawn in proportion to
     p (1 - p) + `floor`. Rows that were never drawn count as p = 1/2.
 
     Args:
@@ -66,7 +66,7 @@ class Frontier(Sampler):
         self.rates: dict[str, float] = {}  # by the position as text, as JSON has it
 
     def draw(self) -> int:
-        """A row in proportion to its weight."""
+        """Return a row in proportion to its weight."""
         rates = (self.rates.get(str(row), 0.5) for row in range(len(self.rows)))
         # The variance of a reward of 0 or 1: without it the advantages of a group are 0.
         weights = [rate * (1 - rate) + self.floor for rate in rates]
@@ -94,7 +94,7 @@ class Retire(Sampler):
         self.queue: list[int] = []
 
     def draw(self) -> int:
-        """The next row that is not retired."""
+        """Return the next row that is not retired."""
         # What is retired while it waits is passed over.
         self.queue = [row for row in self.queue if not self._is_retired(row)]
         if not self.queue:
@@ -116,5 +116,5 @@ class Retire(Sampler):
 
 
 def _solved_share(rewards: Sequence[float]) -> float:
-    """The share of right answers."""
+    """Return the share of right answers."""
     return sum(reward >= SOLVED for reward in rewards) / len(rewards)

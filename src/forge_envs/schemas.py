@@ -32,7 +32,7 @@ class Parameters:
     JavaScript's: the tool itself decides. In a schema that has any, `not`, `if` and the like are left to it too.
 
     Attributes:
-        properties: the schema of each parameter by its name, with those of references and alternatives.
+        properties: the schema of each parameter by its name, including references and alternatives.
 
     Raises:
         ValueError: they are no JSON Schema.
@@ -44,6 +44,7 @@ class Parameters:
         try:
             kind = validator_for(self._schema, default=Draft202012Validator)
             kind.check_schema(self._schema, format_checker=None)  # patterns may be JavaScript's
+
             # A part that names its own version would be checked by that version's class.
             self._schema = _without_versions(self._schema)
             text = json.dumps(self._schema)
@@ -51,6 +52,7 @@ class Parameters:
                 nothing: Any = lambda *_: None  # noqa: E731
                 one_of = kind.VALIDATORS.get("anyOf", nothing)
                 kind = extend(kind, dict.fromkeys((*_SLOW, *_STRICTER), nothing) | {"oneOf": one_of})
+
             # With an empty registry, for the default one requests the addresses in a server's schema.
             self._validator = kind(self._schema, registry=Registry())
             self._resolver = Registry().resolver_with_root(DRAFT202012.create_resource(self._schema))
@@ -60,16 +62,18 @@ class Parameters:
             raise ValueError(
                 f"the parameters of {function.get('name')} are no JSON Schema: {_cut_error(error)}"
             ) from None
+
         self.properties: dict[str, Any] = {}
         for properties in properties_of_parts:
             self.properties = {**properties, **self.properties}
-        # JSON Schema allows others beside the listed ones, unless it says so; for tools a misspelt name is an error.
+
+        # JSON Schema allows others alongside the listed ones, unless it says so; for tools a misspelt name is an error.
         self._open = not any("properties" in part for part in parts) or any(
             part.get("additionalProperties", False) is not False or "patternProperties" in part for part in parts
         )
 
     def mismatch(self, arguments: Arguments) -> str:
-        """The error in the arguments of a call; "" if there is none. Null is as good as no value for an optional
+        """Return the error in the arguments of a call; "" if there is none. Null is as good as no value for an optional
         parameter, as signatures have it."""
         # Missing and unknown names first: their messages help most.
         required = self._schema.get("required", ()) if isinstance(self._schema, Mapping) else ()
@@ -78,6 +82,7 @@ class Parameters:
         if unknown := [name for name in arguments if name not in self.properties and not self._open]:
             return f"no parameter {', '.join(map(repr, unknown))}: it has {', '.join(self.properties) or 'none'}"
         values = {name: value for name, value in arguments.items() if value is not None or name in required}
+
         try:
             error = best_match(self._validator.iter_errors(values))
             with_nulls = best_match(self._validator.iter_errors(dict(arguments))) if error else None
@@ -85,10 +90,12 @@ class Parameters:
             return ""
         except Exception as failure:  # of whatever a model writes as values
             return f"its arguments cannot be checked: {type(failure).__name__}: {_cut_error(failure)}"
+
         return "" if error is None or with_nulls is None else _error_line(error)
 
     def value(self, name: str, text: str, *, python: bool = False) -> Any:
-        """The value of a parameter that is written as text: JSON where the schema takes that, else the text itself.
+        """Return the value of a parameter that is written as text: JSON where the schema takes that, else the text
+        itself.
 
         Args:
             python: also literals of Python, such as True, None and {'a': 1}.
@@ -108,7 +115,7 @@ class Parameters:
         return text if error.validator == "type" and as_text.validator != "type" else value
 
     def takes(self, name: str, value: object) -> bool:
-        """Whether a parameter may have this value."""
+        """Return whether a parameter may have this value."""
         return self._find_error(self.properties.get(name, True), value) is None
 
     def _find_error(self, schema: object, value: object) -> ValidationError | None:
@@ -120,7 +127,7 @@ class Parameters:
             return ValidationError(_cut_error(failure))
 
     def _schema_parts(self, schema: object, followed: set[str]) -> Iterator[Schema]:
-        """A schema, and those that its references and alternatives name."""
+        """Yield a schema, and those that its references and alternatives name."""
         if not isinstance(schema, Mapping):
             return
         yield schema
@@ -138,7 +145,8 @@ class Parameters:
 
 
 def parameters_of(function: Schema) -> Parameters:
-    """The parameters of a tool, which are any where they are no JSON Schema: a server's tools are read as they are."""
+    """Return the parameters of a tool, which are any where they are no JSON Schema: a server's tools are read as they
+    are."""
     try:
         return Parameters(function)
     except ValueError:
@@ -163,7 +171,7 @@ def _parse_value(text: str, python: bool) -> Any:
 
 
 def _error_line(error: ValidationError) -> str:
-    """An error for the policy, with its place."""
+    """Return an error for the policy, with its place."""
     path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in error.absolute_path).lstrip(".")
     return f"{path}: {_cut_error(error)}" if path else _cut_error(error)
 

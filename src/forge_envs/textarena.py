@@ -98,6 +98,7 @@ class TextArenaEnvironment(Environment):
                 return Step((user_message(observation),))
             assert self._opponent is not None
             over = self._play_action(self._opponent("\n".join(self._unread[seat])))
+
         # The game is over for all seats: its rewards are by seat.
         rewards, infos = self._with_own_random(game.close)
         self._game = None
@@ -105,6 +106,7 @@ class TextArenaEnvironment(Environment):
         reward = (rewards or {}).get(self._seat)
         if not isinstance(reward, int | float):  # in some games the text of an invalid move
             return Step(reward=None, terminated=True, info={**info, "unscored": f"the game's reward is {reward!r}"})
+
         return Step(reward=float(reward), terminated=True, info=info)
 
     def _play_action(self, text: str) -> bool:

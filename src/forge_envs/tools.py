@@ -29,14 +29,14 @@ _TYPES: dict[Any, str] = {
 
 
 class ToolServer(Protocol):
-    """Remote tools, such as those of `forge_envs.mcp`. A `ToolError` of `call` is shown to the policy, an
+    """Remote tools, such as `forge_envs.mcp`'s. A `ToolError` of `call` is shown to the policy, an
     InfrastructureError propagates."""
 
     def schemas(self) -> Sequence[Mapping[str, Any]]:
-        """Schemas of its tools, as OpenAI's function calling has them."""
+        """Return schemas of its tools, as OpenAI's function calling has them."""
 
     async def call(self, name: str, arguments: Arguments) -> str:
-        """The answer of a tool. ToolError: a message for the policy."""
+        """Return the answer of a tool. ToolError: a message for the policy."""
 
 
 class ToolError(Exception):
@@ -74,12 +74,14 @@ class Toolbox:
         self._functions = {tool.__name__: tool for tool in tools}
         self._servers: dict[str, ToolServer] = {}
         schemas: dict[str, Schema] = {}
+
         # Functions and servers share one space of names.
         offered = [schema_of(tool) for tool in tools]
         for server in servers:
             server_schemas = [dict(schema) for schema in server.schemas()]
             self._servers |= {schema["function"]["name"]: server for schema in server_schemas}
             offered += server_schemas
+
         for schema in offered:
             if schemas.setdefault(schema["function"]["name"], schema) is not schema:
                 raise ValueError(f"two tools have the name {schema['function']['name']}")
@@ -88,11 +90,11 @@ class Toolbox:
 
     @property
     def schemas(self) -> tuple[Schema, ...]:
-        """The schemas of all tools in OpenAI's format."""
+        """Return the schemas of all tools in OpenAI's format."""
         return tuple(self._schemas.values())
 
     async def answer(self, action: Action) -> list[Message]:
-        """A message for each call of the turn, in order, and one for each malformed call."""
+        """Return a message for each call of the turn, in order, and one for each malformed call."""
         # Every call has an answer, also those beyond the limit and malformed ones.
         texts = await asyncio.gather(*map(self._run_call, action.calls[: self._max_calls]))
         texts += [f"error: not run: a turn may make {self._max_calls} calls"] * (len(action.calls) - len(texts))
@@ -103,7 +105,7 @@ class Toolbox:
         return [*answers, *({"role": "tool", "name": "error", "content": f"error: {e}"} for e in action.errors)]
 
     def _round_integers(self, call: ToolCall) -> dict[str, Any]:
-        """The arguments of a function, of which JSON Schema takes 2.0 for an integer, and Python does not."""
+        """Return the arguments of a function, of which JSON Schema takes 2.0 for an integer, and Python does not."""
         schemas = self._parameters[call.name].properties
         return {
             name: int(value) if isinstance(value, float) and schemas[name].get("type") == "integer" else value
@@ -116,6 +118,7 @@ class Toolbox:
         try:
             if wrong := self._parameters[call.name].mismatch(call.arguments):
                 raise ToolError(f"{call.name}: {wrong}")
+
             # A server's tool, or a function: async, or plain in a thread.
             function = self._functions.get(call.name)
             if function is None:
@@ -127,6 +130,7 @@ class Toolbox:
             else:
                 work = functools.partial(function, **self._round_integers(call))
                 result = await in_own_thread(work, limit=self._timeout, name=call.name)
+
             try:
                 text = result if isinstance(result, str) else json.dumps(result)
             except (TypeError, ValueError, RecursionError):
@@ -137,12 +141,14 @@ class Toolbox:
             text = f"error: {error}"
         except Exception as error:
             text = f"error: {call.name} raised {type(error).__name__}: {error}"
+
         surplus = len(text) - self._max_chars
         return text if surplus <= 0 else f"{text[: self._max_chars]}... ({surplus} more characters)"
 
 
 def schema_of(function: Tool) -> Schema:
-    """The schema of a function, from its name, the first paragraph of its docstring and its annotated parameters.
+    """Return the schema of a function, from its name, the first paragraph of its docstring and its annotated
+    parameters.
 
     Raises:
         ValueError: a parameter without an annotation, of a type that JSON does not have, or that takes any number.
@@ -151,6 +157,7 @@ def schema_of(function: Tool) -> Schema:
     hints = typing.get_type_hints(function)
     properties: dict[str, Schema] = {}
     required = []
+
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise ValueError(f"tool {function.__name__}: parameter {name} must be one that can be given by name")
@@ -162,13 +169,14 @@ def schema_of(function: Tool) -> Schema:
             raise ValueError(f"tool {function.__name__}: parameter {name}: {error}") from None
         if parameter.default is parameter.empty:
             required.append(name)
+
     about = " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
     parameters = {"type": "object", "properties": properties, "required": required}
     return {"type": "function", "function": {"name": function.__name__, "description": about, "parameters": parameters}}
 
 
 def _type_schema(hint: Any, *, optional: bool = False) -> Schema:
-    """The schema of a type. `optional`: without None, which a call says by leaving the parameter out."""
+    """Return the schema of a type. `optional`: without None, which a call says by leaving the parameter out."""
     # Plain types, then generic ones by their origin.
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint in _TYPES:
@@ -219,7 +227,7 @@ class ToolEnvironment(Environment):
             raise ValueError(f"{self._call.name} scores a group, and an environment plays one episode: name response")
 
     async def reset(self, task: Sample | Mapping[str, Any] | str, *, seed: int) -> Step:
-        """The question, with the system message and the schemas of the tools.
+        """Return the question, with the system message and the schemas of the tools.
 
         Args:
             task: a sample; of clients of a server a question, or a mapping with a question and an answer.
@@ -234,7 +242,7 @@ class ToolEnvironment(Environment):
 
     async def step(self, action: Action) -> Step:
         """Answer tool calls, or score the answer."""
-        # A call is answered, also a malformed one; text alone is the answer to the question.
+        # A call is answered, also a malformed one; text without calls is the answer to the question.
         if action.calls or action.errors:
             answers = await self.tools.answer(action)
             self.messages += [{"role": "assistant", "content": action.text}, *answers]

@@ -41,7 +41,7 @@ Json = Any
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
+    """Return whether only this machine reaches an address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -76,7 +76,7 @@ def bind_socket(host: str, port: int, any_port: str = "--port 0") -> socket.sock
 
 
 def bearer_key(request: web.Request) -> str:
-    """The API key that a request's Authorization has; "" for none."""
+    """Return the API key that a request's Authorization has; "" for none."""
     return request.headers.get("Authorization", "").removeprefix("Bearer ")
 
 
@@ -110,6 +110,7 @@ def guard_requests(
             foreign = request.headers.get("Sec-Fetch-Site") == "cross-site"
             if foreign or (origin is not None and _host_name(origin) not in names):
                 raise web.HTTPForbidden(reason="requests from pages of other origins are not allowed")
+
         if request.can_read_body:
             if request.content_type != "application/json":
                 raise web.HTTPUnsupportedMediaType(reason="the body must be application/json")
@@ -120,6 +121,7 @@ def guard_requests(
                     await request.read()
             except TimeoutError:
                 raise web.HTTPRequestTimeout(reason=f"the body took more than {BODY_TIME:g} s") from None
+
         return await handler(request)
 
     return check_request
@@ -156,7 +158,7 @@ async def json_of(request: web.Request) -> Json:
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """Whether a log record of aiohttp is about this side: errors of clients are answered, and not logged."""
+    """Return whether a log record of aiohttp is about this side: errors of clients are answered, and not logged."""
     return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
 
 

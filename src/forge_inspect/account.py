@@ -1,6 +1,6 @@
 """The account of a run's tokens: what agents sampled was trained, or has a named reason why not.
 
-It is summed over the rows of metrics.jsonl, from which a resumed run removes those of the steps that it computes again:
+It is summed over the rows of metrics.jsonl, from which a resumed run removes the rows of steps that it computes again:
 no token counts twice.
 """
 
@@ -18,18 +18,18 @@ USES = ("batch", "idle")  # what became of the trainable tokens: in a step, or i
 
 
 def token_account(metrics: Iterable[Mapping[str, float]]) -> dict[str, int]:
-    """The sums of `certificate/NAME` over all steps, by name; empty for a run without agents."""
+    """Return the sums of `certificate/NAME` over all steps, by name; empty for a run without agents."""
     sums: Counter[str] = Counter()
     for row in metrics:
         for name, value in row.items():
-            # Longer names are parts of these sums, such as those of one policy.
+            # Longer names are parts of these sums, such as one policy's.
             if name.startswith(PREFIX) and "/" not in name[len(PREFIX) :]:
                 sums[name[len(PREFIX) :]] += round(value)
     return dict(sums) if sums["sampled"] else {}
 
 
 def account_text(account: Mapping[str, int]) -> str:
-    """An account of `token_account` as a sentence; "" for an empty one."""
+    """Return an account of `token_account` as a sentence; "" for an empty one."""
     if not account:
         return ""
     parts = ["trained", *(name for name in account if name not in ("sampled", "trained", *USES))]

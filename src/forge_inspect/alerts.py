@@ -15,7 +15,7 @@ from .runs import read_metric_rows, read_settings
 WINDOW = 20  # steps that a judgement is based on: fewer vary too much
 SCARCE = 2.0  # GB: less than a checkpoint of a small model
 
-AUDIT = "audit.json"  # that of the run at its end
+AUDIT = "audit.json"  # written at the end of the run
 MISMATCH = "mismatch.json"  # the last comparison of engine and trainer, by `forge mismatch`
 
 Rows = Sequence[Mapping[str, float]]
@@ -48,11 +48,13 @@ def list_alerts(rows: Rows, settings: Mapping[str, Any]) -> list[Alert]:
         mean_of_metric(window, "train/engine_difference"),
         mean_of_metric(window, "train/clip_fraction"),
     )
+
     special = mean_of_metric(
         window, "generation/special_tokens"
     )  # base models may sample them; they are invisible in texts
     is_solved = mean_of_metric(window, "accuracy") > 0.8
     harder = "The prompts are solved: take harder ones, or stop"
+
     # Groups whose rewards are equal have no gradient. Right answers and wrong formats look the same in the spread.
     if cut > 0.5:
         compare = f"{cut:.0%} of the completions were cut at max_tokens: raise it"
@@ -62,9 +64,11 @@ def list_alerts(rows: Rows, settings: Mapping[str, Any]) -> list[Alert]:
         compare = "Compare their rewards: the prompts may be solved, or the reward too coarse to tell samples apart"
     else:
         compare = "The reward may expect another format, or targets that responses never equal: compare them"
+
     # A fall of a tenth is beyond the noise of a few hundred held-out problems.
     held_out = [(row["eval/accuracy"], row["step"]) for row in rows if "eval/accuracy" in row] or [(nan, nan)]
     best, last = max(held_out), held_out[-1][0]
+
     # Entropy that collapses while the reward stands still: the policy repeats itself and explores no more.
     before = mean_of_metric(rows[:WINDOW], "train/entropy")
     rises = reward > mean_of_metric(rows[-2 * WINDOW : -WINDOW], "reward") + 0.1 * spread
@@ -73,6 +77,7 @@ def list_alerts(rows: Rows, settings: Mapping[str, Any]) -> list[Alert]:
     old = total_of_metric(window, "dropped/too_old")
     trained = len(window) * (settings.get("training.batch_size") or 1)
     unscored = total_of_metric(rows, "dropped/unscored") + total_of_metric(rows, "dropped/unscored_episodes")
+
     disk, memory = (rows[-1].get(f"machine/{name}_free_gb", nan) for name in ("disk", "memory"))
     names = sorted({name for row in rows for name in row if name.startswith("restarts/")})
     services = ", ".join(f"{name.removeprefix('restarts/')} {total_of_metric(rows, name):.0f} times" for name in names)
@@ -147,6 +152,7 @@ def list_alerts(rows: Rows, settings: Mapping[str, Any]) -> list[Alert]:
         ),
         (services, f"components were lost and replaced: {services}", "The log says what ended each"),
     ]
+
     return [Alert(finding, advice) for holds, finding, advice in rules if holds]
 
 
@@ -169,7 +175,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def mean_of_metric(rows: Rows, metric: str) -> float:
-    """Mean of a metric over the rows that have it; NaN if no row has."""
+    """Return mean of a metric over the rows that have it; NaN if no row has."""
     values = [row[metric] for row in rows if metric in row]
     return sum(values) / len(values) if values else nan
 

@@ -1,4 +1,4 @@
-"""The audit of a finished run: what became of each prompt and of each sampled token, counted from its files alone.
+"""The audit of a finished run: what became of each prompt and of each sampled token, counted from its files only.
 
 It reads the rollouts of all groups (`metrics.rollouts: all`), otherwise the schedule, and shares no code with what
 trains and counts them.
@@ -46,11 +46,11 @@ class Audit:
 
     @property
     def is_sound(self) -> bool:
-        """Whether there is no fault."""
+        """Return whether there is no fault."""
         return not self.faults
 
     def json(self) -> str:
-        """The audit as JSON."""
+        """Return the audit as JSON."""
         return json.dumps(asdict(self) | {"is_sound": self.is_sound}, indent=1)
 
 
@@ -72,6 +72,7 @@ def audit_run(folder: Path, by_schedule: bool = False) -> Audit:
         rows = scheduled_rows(folder / SCHEDULE)
     else:
         rows = [row for _, batch in read_batches(folder / ROLLOUTS, COLUMNS) for row in batch.to_pylist()]
+
     if not rows:
         raise ValueError(f"{folder} has neither a schedule nor all rollouts: it trained no step of forge.recipes.rl")
     auditor = _Auditor(rows, history, settings, by_schedule)
@@ -80,6 +81,7 @@ def audit_run(folder: Path, by_schedule: bool = False) -> Audit:
     auditor.check_prompts()
     auditor.check_versions()
     auditor.check_tokens()
+
     # The files, against their checksums at the last checkpoint, if there was one.
     path = folder / LOGS
     for line in path.read_text().splitlines() if path.exists() else ():
@@ -87,6 +89,7 @@ def audit_run(folder: Path, by_schedule: bool = False) -> Audit:
             expected, size, name = line.split(" ", 2)
             if hash_file(folder / name, int(size)).hexdigest() != expected:
                 auditor.fault(f"{name} is not what the run wrote: its first {size} bytes have another checksum")
+
     return auditor.result
 
 
@@ -108,7 +111,8 @@ def audit_ended_run(folder: Path, state: str) -> None:
 
 
 def scheduled_rows(path: Path) -> list[Row]:
-    """The samples that a schedule lists, in the form of recorded rollouts; what those have beyond it is empty."""
+    """Return the samples that a schedule lists, in the form of recorded rollouts; what those have beyond it is
+    empty."""
     rows: list[Row] = []
     for text in path.read_text().splitlines() if path.exists() else ():
         line = json.loads(text)
@@ -173,9 +177,11 @@ class _Auditor:
         counted: Counter[str] = Counter()
         for row in self.history:
             counted.update({name[8:]: round(row[name]) for name in row if name.startswith("dropped/")})
+
         # What a resume could not hand out again; and of a schedule the dropped groups that it does not list.
         groups = counted.total() - counted["unscored_episodes"]
         unlisted = max(0, groups - len(dropped)) if self.by_schedule else counted["forgotten"]
+
         # What the buffer admits, and as much again that it holds.
         in_flight = 2 * self.batch_size * (int(self.settings.get("async.max_policy_age") or 0) + 1)
         self.result.counts |= {
@@ -208,8 +214,10 @@ class _Auditor:
             if max(versions) > latest:
                 self.fault(f"{text} {max(versions)}, which it was to make")
                 break
+
         origins = {(version, name) for row in self.rows for version, name, _ in json.loads(row["origins"]) if name}
         names = Counter(version for version, _ in origins if version >= 0)
+
         # A resumed run samples again with versions that it had lost, from the same weights.
         several = sorted(version for version, count in names.items() if count > 1)
         self.fault_if(several, "versions have several identities of weights")

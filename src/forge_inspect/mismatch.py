@@ -58,7 +58,7 @@ class SampledTokens:
 
     @property
     def context(self) -> int:
-        """The number of tokens before the first that the policy sampled."""
+        """Return the number of tokens before the first that the policy sampled."""
         return int(np.flatnonzero(self.mask)[0])
 
 
@@ -79,15 +79,15 @@ class RecordedRun:
 
     @property
     def temperature(self) -> float:
-        """The temperature of sampling, which the trainer scores at."""
+        """Return the temperature of sampling, which the trainer scores at."""
         return float(self.settings.get("grpo.temperature") or 1.0)
 
     def flat(self, name: str) -> np.ndarray:
-        """A column of the compared tokens of all sequences, [compared]."""
+        """Return a column of the compared tokens of all sequences, [compared]."""
         return np.concatenate([getattr(sequence, name)[sequence.mask] for sequence in self.sequences])
 
     def owners(self) -> np.ndarray:
-        """The number of the sequence of each compared token, [compared]."""
+        """Return the number of the sequence of each compared token, [compared]."""
         return np.repeat(np.arange(len(self.sequences)), [int(sequence.mask.sum()) for sequence in self.sequences])
 
 
@@ -117,6 +117,7 @@ def open_run(folder: Path, step: int | None = None) -> RecordedRun:
             f"no rollouts {'recorded' if step is None else f'of step {step}'} were sampled by weights that {folder} "
             "has: set checkpoint.every and checkpoint.keep so that a step follows a checkpoint"
         )
+
     # The newest weights: a fault of publication shows only where they differ from the start.
     version, negative_step = max(sampled)
     first = sampled[version, negative_step][:SEQUENCES]
@@ -126,7 +127,7 @@ def open_run(folder: Path, step: int | None = None) -> RecordedRun:
 
 
 def _read_sequence(row: Mapping[str, Any], version: int, settings: Mapping[str, Any]) -> SampledTokens | None:
-    """The tokens of a row that a version sampled; None: there are none, or their context is of other weights."""
+    """Return the tokens of a row that a version sampled; None: there are none, or their context is of other weights."""
     sampled = np.array(row["mask"], dtype=bool)
     mask = sampled & (np.array(row["versions"]) == version)
     keeps_cache = settings.get("generator.on_update", "continue") == "continue"
@@ -154,6 +155,7 @@ def read_policy(run: RecordedRun) -> tuple[Policy, dict[str, Tensor]]:
     policy = Policy.from_pretrained(run.start)
     if lora is not None:
         add_adapters(policy.model, lora)
+
     # Version 0 of a resumed run may have a checkpoint of the same weights: the folder of the model is as good.
     if run.version and run.checkpoint is not None:
         try:
@@ -172,7 +174,6 @@ def read_policy(run: RecordedRun) -> tuple[Policy, dict[str, Tensor]]:
         except (OSError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError, CheckpointException) as error:
             raise ValueError(f"{run.checkpoint} cannot be read: {' '.join(str(error).split())[:300]}") from error
     policy.requires_grad_(False).eval()
-
     tensors = {name: parameter.detach() for name, parameter in policy.named_weights()}
     if lora is not None:
         # W + (alpha / rank) B A, as a trainer publishes layers with adapters.
@@ -222,7 +223,7 @@ class Link:
 
     @property
     def agrees(self) -> bool:
-        """Whether the two differ by rounding alone."""
+        """Return whether the two differ by rounding only."""
         return self.worst <= self.tolerance
 
 
@@ -244,18 +245,18 @@ class Mismatch:
 
     @property
     def is_sound(self) -> bool:
-        """Whether engine and trainer compute the same."""
+        """Return whether engine and trainer compute the same."""
         return not self.faults
 
     @property
     def sentence(self) -> str:
-        """The verdict in one sentence, for a page beside `train/engine_difference`."""
+        """Return the verdict in one sentence, for a page alongside `train/engine_difference`."""
         if self.is_sound:
             return f"engine and trainer agree on {self.tokens} tokens of version {self.version}"
         return self.faults[0]
 
     def json(self) -> str:
-        """The comparison as JSON."""
+        """Return the comparison as JSON."""
         return json.dumps(asdict(self) | {"is_sound": self.is_sound, "sentence": self.sentence}, indent=1)
 
 
@@ -273,6 +274,7 @@ def compare_batch(folder: Path, *, step: int | None = None) -> Mismatch:
     outcome = Mismatch(str(folder), run.step, run.version, len(run.owners()))
     policy, tensors = read_policy(run)
     model = plain_model(run, tensors)
+
     # Log-probabilities of the compared tokens, [compared] in nats.
     values = {
         RECORDED: run.flat("engine"),
@@ -291,7 +293,7 @@ def compare_batch(folder: Path, *, step: int | None = None) -> Mismatch:
     tolerances = dict.fromkeys(in_half, max(FLOAT32, HALF_TIMES * noise))
 
     def link_sides(first: str, second: str, component: str) -> Link:
-        # The mean is that of `train/engine_difference`.
+        # The mean is `train/engine_difference`.
         mean = float(np.nanmean(np.abs(values[first].astype(np.float64) - values[second])))
         tolerance = max(tolerances.get(first, FLOAT32), tolerances.get(second, FLOAT32))
         return Link(first, second, component, mean, measure_distance(run, values[first], values[second]), tolerance)
@@ -310,7 +312,7 @@ def compare_batch(folder: Path, *, step: int | None = None) -> Mismatch:
 
 
 def measure_distance(run: RecordedRun, first: np.ndarray, second: np.ndarray) -> float:
-    """Mean absolute difference, in nats, of the sequence in which it is largest.
+    """Return mean absolute difference, in nats, of the sequence in which it is largest.
 
     Args:
         first, second: [compared] log-probabilities; tokens with NaN in one of them are left aside.
@@ -335,11 +337,11 @@ def engine_logprobs(run: RecordedRun, tensors: Mapping[str, Tensor]) -> np.ndarr
     rows = round_up(len(sequences), WIDTH)
     decoder = Decoder(config, weights, rows, longest, torch.float32, CPU)
     decoder.cache.reserve(longest, 0)
+
     # What is before the first sampled token is prefilled.
     filled = [row for row, sequence in enumerate(sequences) if sequence.context > 1]
     if filled:
         decoder.prefill([sequences[row].tokens[: sequences[row].context - 1].tolist() for row in filled], filled)
-
     idle = [0] * (rows - len(sequences))
     logits: list[list[Tensor]] = [[] for _ in sequences]
     for step in range(max(len(sequence.tokens) - sequence.context for sequence in sequences)):
@@ -370,7 +372,7 @@ def plain_model(run: RecordedRun, tensors: Mapping[str, Tensor]) -> Any:
 
 @torch.no_grad()
 def plain_logprobs(run: RecordedRun, model: Any, dtype: torch.dtype = torch.float32) -> np.ndarray:
-    """All sequences in one pass, padded on the right: causal attention hides that from all that comes before.
+    """Return all sequences in one pass, padded on the right: causal attention hides that from all that comes before.
 
     Args:
         dtype: of the products.
@@ -388,7 +390,7 @@ def plain_logprobs(run: RecordedRun, model: Any, dtype: torch.dtype = torch.floa
 
 @torch.no_grad()
 def trainer_logprobs(run: RecordedRun, policy: Policy) -> np.ndarray:
-    """The trainer's model in one process: all sequences in one pass, with a prompt that several share computed once."""
+    """Return the trainer's model in one process: all sequences in one pass, a shared prompt computed once."""
     batch = pack([Episode.given(sequence.tokens.tolist(), sequence.mask.tolist()) for sequence in run.sequences])
     return policy(batch, run.temperature).logprobs.float().numpy()
 

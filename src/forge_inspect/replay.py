@@ -59,6 +59,7 @@ def read_schedule(folder: Path) -> Schedule:
     head: dict[str, Any] = {}
     steps: dict[int, StepEntry] = {}
     published: dict[int, str] = {}
+
     # A replay draws all samples of a prompt in one request, those that were dropped included.
     samples: dict[int, dict[int, SampleEntry]] = defaultdict(dict)
     for line in _read_lines(path):
@@ -96,6 +97,7 @@ def find_difference(recorded: StepEntry, entry: StepEntry) -> str | None:
                     f"sample {number} of prompt {group.index} had the reward {sample.reward}, and now "
                     f"{second_sample.reward} for the same tokens"
                 )
+
     for name, value in recorded.numbers.items():
         if value != entry.numbers.get(name):
             return f"{name} was {value!r}, and is {entry.numbers.get(name)!r} for the same rollouts"
@@ -103,7 +105,7 @@ def find_difference(recorded: StepEntry, entry: StepEntry) -> str | None:
 
 
 def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a schedule, each as the run wrote it."""
+    """Yield the lines of a schedule, each as the run wrote it."""
     for number, text in enumerate(path.read_text().splitlines(), 1):
         location = f"{path}, line {number}"
         try:
@@ -150,11 +152,11 @@ def replay_run(
 
     Args:
         folder: of the run.
-        until: the last step; None: that of the schedule.
+        until: the last step; None: the schedule's.
         replicas: generators; None: as many as the run had.
 
     Returns:
-        the folder of the new run, beside the first, whose name it has with "-replay"; an earlier replay is replaced.
+        the folder of the new run, alongside the first, whose name it has with "-replay"; an earlier replay is replaced.
 
     Raises:
         ConfigError: the run cannot be replayed, or not so.
@@ -167,12 +169,13 @@ def replay_run(
     overrides = [("run.name", f"{folder.resolve().name}-replay"), ("run.overwrite", "true")]
     if replicas is not None:
         overrides.append(("services.generator.num_replicas", str(replicas)))
+
     # Its config.yaml is the resolved one: defaults of another version of forge change nothing.
     cfg = read(RLConfig, folder / CONFIG, overrides)
     cfg.run.root = str(folder.resolve().parent)
     check_replayable(cfg, schedule)
     if cfg.from_scratch is not None:
-        # The model of the run, which is beside it: its folder is named after the run.
+        # The model of the run, which is alongside it: its folder is named after the run.
         cfg.from_scratch, cfg.model = None, f"{folder.resolve()}-initial"
     recipe = update_wrapper(partial(train_by_schedule, schedule=schedule, until=until or last), train_by_schedule)
     return run_recipe(recipe, cfg)
@@ -202,7 +205,7 @@ class ReplayDiffers(ForgeError):
 
 
 class ScheduledBuffer(ReplayBuffer):
-    """A replay buffer whose batches, and what it drops, are those of a schedule.
+    """A replay buffer whose batches, and what it drops, follow a schedule.
 
     Args:
         batches: indices of the groups of each step, in their order.
@@ -211,7 +214,7 @@ class ScheduledBuffer(ReplayBuffer):
 
     def __init__(self, batches: Mapping[int, Sequence[int]], reasons: Mapping[int, str], **settings: Any) -> None:
         super().__init__(capacity=1 << 30, **settings)
-        self.items: list[Any]  # a run has groups alone
+        self.items: list[Any]  # a run has groups only
         self.batches = batches
         self.reasons = reasons
 
@@ -252,7 +255,7 @@ class ScheduledPolicy:
         self._numbers = {next(turns): number for number, turns in self._turns.items()}
 
     def left(self, number: int) -> Spans:
-        """The spans of a sample that are still to be drawn."""
+        """Return the spans of a sample that are still to be drawn."""
         entry = self.group.samples.get(number)
         skipped = self.drawn[number]
         spans: list[tuple[int, int]] = []
@@ -264,7 +267,7 @@ class ScheduledPolicy:
         return tuple(spans)
 
     def is_held(self, version: int, held_seeds: set[int]) -> bool:
-        """Whether all that these weights draw was drawn, or is beyond what its request can draw with them."""
+        """Return whether all that these weights draw was drawn, or is beyond what its request can draw with them."""
         for number in self.drawn:
             spans = self.left(number)
             if spans and spans[0][0] <= version and self.seeds.get(number) not in held_seeds:
@@ -286,7 +289,7 @@ class ScheduledPolicy:
         return answers
 
     def _next_sample(self, seed: int) -> int:
-        """The sample whose next turn has this seed."""
+        """Return the sample whose next turn has this seed."""
         if seed not in self._numbers:
             raise ReplayDiffers(f"an episode of prompt {self.group.index} was begun once more, and not so in the run")
         number = self._numbers.pop(seed)
@@ -329,7 +332,7 @@ class Replay(Loop):
         prompt = sample.prompt
         async with self.changed:
             await self.changed.wait_for(lambda: self.published_version >= self.unfinished[prompt.index])
-        # The seed is that of the run: with the same weights it draws the same tokens.
+        # The seed is the run's: with the same weights it draws the same tokens.
         seed = sample_seed(self.cfg.seed, prompt.index)
         count = self.cfg.grpo.n_samples
         policy = ScheduledPolicy(self.parts.policy, self.schedule.groups[prompt.index], seed, count)
@@ -340,7 +343,7 @@ class Replay(Loop):
         await self.parts.buffer.add.route(Group(episodes, prompt.index, sample.target, prompt.text))
 
     def is_published(self, version: int) -> bool:
-        """Whether generators got the weights of this version."""
+        """Return whether generators got the weights of this version."""
         return version in self.schedule.published
 
     async def publish(self, version: int) -> None:
@@ -353,11 +356,11 @@ class Replay(Loop):
         identity = self.job.store.manifest(POLICY, version).digest
         logged = self.schedule.published.get(version, identity)
         if logged != identity:
-            cause = "after the same rollouts" if version else "the model is not that of the run"
+            cause = "after the same rollouts" if version else "the model is not the run's"
             raise ReplayDiffers(f"step {version}: the weights are {identity}, and were {logged}, {cause}")
 
     async def are_held(self) -> bool:
-        """Whether generators may take other weights: none has a token left that these draw."""
+        """Return whether generators may take other weights: none has a token left that these draw."""
         version = self.published_version
         # A prompt that is not begun yet may have tokens of these weights as well.
         due = [index for index, first in self.unfinished.items() if first <= version]
@@ -379,7 +382,7 @@ class Replay(Loop):
     async def run(self) -> None:
         """Compute the steps, and say what came of it."""
         await super().run()
-        log.info("steps %d to %d are those of the run, bit for bit", min(self.schedule.steps), self.until)
+        log.info("steps %d to %d equal the run's, bit for bit", min(self.schedule.steps), self.until)
 
 
 async def train_by_schedule(cfg: RLConfig, job: Job, schedule: Schedule, until: int) -> None:
@@ -390,7 +393,6 @@ async def train_by_schedule(cfg: RLConfig, job: Job, schedule: Schedule, until: 
     trained = {group.index for entry in steps for group in entry.groups}
     dropped = {group.index: group.reason for entry in steps for group in entry.dropped if group.index not in trained}
     batches = {entry.step: [group.index for group in entry.groups] for entry in steps}
-    # In this process wherever the run had its own: nothing is lost if it ends.
     buffer = await ScheduledBuffer.as_local(batches, dropped, keep_dropped=1 << 30)
     parts = replace(parts, buffer=buffer, state=replace(parts.state, buffer=buffer))
     # A hook ends the run, as `training.steps` would change the schedule of the learning rate.

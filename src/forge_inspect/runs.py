@@ -88,6 +88,7 @@ def summarise_run(folder: Path) -> Row:
         steps = finite_numbers({"steps": read_settings(folder).get("training.steps")}).get("steps")
     except (ValueError, OSError):
         steps = None
+
     return {
         "state": read_state(folder),
         "ending": read_ending(folder),

@@ -29,7 +29,7 @@ class AnswerLines:
 
 
 def evaluate_suite(cfg: RLConfig, answers: Path | None = None) -> dict[str, float]:
-    """The metrics of all sets of `cfg.eval` for `cfg.model`, as a run has them at its last step.
+    """Return the metrics of all sets of `cfg.eval` for `cfg.model`, as a run has them at its last step.
 
     Args:
         answers: a file for the answers, as held_out.jsonl of a run.
@@ -44,6 +44,7 @@ def evaluate_suite(cfg: RLConfig, answers: Path | None = None) -> dict[str, floa
         raise ConfigError("agents are evaluated by a run: set training.steps to 1 and training.learning_rate to 0")
     if not cfg.eval.intervals():
         raise ConfigError("eval.problems is 0 and eval.sets is empty: there is nothing to evaluate")
+
     # All that a run would check, in the same order: models before data, which may take minutes to read.
     check_family(cfg.model)
     model = resolve_model(cfg.model)
@@ -52,6 +53,7 @@ def evaluate_suite(cfg: RLConfig, answers: Path | None = None) -> dict[str, floa
     data = cfg.data(model)
     _, first = check_data(data, cfg.eval, model, cfg.seed)
     sets = load_sets(data, cfg.eval, model, cfg.seed)
+
     keeper = AnswerLines()
 
     async def evaluate_sets() -> dict[str, float]:
@@ -69,6 +71,7 @@ def evaluate_suite(cfg: RLConfig, answers: Path | None = None) -> dict[str, floa
             env = cfg.multi_turn_env(model)
         else:
             env = SingleTurnEnv(await start_reward(cfg), with_tokens=cfg.reward.reads_tokens)
+
         return await plan_evaluation(cfg, first, sets, keeper, env).run(policy, 0)
 
     metrics: dict[str, float] = run(evaluate_sets())

@@ -7,7 +7,7 @@ from fractions import Fraction
 from itertools import pairwise
 
 from .expressions import Tree, compute_value, has_names, is_numeric, literal_value
-from .notation import LONGEST, Token, join_spelling, same_text, split_words, tokenize_answer
+from .notation import LONGEST, Token, join_spelling, tokenize_answer, word_set
 from .structure import EQUALITIES, ORDER, Value, as_interval, is_name, order_sides, read_value, same_spelling, value_of
 from .symbolic import are_equivalent
 from .units import same_kind
@@ -17,14 +17,12 @@ _APPROXIMATE = Fraction(1, 100)  # how far the sides of "≈" may lie apart
 _CALCULUS = frozenset([r"\sum", r"\prod", r"\int", r"\lim"])
 
 _SYMMETRIC = frozenset(["=", r"\neq", r"\perp", r"\parallel", r"\sim", r"\equiv", r"\approx"])
-_CONTINUED = split_words(
-    "and or nor not but is isn minus plus times divided squared cubed maybe perhaps wrong incorrect"
-)
+_CONTINUED = word_set("and or nor not but is isn minus plus times divided squared cubed maybe perhaps wrong incorrect")
 _PERCENT = (("percent", 1),)
 
 
 def parse_number(text: str) -> tuple[Fraction, bool] | None:
-    """The value of a text that is one number, exactly, and whether it is written as a percentage; else None.
+    """Return the value of a text that is one number, exactly, and whether it is written as a percentage; else None.
 
     Reads thousands separators, currency signs, units, fractions, mixed numbers, decimals, powers of ten and
     "million"; of an equation the right-hand side, if the others are names or the same number. Units are dropped, never
@@ -37,12 +35,19 @@ def parse_number(text: str) -> tuple[Fraction, bool] | None:
     return _exact_number(value)
 
 
+def same_text(answer: str, target: str) -> bool:
+    """Return whether two texts have the same tokens, and any. Words of plain text may differ in case."""
+    return bool(tokenize_answer(answer)) and join_spelling(tokenize_answer(answer)) == join_spelling(
+        tokenize_answer(target)
+    )
+
+
 def are_equal(answer: str, target: str, tolerance: float) -> bool | None:
-    """Whether two answers agree; None where the target takes too long to compare.
+    """Return whether two answers agree; None where the target takes too long to compare.
 
     Two numbers agree within `tolerance`, which is relative to targets between -1 and 1 and absolute beyond; only 0
     agrees with 0. A percentage agrees both with its figure and with its value (50% with 50 and with 0.5). A unit must
-    be that of the target, if both have one. Expressions without a decimal point must be equal exactly. No text makes it
+    be the target's, if both have one. Expressions without a decimal point must be equal exactly. No text makes it
     raise.
     """
     if not tokenize_answer(answer) or not tokenize_answer(target):
@@ -51,6 +56,7 @@ def are_equal(answer: str, target: str, tolerance: float) -> bool | None:
         return True
     if max(len(answer), len(target)) > LONGEST:
         return False
+
     # Letters of choices decide, unless both have a text.
     label, text = split_choice(answer)
     target_label, _ = split_choice(target)
@@ -59,7 +65,8 @@ def are_equal(answer: str, target: str, tolerance: float) -> bool | None:
         return label == target_label and (
             not both_have_text or join_spelling(text) == join_spelling(split_choice(target)[1])
         )
-    # As values; of a labelled answer also its text alone.
+
+    # As values; of a labelled answer also only its text.
     verdict = _same_values(read_value(answer), read_value(target), tolerance)
     if verdict is False and label and text:
         return _same_values(value_of(text), read_value(target), tolerance)
@@ -67,10 +74,12 @@ def are_equal(answer: str, target: str, tolerance: float) -> bool | None:
 
 
 def split_choice(text: str) -> tuple[str, Sequence[Token]]:
-    """The letter of a labelled choice and the text after it: B, (B), "B) 12", "B. 12", "option B"; "" for another."""
+    """Return the letter of a labelled choice and the text after it: B, (B), "B) 12", "B. 12", "option B"; "" for
+    another."""
     parts = tokenize_answer(text)
     if len(parts) > 1 and parts[0].text.lower() in ("option", "choice", "answer"):
         parts = parts[1:]
+
     # One letter, in brackets or followed by a mark.
     bracketed = len(parts) > 2 and parts[0].text == "(" and parts[2].text == ")"
     letter = parts[1 if bracketed else 0] if parts else None
@@ -79,6 +88,7 @@ def split_choice(text: str) -> tuple[str, Sequence[Token]]:
     following = parts[3:] if bracketed else parts[2:]
     if not bracketed and len(parts) > 1 and parts[1].text not in (")", ".", ":"):
         return "", ()
+
     # Several labels, or a word that continues the sentence, are no choice.
     labels = (token.text for token, after in pairwise(following) if after.text in (")", ".", ":"))
     if (
@@ -87,6 +97,7 @@ def split_choice(text: str) -> tuple[str, Sequence[Token]]:
         or (following and following[0].text in _CONTINUED)
     ):
         return "", ()
+
     return letter.text, following
 
 
@@ -100,6 +111,7 @@ def _same_values(answer: Value, target: Value, tolerance: float) -> bool | None:
         return _all_true(
             _same_values(one_side, other_side, tolerance) for one_side, other_side in zip(*sides, strict=False)
         )
+
     if "relation" in (answer.kind, target.kind):
         return _same_relation(answer, target, tolerance)
     if target.kind in ("tuple", "union") and answer.kind in ("list", "such"):
@@ -108,6 +120,7 @@ def _same_values(answer: Value, target: Value, tolerance: float) -> bool | None:
         target = as_interval(target) or target
     if answer.kind == target.kind == "expression":
         return _same_expression(answer, target, tolerance)
+
     # Sums, integrals and limits, which only the symbolic parser reads.
     calculus = _calculus_tree(answer), _calculus_tree(target)
     if None not in calculus and "text" in (answer.kind, target.kind):
@@ -122,17 +135,19 @@ def _same_values(answer: Value, target: Value, tolerance: float) -> bool | None:
         is_ordered = unnamed.kind == "list" or unnamed.ends == ("(", ")")
         is_ordered = is_ordered and not any(item.kind == "relation" for item in unnamed.items)
         return is_ordered and _all_same(members[0], members[1], tolerance)
+
     if {answer.kind, target.kind} <= {"list", "set"} or (answer.kind == target.kind == "union"):
         # Of inequalities "or" and "and" are two things, as are unions and intersections.
         joined = answer.ends == target.ends or not (answer.kind == "union" or _has_inequality(answer))
         return joined and _same_members(answer.items, target.items, tolerance)
+
     if answer.kind != target.kind or answer.kind == "text" or answer.ends != target.ends:
         return False
     return _all_same(answer.items, target.items, tolerance)
 
 
 def _is_assignment(value: Value) -> bool:
-    """Whether it gives values to several names: x = 1, y = 2."""
+    """Return whether it gives values to several names: x = 1, y = 2."""
     if value.kind != "list" or not all(item.kind == "relation" and item.ends == ("=",) for item in value.items):
         return False
     names = [join_spelling(item.items[0].parts) for item in value.items]
@@ -144,7 +159,7 @@ def _has_inequality(value: Value) -> bool:
 
 
 def _all_true(verdicts: Iterable[bool | None]) -> bool | None:
-    """Whether all are true; None where that depends on one that is unknown."""
+    """Return whether all are true; None where that depends on one that is unknown."""
     unknown = False
     for verdict in verdicts:
         if verdict is False:
@@ -160,7 +175,7 @@ def _all_same(answers: Sequence[Value], targets: Sequence[Value], tolerance: flo
 
 
 def _same_members(answers: Sequence[Value], targets: Sequence[Value], tolerance: float) -> bool | None:
-    """Whether two collections hold the same values in any order."""
+    """Return whether two collections hold the same values in any order."""
     if len(answers) != len(targets) or len(answers) > _MOST_ITEMS:
         return False
     unmatched = list(targets)
@@ -180,23 +195,27 @@ def _same_relation(answer: Value, target: Value, tolerance: float) -> bool | Non
         if interval is not None:
             return _same_values(interval, (as_interval(target) if target.kind == "such" else None) or target, tolerance)
         return _equation_gives(answer, target, tolerance)
+
     gives_value = target.ends == ("=",) and is_name(target.items[0])
     if answer.kind != "relation":
         interval = as_interval(target) if answer.kind in ("tuple", "union", "such", "set") else None
         if interval is not None:
             return _same_values(as_interval(answer) or answer, interval, tolerance)
         return gives_value and _same_values(answer, target.items[1], tolerance)
+
     # Two equations that give values: of one name, the values decide; of two, different numbers are different answers.
     if gives_value and is_name(answer.items[0]) and set(answer.ends) <= EQUALITIES:
         if _same_name(answer.items[0], target.items[0]):
             return _equation_gives(answer, target.items[1], tolerance)
         if target.items[1].tree is not None and is_numeric(target.items[1].tree):
             return False
+
     # Inequalities in one direction; different signs may still be one interval.
     if set(answer.ends) | set(target.ends) <= ORDER.keys():
         answer, target = (
             value._replace(items=sides, ends=ends) for value in (answer, target) for sides, ends in [order_sides(value)]
         )
+
     if answer.ends != target.ends:
         intervals = as_interval(answer), as_interval(target)
         return None not in intervals and _same_values(intervals[0], intervals[1], tolerance)  # type: ignore[arg-type]
@@ -205,24 +224,26 @@ def _same_relation(answer: Value, target: Value, tolerance: float) -> bool | Non
         return verdict
     if target.ends[0] in _SYMMETRIC and _all_same(answer.items[::-1], target.items, tolerance):
         return True
+
     # Else as a difference of sides, which may be multiplied by a factor.
     kind = {"=": "equation", "<": "inequality", r"\leq": "inequality"}.get(target.ends[0])
     trees = [side.tree for side in (*answer.items, *target.items)]
     if kind is None or None in trees or (gives_value and is_numeric(target.items[1].tree or [])):
         return False
     differences = [["add", trees[side], ["negate", trees[side + 1]]] for side in (0, 2)]
+
     return are_equivalent(kind, differences[0], differences[1], tolerance)
 
 
 def _same_name(name: Value, target: Value) -> bool:
-    """Whether two names are the same, or y and a function of one letter."""
+    """Return whether two names are the same, or y and a function of one letter."""
     names = [" ".join(join_spelling(value.parts)) for value in (name, target)]
     applied = [len(value.parts) == 4 and value.parts[1].text == "(" for value in (name, target)]
     return names[0] == names[1] or ("y" in names and any(applied))
 
 
 def _equation_gives(equation: Value, target: Value, tolerance: float) -> bool | None:
-    """Whether an equation gives the target: its last side does, and the others are names, or equal to it."""
+    """Return whether an equation gives the target: its last side does, and the others are names, or equal to it."""
     if not set(equation.ends) <= EQUALITIES:
         return False
     sides = [side for side in equation.items if not is_name(side)] or [equation.items[-1]]
@@ -233,6 +254,7 @@ def _equation_gives(equation: Value, target: Value, tolerance: float) -> bool | 
             return False
         verdicts = [_same_values(side, target, tolerance) for side in sides]
         return True if True in verdicts else (None if None in verdicts else False)
+
     # The last side is the answer; calculations before it must agree with it.
     verdicts = [_same_values(sides[-1], target, tolerance)]
     for side in sides[:-1]:
@@ -242,18 +264,20 @@ def _equation_gives(equation: Value, target: Value, tolerance: float) -> bool | 
             verdicts.append(value in (expected[0], expected[0] / 100 if expected[1] else expected[0]))
         else:
             verdicts.append(_same_values(side._replace(computed=False), target, tolerance))
+
     return _all_true(verdicts)
 
 
 def _calculus_tree(value: Value) -> Tree | None:
-    """The tree of an expression, or LaTeX of sums, products, integrals and limits, which math-verify's parser reads."""
+    """Return the tree of an expression, or LaTeX of sums, products, integrals and limits, which math-verify's parser
+    reads."""
     if value.kind == "expression" or not any(token.text in _CALCULUS for token in value.parts):
         return value.tree
     return ["latex", " ".join(token.text for token in value.parts)]
 
 
 def _exact_number(value: Value) -> tuple[Fraction, bool] | None:
-    """The value of an expression that is one number, and whether it is a percentage."""
+    """Return the value of an expression that is one number, and whether it is a percentage."""
     exact = None if value.tree is None else literal_value(value.tree)
     return None if exact is None else (exact, value.unit == _PERCENT)
 

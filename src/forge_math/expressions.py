@@ -40,7 +40,7 @@ class Parser:
         self.computed = False
 
     def read(self) -> Tree:
-        """The tree of all tokens. Unreadable: they are not one expression."""
+        """Return the tree of all tokens. Unreadable: they are not one expression."""
         tree = self._parse_sum()
         if self._position < len(self._parts):
             raise Unreadable(f"{self._parts[self._position].text!r} ends no expression")
@@ -78,7 +78,7 @@ class Parser:
         return terms[0] if len(terms) == 1 else ["add", *terms]
 
     def _parse_sign(self) -> int:
-        """The sign before a term, -1 or 1. Two signs are no expression."""
+        """Return the sign before a term, -1 or 1. Two signs are no expression."""
         return 1 if self._skip_token("+") or not self._skip_token("-") else -1
 
     @staticmethod
@@ -109,6 +109,7 @@ class Parser:
                 self.computed = self.computed or (is_rational(factors[-1]) and is_rational(factor))
             else:
                 return _multiply_factors(factors)
+
             numeric = numeric and is_numeric(factor)
             if operator in ("/", r"\div"):
                 factors = [["divide", _multiply_factors(factors), factor]]
@@ -121,6 +122,7 @@ class Parser:
             return None
         next_parts = self._parts[self._position : self._position + 3]
         texts = [part.text for part in next_parts]
+
         # As a command, or as figures after a space.
         if texts[:1] == [r"\frac"]:
             top, bottom = texts[1:] if len(texts) == 3 else ("", "")
@@ -128,6 +130,7 @@ class Parser:
             top, bottom = texts[0], texts[-1]
         else:
             return None
+
         if not (top.isdigit() and bottom.isdigit()) or int(top) >= int(bottom) or self._peek_token(3) in ("^", "!"):
             return None
         self._position += 3
@@ -186,6 +189,7 @@ class Parser:
             self._take_token("|")
             self._bars -= 1
             return ["abs", inner]
+
         # Commands take their arguments as tokens or groups.
         if text == r"\frac":
             return ["divide", self._parse_argument(), self._parse_argument()]
@@ -226,6 +230,7 @@ class Parser:
                 power = self._parse_exponent()
             elif name == "log" and self._skip_token("_"):
                 base = self._parse_argument()
+
         tree = [
             "call",
             name if base is None else "log_base",
@@ -237,7 +242,8 @@ class Parser:
         return tree if power is None else ["power", tree, power]
 
     def _parse_operands(self) -> list[Tree]:
-        """The operands of a function: in brackets, or the product that follows, up to the next function or operator."""
+        """Return the operands of a function: in brackets, or the product that follows, up to the next function or
+        operator."""
         if self._peek_token() in ("(", "{"):
             return self._parse_brackets(self._take_token().text, several=True)
         if self._peek_token() == "-":
@@ -257,6 +263,7 @@ class Parser:
             text += self._parse_spelled(several=text in (r"\angle", r"\triangle"))
         elif token.kind != "letter" and text not in _NAMES and text not in _CONSTANTS:
             raise Unreadable(f"{text!r} is not a name")
+
         # An index or a prime belongs to the name.
         plain = True
         while self._peek_token() in ("_", "'"):
@@ -264,12 +271,13 @@ class Parser:
             plain = False
             if text[-1] == "_":
                 text += self._parse_spelled()
+
         if self._peek_token() == "(" and text.rstrip("'").partition("_")[0] in _APPLIED:
             return ["apply", text, *self._parse_operands()]
         return ["constant", _CONSTANTS[text]] if plain and text in _CONSTANTS else ["name", text]
 
     def _parse_spelled(self, several: bool = False) -> str:
-        """The text of an index or of what an accent is on: a token, a group, or several letters."""
+        """Return the text of an index or of what an accent is on: a token, a group, or several letters."""
         if self._peek_token() == "{":
             end = find_closing(self._parts, self._position)
             inner = "".join(_is_index_token(part) for part in self._parts[self._position + 1 : end])
@@ -284,7 +292,7 @@ class Parser:
 
 
 def parse_expression(parts: Sequence[Token]) -> tuple[Tree, bool]:
-    """The tree of an expression, and whether it is a calculation. Unreadable: it is none."""
+    """Return the tree of an expression, and whether it is a calculation. Unreadable: it is none."""
     parser = Parser(parts)
     try:
         tree = parser.read()
@@ -300,7 +308,7 @@ def parse_expression(parts: Sequence[Token]) -> tuple[Tree, bool]:
 
 
 def _is_index_token(token: Token) -> str:
-    """A token of an index: max is a word there, not a function."""
+    """Return a token of an index: max is a word there, not a function."""
     return token.text[1:] if token.text[1:] in FUNCTIONS else token.text
 
 
@@ -323,33 +331,34 @@ def _make_number(text: str) -> Tree:
 
 
 def is_numeric(tree: Tree) -> bool:
-    """Whether it has numbers alone."""
+    """Return whether it has numbers only."""
     if tree[0] in ("name", "constant", "apply"):
         return False
     return all(is_numeric(argument) for argument in tree[1:] if isinstance(argument, list))
 
 
 def has_names(tree: Tree) -> bool:
-    """Whether it has variables, or the imaginary unit."""
+    """Return whether it has variables, or the imaginary unit."""
     if tree[0] in ("name", "apply") or tree == ["constant", "i"]:
         return True
     return any(has_names(argument) for argument in tree[1:] if isinstance(argument, list))
 
 
 def is_rational(tree: Tree) -> bool:
-    """Whether it is a number, a fraction of numbers, or either with a sign."""
+    """Return whether it is a number, a fraction of numbers, or either with a sign."""
     if tree[0] in ("negate", "divide"):
         return all(map(is_rational, tree[1:]))
     return tree[0] in ("number", "decimal")
 
 
 def is_power_of_ten(tree: Tree) -> bool:
-    """Whether it is a power of ten."""
+    """Return whether it is a power of ten."""
     return tree[0] == "power" and tree[1] == ["number", "10"] and is_rational(tree[2])
 
 
 def literal_value(tree: Tree) -> Fraction | None:
-    """The value of one number as it is written: with a sign, as a fraction, times a power of ten; None of another."""
+    """Return the value of one number as it is written: with a sign, as a fraction, times a power of ten; None of
+    another."""
     if tree[0] == "negate":
         value = literal_value(tree[1])
         return None if value is None else -value
@@ -359,7 +368,7 @@ def literal_value(tree: Tree) -> Fraction | None:
 
 
 def compute_value(tree: Tree) -> Fraction | None:
-    """The exact value of sums, products, quotients and powers of numbers; None of another tree."""
+    """Return the exact value of sums, products, quotients and powers of numbers; None of another tree."""
     kind, *arguments = tree
     if kind in ("number", "decimal"):
         return Fraction(arguments[0])
@@ -368,6 +377,7 @@ def compute_value(tree: Tree) -> Fraction | None:
     values = [compute_value(argument) for argument in arguments]
     if any(value is None for value in values):
         return None
+
     # Powers within bounds, so that no number becomes too large to compare.
     first, *operands = [value for value in values if value is not None]
     if kind == "negate":
@@ -378,6 +388,7 @@ def compute_value(tree: Tree) -> Fraction | None:
         return prod(operands, start=first)
     if kind == "divide":
         return first / operands[0] if operands[0] else None
+
     if (
         operands[0].denominator != 1
         or abs(operands[0]) > 999
@@ -385,4 +396,5 @@ def compute_value(tree: Tree) -> Fraction | None:
         or abs(first.numerator) > 10**60
     ):
         return None
+
     return first ** int(operands[0])

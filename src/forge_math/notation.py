@@ -16,8 +16,8 @@ from typing import NamedTuple
 DEEPEST = 40  # brackets
 
 
-def split_words(text: str) -> frozenset[str]:
-    """The words of a text."""
+def word_set(text: str) -> frozenset[str]:
+    """Return the words of a text."""
     return frozenset(text.split())
 
 
@@ -32,7 +32,7 @@ CURRENCIES = {"$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": "
 _GREEK = """alpha beta gamma delta epsilon zeta eta theta iota kappa lamda mu nu xi omicron pi rho sigma tau upsilon phi
 chi psi omega"""
 _COMMANDS = {
-    unicodedata.lookup(f"GREEK SMALL LETTER {name}"): name.replace("lamda", "lambda") for name in split_words(_GREEK)
+    unicodedata.lookup(f"GREEK SMALL LETTER {name}"): name.replace("lamda", "lambda") for name in word_set(_GREEK)
 }
 _COMMANDS |= {letter.upper(): name.title() for letter, name in _COMMANDS.items()}
 GREEK = frozenset(f"\\{name}" for name in _COMMANDS.values())
@@ -88,7 +88,7 @@ _WRAPPER = re.compile(
     r"|(?P<font>mathbb|mathbf|boldsymbol|bm|mathit|mathsf|mathcal|underline|emph|boxed|fbox)"
     r"|(?P<upright>mathrm|operatorname\*?))(?![A-Za-z])\s*"
 )
-FUNCTIONS = split_words(
+FUNCTIONS = word_set(
     "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp sqrt min max gcd lcm det"
 )
 _ENVIRONMENT = re.compile(
@@ -111,11 +111,11 @@ _TOKEN = re.compile(
 # Units with a prefix that changes their kind.
 PREFIXED = frozenset(f"{prefix}{unit}" for prefix in "nmckMG" for unit in [*"mgsLlNJWVA", "Pa", "Hz", "eV"]) - {"Gs"}
 # Units of two letters, words after a figure and a space; the second, also without the space.
-UNITS = PREFIXED | split_words("lb oz ft mi yd hr am pm Hz Pa eV dB Wb in")
-GLUED = split_words(
+UNITS = PREFIXED | word_set("lb oz ft mi yd hr am pm Hz Pa eV dB Wb in")
+GLUED = word_set(
     "and or cm mm km kg ml mL lb lbs oz ft in mph kmh min hrs am pm kHz MHz GHz degrees meters miles hours"
 )
-SHORT_WORDS = split_words("or no is of in on to if so it as be we he an")
+SHORT_WORDS = word_set("or no is of in on to if so it as be we he an")
 _CLOSED_BY = {"{": "}", "(": ")", "[": "]", r"\{": r"\}"}
 
 
@@ -131,22 +131,15 @@ class Token(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def tokenize_answer(text: str) -> tuple[Token, ...]:
-    """The tokens of a final answer; of a text of more than LONGEST characters, or with brackets that nest more than
-    DEEPEST times, one, the text itself."""
+    """Return the tokens of a final answer; of a text of more than LONGEST characters, or with brackets that nest more
+    than DEEPEST times, one, the text itself."""
     if len(text) > LONGEST or _nesting_depth(text) > DEEPEST:
         return (Token(text.strip(), "word"),)
     return tuple(_trim_tokens(_remove_braces(list(_split_tokens(_to_plain(text))))))
 
 
-def same_text(answer: str, target: str) -> bool:
-    """Whether two texts have the same tokens, and any. Words of plain text may differ in case."""
-    return bool(tokenize_answer(answer)) and join_spelling(tokenize_answer(answer)) == join_spelling(
-        tokenize_answer(target)
-    )
-
-
 def join_spelling(parts: Sequence[Token]) -> tuple[str, ...]:
-    """The common form of texts that say the same: the tokens, words without their case and a leading article."""
+    """Return the common form of texts that say the same: the tokens, words without their case and a leading article."""
     spelled = [token.text for token in parts if token.kind == "word"]
     shouted = len(spelled) > 1 and max(map(len, spelled)) > 4 and all(map(str.isupper, spelled))
     texts = tuple(token.text.casefold() if shouted and token.kind == "word" else fold_token(token) for token in parts)
@@ -154,17 +147,14 @@ def join_spelling(parts: Sequence[Token]) -> tuple[str, ...]:
 
 
 def fold_token(token: Token) -> str:
-    """The text of a token; of a word in lower case, unless it may be a name in capitals, such as ABD or MHz."""
+    """Return the text of a token; of a word in lower case, unless it may be a name in capitals, such as ABD or MHz."""
     text = token.text
     is_name = len(text) < 5 and not text.islower() and (not text.istitle() or text in PREFIXED or len(text) == 1)
-    if token.kind != "word" or is_name:
-        return text
-    return text.casefold()
+    return text if token.kind != "word" or is_name else text.casefold()
 
 
 def find_closing(parts: Sequence[Token], start: int) -> int:
-    """The index of the bracket that closes the one at `start`, or the number of tokens. Any bracket closes any other,
-    as in [0, 1)."""
+    """Return the index of the bracket that closes the one at `start`, or the number of tokens. Any closes any."""
     depth = 0
     for index in range(start, len(parts)):
         depth += (parts[index].text in _CLOSED_BY) - (parts[index].text in _CLOSED_BY.values())
@@ -174,7 +164,7 @@ def find_closing(parts: Sequence[Token], start: int) -> int:
 
 
 def _nesting_depth(text: str) -> int:
-    """The depth of nested brackets, of all kinds."""
+    """Return the depth of nested brackets, of all kinds."""
     depth = deepest = 0
     for bracket in re.findall(r"[(\[{}\])]", text):
         depth += 1 if bracket in "([{" else -1
@@ -191,7 +181,7 @@ def _brace_mark(mark: str) -> Callable[[re.Match[str]], str]:
 
 
 def _expand_fraction(character: re.Match[str]) -> str:
-    """A fraction of one character as LaTeX."""
+    """Return a fraction of one character as LaTeX."""
     top, bottom = unicodedata.normalize("NFKC", character[0]).split("⁄")
     return rf" \frac{{{top}}}{{{bottom}}}"
 
@@ -283,11 +273,12 @@ def _unwrap_commands(text: str) -> str:
         else:
             content = f"{{{_unwrap_commands(content)}}}"
         pieces.append(content)
+
     return "".join([*pieces, text[end:]])
 
 
 def _mark_words(content: str) -> str:
-    """Text with its words between NULs."""
+    """Return text with its words between NULs."""
 
     def mark_run(run: re.Match[str]) -> str:
         worthy = len(run[0]) == 1 or is_word(run[0]) or run[0] in UNITS or re.search("[a-z]", run[0]) is not None
@@ -307,7 +298,8 @@ def _read_upright(content: str, before: str) -> str:
 
 
 def _group_end(text: str, start: int) -> int:
-    """The end of the group in braces that begins at `start`; `start` if none begins there, or it is not closed."""
+    """Return the end of the group in braces that begins at `start`; `start` if none begins there, or it is not
+    closed."""
     if text[start : start + 1] != "{":
         return start
     depth = 0
@@ -319,10 +311,11 @@ def _group_end(text: str, start: int) -> int:
 
 
 def _split_tokens(text: str) -> Iterator[Token]:
-    """Tokens of text in one notation. In brackets a comma always separates; elsewhere it may group digits."""
+    """Yield tokens of text in one notation. In brackets a comma always separates; elsewhere it may group digits."""
     spaced = False
     depth = position = 0
     last: Token | None = None
+
     while position < len(text):
         match = (not depth and _GROUPED.match(text, position)) or _TOKEN.match(text, position)
         assert match
@@ -351,7 +344,8 @@ def _split_tokens(text: str) -> Iterator[Token]:
 
 
 def _split_letters(run: str, spaced: bool, before: Token | None, glued_after: bool) -> Iterator[Token]:
-    """A run of letters after a token, perhaps with more mathematics glued to it: a function, a word, or variables."""
+    """Yield a run of letters after a token, perhaps with more mathematics glued to it: a function, a word, or
+    variables."""
     # Letters beside mathematics are variables; beside text, a word.
     after_figure = before is not None and before.kind == "number"
     glued = glued_after or (
@@ -368,8 +362,8 @@ def _split_letters(run: str, spaced: bool, before: Token | None, glued_after: bo
 
 
 def is_word(run: str) -> bool:
-    """Whether a run of letters is a word rather than a product of variables: it has a vowel, three different letters,
-    no capital inside, and is not a run of the alphabet with at most single gaps, such as abd and CBA."""
+    """Return whether a run of letters is a word rather than a product of variables: it has a vowel, three different
+    letters, no capital inside, and is not a run of the alphabet with at most single gaps, such as abd and CBA."""
     if len(run) < 3:
         return run in SHORT_WORDS or (run.istitle() and run.lower() in SHORT_WORDS)
     if not (run.islower() or run.isupper() or run.istitle()) or not re.search("[aeiouyAEIOUY]|[^\x00-\x7f]", run):

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from .expressions import Tree, Unreadable, literal_value, parse_expression
-from .notation import Token, find_closing, join_spelling, split_words, tokenize_answer
+from .notation import Token, find_closing, join_spelling, tokenize_answer, word_set
 from .units import Unit, with_unit
 
 EQUALITIES = frozenset(["=", r"\approx"])
@@ -19,11 +19,11 @@ _RELATIONS = frozenset(
 )
 _RELATIONS |= frozenset([r"\equiv", r"\sim", r"\perp", r"\parallel", r"\to", r"\Rightarrow"])
 # Words that make of a name another value, or take it back.
-_CHANGES = split_words(
+_CHANGES = word_set(
     "not no never isn neither half twice double triple third quarter square squared cube cubed reciprocal inverse sum"
     " product difference quotient times negative opposite root minus plus ratio twofold"
 )
-_HEDGES = split_words("about approximately exactly only around roughly therefore thus indeed simply just then")
+_HEDGES = word_set("about approximately exactly only around roughly therefore thus indeed simply just then")
 _NUMERALS = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9"}
 SCALES = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _INFINITY = Token(r"\infty", "command")
@@ -50,7 +50,7 @@ class Value(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def read_value(text: str) -> Value:
-    """The value of an answer."""
+    """Return the value of an answer."""
     parts = tokenize_answer(text)
     try:
         return value_of(parts)
@@ -59,12 +59,13 @@ def read_value(text: str) -> Value:
 
 
 def value_of(parts: Sequence[Token]) -> Value:
-    """The value of tokens. What has no structure that this module knows is a text."""
+    """Return the value of tokens. What has no structure that this module knows is a text."""
     while parts and parts[0].kind == "word" and parts[0].text.lower() in _HEDGES:
         parts = parts[1:]
     while len(parts) > 1 and parts[0].text == "{" and find_closing(parts, 0) == len(parts) - 1:
         parts = parts[1:-1]
     parts = tuple(parts)
+
     for reader in (
         _read_signs,
         _read_reversed,
@@ -79,13 +80,14 @@ def value_of(parts: Sequence[Token]) -> Value:
         value = reader(parts)
         if value is not None:
             return value
+
     return _read_expression(parts)
 
 
 def split_tokens(
     parts: Sequence[Token], separators: Collection[str], words: Collection[str] = ()
 ) -> tuple[list[tuple[Token, ...]], list[str]]:
-    """Tokens between separators and words outside brackets and environments, and the texts of these."""
+    """Return tokens between separators and words outside brackets and environments, and the texts of these."""
     pieces: list[tuple[Token, ...]] = []
     between: list[str] = []
     depth = start = 0
@@ -100,7 +102,7 @@ def split_tokens(
 
 
 def _read_signs(parts: tuple[Token, ...]) -> Value | None:
-    """Both values of a plus-minus sign."""
+    """Return both values of a plus-minus sign."""
     if not any(token.text in (r"\pm", r"\mp") for token in parts):
         return None
     both = ({r"\pm": "+", r"\mp": "-"}, {r"\pm": "-", r"\mp": "+"})
@@ -129,7 +131,7 @@ def _flatten_items(items: tuple[Value, ...]) -> tuple[Value, ...]:
 
 
 def _read_relation(parts: tuple[Token, ...]) -> Value | None:
-    """Sides between relations."""
+    """Return sides between relations."""
     sides, relations = split_tokens(parts, _RELATIONS)
     if not relations:
         return None
@@ -149,7 +151,7 @@ def _read_union(parts: tuple[Token, ...]) -> Value | None:
 
 
 def _read_bracketed(parts: tuple[Token, ...]) -> Value | None:
-    """A tuple, an interval, a set, or what stands in brackets alone."""
+    """Return a tuple, an interval, a set, or what stands in brackets alone."""
     if len(parts) < 2:
         return Value("text", parts) if not parts else None
     first, last = parts[0].text, parts[-1].text
@@ -158,8 +160,10 @@ def _read_bracketed(parts: tuple[Token, ...]) -> Value | None:
         first, last = "(", ")"
     elif first not in ("(", "[", r"\{") or find_closing(parts, 0) != len(parts) - 1:
         return None
+
     if first == r"\{":
         return _read_set(parts, inner)
+
     # Brackets around one value are none.
     pieces, separators = split_tokens(inner, (",", ";"))
     if not separators:
@@ -168,7 +172,7 @@ def _read_bracketed(parts: tuple[Token, ...]) -> Value | None:
 
 
 def _read_reversed(parts: tuple[Token, ...]) -> Value | None:
-    """An interval whose open ends are brackets turned outwards: ]0, 1[."""
+    """Return an interval whose open ends are brackets turned outwards: ]0, 1[."""
     if len(parts) < 5 or (parts[0].text, parts[-1].text) not in (
         ("]", "["),
         ("]", "]"),
@@ -185,7 +189,7 @@ def _read_reversed(parts: tuple[Token, ...]) -> Value | None:
 
 
 def _read_set(parts: tuple[Token, ...], inner: tuple[Token, ...]) -> Value:
-    """A set of its elements, or of those that fulfil a condition."""
+    """Return a set of its elements, or of those that fulfil a condition."""
     pieces, bars = split_tokens(inner, ("|", ":"))
     if len(bars) == 1:
         name = value_of(split_tokens(pieces[0], (r"\in",))[0][0])
@@ -232,7 +236,7 @@ def _read_condition(parts: tuple[Token, ...]) -> Value | None:
 
 
 def _read_expression(parts: tuple[Token, ...]) -> Value:
-    """An expression with its unit, else a text."""
+    """Return an expression with its unit, else a text."""
     # With the unit removed, else with all tokens: a "unit" may be variables.
     core, unit = with_unit(parts)
     for pieces, its_unit in ((core, unit), (list(parts), ())):
@@ -241,18 +245,21 @@ def _read_expression(parts: tuple[Token, ...]) -> Value:
             tree, computed = parse_expression(pieces if scale is None else pieces[:-1])
         except Unreadable:
             continue
+
         if scale is not None:
             value = literal_value(tree)
             if value is None:
                 continue
             tree = ["number", str(value * scale)]
+
         return Value("expression", parts, tree=tree, unit=its_unit, computed=computed)
+
     return Value("text", parts)
 
 
 def is_name(value: Value) -> bool:
-    """Whether an equation with this side gives its value: x, a_n, f(2), P(A), AB, |AB|, (x, y), "the area"; but not 2x,
-    xy, x(x + 1), or "half of x"."""
+    """Return whether an equation with this side gives its value: x, a_n, f(2), P(A), AB, |AB|, (x, y), "the area"; but
+    not 2x, xy, x(x + 1), or "half of x"."""
     texts = [token.text for token in value.parts]
     if any(token.kind == "word" and token.text.lower() in _CHANGES for token in value.parts):
         return False
@@ -262,10 +269,12 @@ def is_name(value: Value) -> bool:
         return all(map(is_name, value.items))
     if value.kind == "union":
         return all(map(is_name, value.items))
+
     # Words describe a quantity, other tokens must spell a name.
     words_only = [token for token in value.parts if token.kind != "word"]
     if len(words_only) < len(texts):  # a description, perhaps with the letter that it is of
         return len(words_only) <= 4 and all(token.kind == "letter" or token.text in "()'-" for token in words_only)
+
     # A function of something, an inverse, or a plain name.
     tree = value.tree
     if tree is None or value.computed:
@@ -276,16 +285,19 @@ def is_name(value: Value) -> bool:
     if inverse and (texts[0].isupper() or texts[6:7] == ["("]):
         return True
     call = re.fullmatch(r"([A-Z]\w*)\((.*)\)", "".join(texts))  # E(X), Var(X), S(n)
+
     return tree[0] == "name" or (call is not None and call[1] not in call[2])
 
 
 def as_interval(value: Value) -> Value | None:
-    """The interval, or the union of intervals, that an inequality or a set of one variable is; None of another."""
+    """Return the interval, or the union of intervals, that an inequality or a set of one variable is; None of
+    another."""
     if value.kind == "such":
         name, condition = value.items
         # {x | condition of x}: the condition's interval.
         interval = as_interval(condition)
         return interval if interval is not None and _to_text(name) == _bounded_variable(condition) else None
+
     if value.kind == "list" and value.ends == ("or",):
         # x < 1 or x > 3: a union, if all of them bound the same variable.
         intervals = [as_interval(item) for item in value.items]
@@ -296,8 +308,10 @@ def as_interval(value: Value) -> Value | None:
             return None
         members = tuple(interval for interval in intervals if interval is not None)
         return Value("union", value.parts, members, (r"\cup",))
+
     if value.kind == "relation" and value.ends == (r"\in",) and is_name(value.items[0]):
         return value.items[1] if value.items[1].kind in ("tuple", "union", "set") else None
+
     # An inequality of one letter, with one bound or two.
     variable = _bounded_variable(value) if value.kind == "relation" else None
     if variable is None or not set(value.ends) <= ORDER.keys():
@@ -309,6 +323,7 @@ def as_interval(value: Value) -> Value | None:
         sides, relations = (_read_expression((_MINUS, _INFINITY)), *sides), ("<", *relations)
     elif len(sides) == 2:
         sides, relations = (*sides, _read_expression((_INFINITY,))), (*relations, "<")
+
     if _to_text(sides[1]) != variable:
         return None
     ends = ("(" if relations[0] == "<" else "[", ")" if relations[1] == "<" else "]")
@@ -316,14 +331,14 @@ def as_interval(value: Value) -> Value | None:
 
 
 def order_sides(value: Value) -> tuple[tuple[Value, ...], tuple[str, ...]]:
-    """Sides and relations of an inequality, in rising order if it falls."""
+    """Return sides and relations of an inequality, in rising order if it falls."""
     if value.ends[0] in (">", r"\geq"):
         return value.items[::-1], tuple(ORDER.get(relation, relation) for relation in value.ends[::-1])
     return value.items, value.ends
 
 
 def _bounded_variable(value: Value) -> str | None:
-    """The variable that an inequality bounds: the one letter that is a side of it and stands in no other."""
+    """Return the variable that an inequality bounds: the one letter that is a side of it and stands in no other."""
     if value.kind == "list":
         return _bounded_variable(value.items[0])
     if value.kind != "relation":
@@ -338,5 +353,5 @@ def _to_text(value: Value) -> str:
 
 
 def same_spelling(first: Value, second: Value) -> bool:
-    """Whether two values have the same tokens."""
+    """Return whether two values have the same tokens."""
     return join_spelling(first.parts) == join_spelling(second.parts)

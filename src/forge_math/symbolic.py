@@ -9,14 +9,14 @@ from forge.rewards.rules.comparison import Helper
 from .expressions import Tree
 
 # Bounds of an answer, far beyond any form of the target that a person would write.
-MAX_SURPLUS = 120  # nodes beyond four times those of the target
+MAX_SURPLUS = 120  # nodes beyond four times the target's
 MAX_DEPTH = 24  # nested operations
 helper = Helper(Path(__file__).with_name("sympy_equal.py"))
 
 
 def are_equivalent(kind: str, answer: Tree, target: Tree, tolerance: float) -> bool | None:
-    """Whether two trees of `expressions` are equal; None if the target takes more than the helper's CPU time even
-    compared with itself.
+    """Return whether two trees of `expressions` are equal; None if the target takes more than the helper's CPU time
+    even compared with itself.
 
     Answers that are not proven equal in that time, or exceed MAX_SURPLUS or MAX_DEPTH, are not equal.
 
@@ -34,6 +34,6 @@ def are_equivalent(kind: str, answer: Tree, target: Tree, tolerance: float) -> b
 
 
 def _tree_size(tree: Tree) -> tuple[int, int]:
-    """The number of its nodes, and how deep they nest."""
+    """Return the number of its nodes, and how deep they nest."""
     sizes = [_tree_size(argument) for argument in tree[1:] if isinstance(argument, list)]
     return 1 + sum(size for size, _ in sizes), 1 + max((depth for _, depth in sizes), default=0)

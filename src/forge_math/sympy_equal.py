@@ -28,7 +28,7 @@ class _Different(Exception):
 
 
 def _build_expression(tree: Tree) -> Expression:
-    """A tree as sympy's expression. _Different: it has no value, or one that is too large to compute."""
+    """Return a tree as sympy's expression. _Different: it has no value, or one that is too large to compute."""
     kind, *arguments = tree
     if kind in ("number", "decimal"):
         return sympy.Rational(arguments[0])
@@ -38,6 +38,7 @@ def _build_expression(tree: Tree) -> Expression:
         return {"pi": sympy.pi, "e": sympy.E, "i": sympy.I, "oo": sympy.oo}[arguments[0]]
     if kind == "latex":
         return _read_latex(arguments[0])
+
     # Operands first; huge powers and factorials are rejected before sympy computes them.
     name = arguments.pop(0) if kind in ("call", "apply") else ""
     operands = [_build_expression(argument) for argument in arguments]
@@ -47,11 +48,12 @@ def _build_expression(tree: Tree) -> Expression:
         return _call_function(name, operands)
     if kind in ("power", "factorial") and operands[-1].is_number and abs(operands[-1]) > _ENORMOUS:
         raise _Different
+
     return _OPERATIONS[kind](*operands)
 
 
 def _read_latex(text: str) -> Expression:
-    """Sums, products, integrals and limits by math-verify's parser, case kept."""
+    """Return sums, products, integrals and limits by math-verify's parser, case kept."""
     from latex2sympy2_extended import latex2sympy
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 
@@ -85,14 +87,14 @@ _OPERATIONS: dict[str, Callable[..., Expression]] = {
 
 
 def _real_power(x: Expression, exponent: Expression) -> Expression:
-    """The real power, where there is one: with an odd denominator also that of a negative number."""
+    """Return the real power, where there is one: with an odd denominator also of a negative number."""
     if exponent.is_Rational and exponent.q > 1 and exponent.q % 2 and not x.has(sympy.I):
         return sympy.sign(x) ** exponent.p * sympy.Abs(x) ** exponent
     return x**exponent
 
 
 def _call_function(name: str, operands: list[Expression]) -> Expression:
-    """A function of analysis; `log` is that to base 10."""
+    """Return a function of analysis; `log` is that to base 10."""
     if name in ("log", "lg"):
         return sympy.log(operands[0]) / sympy.log(10)
     if name == "log_base":
@@ -110,7 +112,7 @@ def _has_decimal(tree: Tree) -> bool:
 
 
 def are_equal(kind: str, answer: Tree, target: Tree, tolerance: float) -> bool:
-    """Whether two trees are equal, or of equations and inequalities equal up to a factor."""
+    """Return whether two trees are equal, or of equations and inequalities equal up to a factor."""
     try:
         answer_value, target_value = _build_expression(answer), _build_expression(target)
     except _Different:
@@ -126,13 +128,14 @@ def are_equal(kind: str, answer: Tree, target: Tree, tolerance: float) -> bool:
 
 
 def _agree_at_points(kind: str, answer: Expression, target: Expression, margin: float) -> bool:
-    """Whether values agree at all points, or by one factor at all of them."""
+    """Return whether values agree at all points, or by one factor at all of them."""
     # A function without a definition has a separate value for each of its arguments.
     calls = sorted(answer.atoms(AppliedUndef) | target.atoms(AppliedUndef), key=str)
     names = {call: sympy.Symbol(f"value of {call}") for call in calls}
     answer, target = answer.subs(names), target.subs(names)
     symbols = sorted(answer.free_symbols | target.free_symbols, key=str)
     real = bool(symbols) and not (answer.has(sympy.I) or target.has(sympy.I))
+
     # At each point: equal values, or for equations and inequalities a quotient that is the same everywhere.
     factors = []
     for point in range(POINTS if symbols else 1):
@@ -142,20 +145,22 @@ def _agree_at_points(kind: str, answer: Expression, target: Expression, margin: 
             continue  # a pole, or outside where both are defined
         if kind == "expression" and abs(answer_at - target_at) > margin * min(1, abs(target_at)):
             return False
+
         if kind != "expression":
             if min(abs(answer_at), abs(target_at)) < EXACT:
                 return False
             factors.append(answer_at / target_at)
         else:
             factors.append(sympy.Integer(1))
+
     if not factors or max(abs(factor - factors[0]) for factor in factors) > margin * abs(factors[0]):
         return False
     return kind != "inequality" or sympy.re(factors[0]) > abs(factors[0]) / 2
 
 
 def _point_coordinate(index: int, point: int) -> Expression:
-    """A coordinate of a point: positive, negative, large and small ones in turn, of another sign than its neighbour's,
-    so that sqrt(x^2 y^2) is not xy; whole numbers at the last two, where (-1)^n is real."""
+    """Return a coordinate of a point: positive, negative, large and small ones in turn, of another sign than its
+    neighbour's, so that sqrt(x^2 y^2) is not xy; whole numbers at the last two, where (-1)^n is real."""
     if point >= POINTS - 2:
         return sympy.Integer((2, 3, 5, 4, 7, 6)[(index + point) % 6])
     value = sympy.Rational(7919 * (index + 3) * (point + 2) % 9973, 3001) + sympy.Rational(1, 7)

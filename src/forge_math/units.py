@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from .notation import CURRENCIES, FUNCTIONS, PREFIXED, Token, split_words
+from .notation import CURRENCIES, FUNCTIONS, PREFIXED, Token, word_set
 
 Unit = tuple[tuple[str, int], ...]  # names with their powers, sorted
 
@@ -92,11 +92,11 @@ _MOST_TOKENS = 12
 _MOST_WORDS = 6
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _AFTER_POWERS = {"squared": 2, "cubed": 3}
-_FILLERS = split_words("of in the a an per long old total altogether only are")
+_FILLERS = word_set("of in the a an per long old total altogether only are")
 
 
 def with_unit(parts: Sequence[Token]) -> tuple[list[Token], Unit]:
-    """A value without the unit that follows it or the currency before it, and that unit; () without one."""
+    """Return a value without the unit that follows it or the currency before it, and that unit; () without one."""
     # A currency before the number counts as a unit after it.
     core = list(parts)
     money: Unit = ()
@@ -112,8 +112,8 @@ def with_unit(parts: Sequence[Token]) -> tuple[list[Token], Unit]:
 
 
 def same_kind(unit: Unit, target: Unit) -> bool:
-    """Whether a unit is of the kind that the target has; a missing one is of any. Of free words those of one must be
-    among those of the other: 4 apples are 4 red apples, and 5 steps left are not 5 steps right."""
+    """Return whether a unit is of the kind that the target has; a missing one is of any. Of free words those of one
+    must be among those of the other: 4 apples are 4 red apples, and 5 steps left are not 5 steps right."""
     if not unit or not target or unit == target:
         return True
     if {name for name, _ in (*unit, *target)} <= _NAMES.keys() | set(_NAMES.values()):
@@ -124,18 +124,20 @@ def same_kind(unit: Unit, target: Unit) -> bool:
 
 
 def _begins_unit(parts: Sequence[Token], start: int) -> bool:
-    """Whether a unit can begin at this token."""
+    """Return whether a unit can begin at this token."""
     token, before = parts[start], parts[start - 1]
     following = [part.text for part in parts[start + 1 : start + 3]]
     if token.text == "^":
         # Of a function the degrees are a part of its argument: sin 30 degrees.
         return following[:1] == [r"\circ"] and not any(part.text[1:] in FUNCTIONS for part in parts[:start])
     after_value = before.kind == "number" or before.text in (")", "}")
+
     if token.kind == "letter":
         per = following[:1] == ["/"] and following[1:2] and following[1] in _LONE  # 10m/s
         foreign = not token.text.isascii() and token.text in _NAMES
         prefixed = token.text == "k" and following == [r"\Omega"]
         return foreign or (after_value and ((token.spaced and token.text in _LONE) or bool(per) or prefixed))
+
     # A short word of no unit may be variables: 6 pi eta rva.
     short = token.kind == "word" and not token.upright and len(token.text) < 4 and token.text not in _NAMES
     if short and before.kind != "number":
@@ -144,17 +146,19 @@ def _begins_unit(parts: Sequence[Token], start: int) -> bool:
 
 
 def _read_unit(parts: Sequence[Token]) -> Unit | None:
-    """The unit that tokens spell; None: they spell none."""
+    """Return the unit that tokens spell; None: they spell none."""
     powers: dict[str, int] = {}
     sign, coming, last, prefix = 1, 1, "", ""
     spelled = 0
     index = 0
+
     # Token by token: a prefix, a name with its power, a word between, or a sign that raises or divides.
     while index < len(parts):
         token = parts[index]
         text, lower = token.text, token.text.lower()
         following = parts[index + 1].text if index + 1 < len(parts) else ""
         is_letter = token.kind == "letter" and not (index and parts[index - 1].kind == "letter" and not prefix)
+
         if text == r"\mu" or (text == "k" and following == r"\Omega"):
             prefix = {"k": "k", r"\mu": "micro"}[text]
         elif text == r"\Omega" or (token.kind == "word" and token.text.isalpha()) or (is_letter and text in _NAMES):
@@ -203,7 +207,9 @@ def _read_unit(parts: Sequence[Token]) -> Unit | None:
             index += 2
         elif text not in ("-", "*", "(", ")", "{", "}") or not last:
             return None
+
         index += 1
+
     # A power or a prefix without a unit is none, nor is a long text.
     if spelled > _MOST_WORDS or coming != 1 or prefix or (not powers and not spelled):
         return None
@@ -211,7 +217,7 @@ def _read_unit(parts: Sequence[Token]) -> Unit | None:
 
 
 def _to_singular(word: str) -> str:
-    """A free word without its plural; short ones keep their case, in which prefixes differ."""
+    """Return a free word without its plural; short ones keep their case, in which prefixes differ."""
     if len(word) < 5 and not word.islower():
         return word
     return word.lower().removesuffix("s") if len(word) > 3 and not word.endswith("ss") else word.lower()

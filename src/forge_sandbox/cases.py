@@ -73,8 +73,9 @@ def read_cases(target: str) -> list[Case]:
 
 
 def forgeable(case: Case) -> bool:
-    """Whether a test is decided in the program's process. Its comparisons hold of plain values alone, so that an object
-    that equals everything does not pass; but a program that looks for the test, or replaces what it calls, could."""
+    """Return whether a test is decided in the program's process. Its comparisons hold of plain values only, so that an
+    object that equals everything does not pass; but a program that looks for the test, or replaces what it calls,
+    could."""
     if case.test is None:
         return False
     checks = _assert_checks_of(0, case.test)
@@ -128,7 +129,7 @@ def checks_of(number: int, case: Case) -> list[Check]:
 
 
 def _parse_test(test: str) -> ast.Module:
-    """The tree of a test; an empty one where it does not parse, as it will raise in the sandbox, too."""
+    """Return the tree of a test; an empty one where it does not parse, as it will raise in the sandbox, too."""
     with suppress(SyntaxError, ValueError, MemoryError, RecursionError):
         return ast.parse(test)
     return ast.Module([], [])
@@ -162,6 +163,7 @@ def _assert_checks(number: int, test: ast.expr) -> list[Check]:
                 return [
                     _value_check(number, right, lambda value: bool(compare(left_value[0], value)), ast.unparse(left))
                 ]
+
     return [_truth_check(number, test, True)]
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from markdown_it import MarkdownIt
 
-# Blocks alone. A tag such as <answer> on a separate line would begin a block of HTML and hide the fence after it.
+# Only blocks. A tag such as <answer> on a separate line would begin a block of HTML and hide the fence after it.
 _MARKDOWN = MarkdownIt("commonmark").disable(["html_block", "reference"])
 _MARKDOWN.core.ruler.enableOnly(["normalize", "block"])
 PYTHON = frozenset(["python", "py", "python3", "py3", "ipython"])
@@ -22,7 +22,7 @@ class CodeBlock(NamedTuple):
 
 
 def code_blocks(text: str) -> list[CodeBlock]:
-    """The fenced blocks of a text, in order. One that is not closed ends with the text."""
+    """Return the fenced blocks of a text, in order. One that is not closed ends with the text."""
     if "```" not in text and "~~~" not in text:
         return []
     # CommonMark replaces NUL, which is kept here by a character of private use.
@@ -34,7 +34,7 @@ def code_blocks(text: str) -> list[CodeBlock]:
 
 
 def python_block(text: str) -> str | None:
-    """The code of the last block in Python, else of the last without a language; None if there is neither."""
+    """Return the code of the last block in Python, else of the last without a language; None if there is neither."""
     blocks = code_blocks(text)
     programs = [block for block in blocks if block.language in PYTHON] or [b for b in blocks if not b.language]
     return programs[-1].code if programs else None

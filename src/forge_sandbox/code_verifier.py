@@ -122,6 +122,7 @@ class CodeVerifier:
             program.encode()
         except UnicodeEncodeError:  # lone surrogates
             return 0.0
+
         # Calls and statements share executions; inputs have one each.
         passed = await self._run_checks(program, cases, slots)
         for number, case in enumerate(cases):
@@ -133,6 +134,7 @@ class CodeVerifier:
                 passed[number] = result.status == "ok" and _stripped_lines(result.stdout) == _stripped_lines(
                     case.stdout
                 )
+
         return float(all(passed.values())) if self._credit == "all" else sum(passed.values()) / len(cases)
 
     async def _run_checks(self, program: str, cases: Sequence[Case], slots: asyncio.Semaphore) -> dict[int, bool]:
@@ -145,18 +147,22 @@ class CodeVerifier:
             script = f"{HARNESS}harness({program!r}, {texts!r}, {mark!r})\n"
             result = await self._run_program(script, "", slots)
             reports = read_marked(result.stdout, mark)
+
             # The first unanswered check may have run out of time or output used by earlier ones, unless it was first.
             answered = next((index for index in range(len(checks)) if index not in reports), len(checks)) or 1
             if BEGUN not in reports:
                 answered = len(checks)  # the program itself failed, and so all checks
             elif 0 not in reports:
                 _check_limit(json.dumps(checks[0].expected), result)
+
             for index, check in enumerate(checks[:answered]):
                 if not _check_passes(check, reports.get(index)):
                     passed[check.case] = False
                     if self._credit == "all":
                         return passed
+
             checks = checks[answered:]
+
         return passed
 
     async def _run_program(self, program: str, stdin: str, slots: asyncio.Semaphore) -> Any:

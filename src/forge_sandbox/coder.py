@@ -33,7 +33,7 @@ class SandboxedPythonCoder(ForgeActor):
 
     @endpoint
     async def level(self) -> str:
-        """The isolation level in use, see docs/sandbox.md."""
+        """Return the isolation level in use, see docs/sandbox.md."""
         return self.sandbox.level
 
     async def teardown(self) -> None:

@@ -41,6 +41,7 @@ def select_level(level: str, is_unsafe: bool, settings: Settings, python: str, u
         reason = f"a program was not prevented from: {escapes}"
     except SandboxError as error:
         reason = str(error)
+
     if level == "auto" and is_unsafe:
         return "none"
     raise SandboxError(
@@ -50,13 +51,14 @@ def select_level(level: str, is_unsafe: bool, settings: Settings, python: str, u
 
 
 def _try_level(settings: Settings, python: str, user: int | None) -> str:
-    """Run the canary, which tries what a program must not do: read this file, write beside it, use memory, see its
+    """Run the canary, which tries what a program must not do: read this file, write alongside it, use memory, see its
     parent. Return what it could, in words. SandboxError: it could not run."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o777)
         file = os.path.join(folder, "file")
         with open(file, "w"):
             os.chmod(file, 0o644)
+
         # Far beyond its limit; it is not written to, so that the level "none" does not fill the machine.
         memory = (settings["memory_mb"] << 20) * 4
         canary = _CANARY.format(parent=os.getpid(), file=file, memory=memory)
@@ -65,6 +67,7 @@ def _try_level(settings: Settings, python: str, user: int | None) -> str:
             header, (out, error) = worker.request({"time_limit": 10.0}, canary.encode(), b"", limit=10.0)
         finally:
             worker.kill()
+
         if header["status"] != "exited" or header["exit_code"]:
             raise SandboxError(f"a program could not run ({header['status']}: {error.decode(errors='replace')[-300:]})")
         return " ".join([*out.decode(errors="replace").split(), *(["write"] if os.path.exists(file + ".new") else [])])

@@ -122,6 +122,7 @@ class Sandbox:
         invalid = [name for name, value in limits.items() if not isinstance(value, int) or value < 1]
         if invalid:
             raise ValueError(f"{', '.join(invalid)} must be at least 1, and whole numbers")
+
         paths = {given: os.path.realpath(given) for given in (*path, *readable)}
         hidden = [given for given, real in paths.items() if os.path.commonpath([real, "/tmp"]) == real]
         if hidden:
@@ -135,6 +136,7 @@ class Sandbox:
             "path": [paths[folder] for folder in path],
             "readable": [os.path.abspath(folder) for folder in (*path, *readable)],
         }
+
         self._python = python or os.path.realpath(sys.executable)
         self._user = user
         self._threads = ThreadPoolExecutor(workers, "sandbox")
@@ -143,6 +145,7 @@ class Sandbox:
             self._idle.put(None)
         self._lock = Lock()
         self._started = self._closed = False
+
         self._workers: set[Worker] = set()
 
     async def __aenter__(self) -> Sandbox:
@@ -221,6 +224,7 @@ class Sandbox:
                         raise
                     self._discard_worker(worker)
                     worker = None
+
             raise SandboxError("the program was cancelled")
         finally:
             pending.assign(None)

@@ -57,7 +57,7 @@ class Worker:
     Args:
         settings: "level"; "readable", "folder" (where a program begins), "limits" (of `resource`), "memory_mb",
             "cpu_seconds", "processes" and "output_kb". Of Python's programs also "path", "imports" and "file_mb"; of a
-            command "network" ("gateway": the loopback alone; "host"), "port" (where the caller listens, or None) and
+            command "network" ("gateway": the loopback only; "host"), "port" (where the caller listens, or None) and
             "writable" (folders by their paths inside).
         python: the interpreter.
         user: user id of the process; requires root.
@@ -74,6 +74,7 @@ class Worker:
         self.interrupted = False
         self.descriptors: list[int] = []
         self._socket, child_socket = socket.socketpair()
+
         # A file, since a pipe that is not read would block verbose imports.
         self._stderr = open(os.memfd_create("stderr"), "rb")  # noqa: SIM115
         with child_socket:
@@ -94,6 +95,7 @@ class Worker:
                 self._socket.close()
                 self._stderr.close()
                 raise SandboxError(f"{python} could not be started: {error}") from error
+
         try:
             self.request({"modules": _TEXTS, "settings": settings}, limit=START_TIMEOUT - GRACE)
         except BaseException:
@@ -146,6 +148,7 @@ class Worker:
             raise SandboxError(f"the sandbox's process has ended{self._stderr_tail()}") from None
         except (OSError, ValueError) as error:  # closed concurrently
             raise SandboxError(f"the sandbox's process was ended ({error})") from error
+
         if "failed" in header:
             raise SandboxError(f"confining a program failed: {header['failed']}")
         return header, bodies

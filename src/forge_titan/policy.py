@@ -88,7 +88,7 @@ _EXPERTS = "moe.routed_experts.inner_experts"
 
 
 def plain_name(name: str) -> str:
-    """The Hugging Face name of one of TorchTitan's parameters; of stacked experts, transformers' name."""
+    """Return the Hugging Face name of one of TorchTitan's parameters; of stacked experts, transformers' name."""
     module, _, kind = name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "").rpartition(".")
     if module in _OUTER:
         return f"{_OUTER[module]}.{kind}"
@@ -99,7 +99,7 @@ def plain_name(name: str) -> str:
 
 
 class PackedAttention(Module):
-    """`packed_attention` in place of TorchTitan's; its sharding contract names the arguments."""
+    """`packed_attention` instead of TorchTitan's; its sharding contract names the arguments."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -125,7 +125,7 @@ class PackedAttention(Module):
 
 
 class TitanExperts(Module):
-    """The experts of a layer, stacked as transformers stacks them, in place of TorchTitan's, which compute in bfloat16
+    """The experts of a layer, stacked as transformers stacks them, instead of TorchTitan's, which compute in bfloat16
     whatever the dtype. E: experts, D: width, F: width within an expert."""
 
     @dataclass(kw_only=True, slots=True)
@@ -180,7 +180,7 @@ class TitanHead(Linear):
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """A tensor-parallel tensor, gathered. Each rank uses it for other tokens: gradients are summed."""
+    """Return a tensor-parallel tensor, gathered. Each rank uses it for other tokens: gradients are summed."""
     return tensor.full_tensor(grad_placements=[Partial()]) if isinstance(tensor, DTensor) else tensor
 
 
@@ -234,7 +234,7 @@ def titan_config(config: PreTrainedConfig, seq_len: int) -> Decoder.Config:
     max_seq_len = min(seq_len, config.max_position_embeddings)
 
     def make_layer(index: int) -> Module.Config:
-        # A layer, with this library's attention, rotary embedding and experts in place of TorchTitan's.
+        # A layer, with this library's attention, rotary embedding and experts instead of TorchTitan's.
         return block.Config(
             attention=make_gqa_config(
                 dim=dim,
@@ -281,14 +281,14 @@ class TitanPolicy(nn.Module):
         self.config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         stated = (folder / GENERATION_CONFIG_NAME).exists()
         self.generation = GenerationConfig.from_dict(read_json(folder / GENERATION_CONFIG_NAME)) if stated else None
-        model._skip_lm_head = True  # it is computed for trained tokens alone
+        model._skip_lm_head = True  # it is computed for trained tokens only
         if sparse := sparse_layers(self.config):
             layers: dict[str, Any] = dict(model.layers.items())
             routers = {i: layers[str(i)].moe.router for i in sparse}
             self.routers = TitanRouters(routers, self.config.num_experts_per_tok, self.config.norm_topk_prob)
 
     def forward(self, batch: Batch, temperature: float = 1.0) -> TokenScores:
-        """Log-probability and entropy of each token with mask True."""
+        """Return log-probability and entropy of each token with mask True."""
         local = rank_tokens(batch, 1, self.ranks)  # the state at t - 1 predicts token t
         if self.routers is not None:
             self.routers.begin(local.experts, local.real)
@@ -320,7 +320,7 @@ def build_titan(
     cpu_offload: bool = False,
     compile: bool = False,
 ) -> TitanPolicy:
-    """The model of a local folder ready to train on the device of `ranks`; arguments as of `build`.
+    """Return the model of a local folder ready to train on the device of `ranks`; arguments as of `build`.
 
     No rank ever holds the whole model: it is sharded before it is read.
 
@@ -330,6 +330,7 @@ def build_titan(
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     sizes = titan_config(config, seq_len)
     checkpointing = FullAC.Config().build(dump_folder="")
+
     # Built and sharded without memory, then filled from the folder.
     with torch.device("meta"):
         if ranks.mesh is None:
@@ -352,9 +353,11 @@ def build_titan(
                 data_parallel_shard_degree=degrees["shard"],
                 expert_parallel_degree=ranks.experts,
             ).check_experts(config)
+
             # TorchTitan sets the sharding of each module in its configuration.
             sizes.update_from_config(config=SimpleNamespace(parallelism=parallelism))
-            # The head sees this rank's trained tokens alone: only its weight is sharded, not its input.
+
+            # The head sees this rank's trained tokens only: only its weight is sharded, not its input.
             head = sizes.lm_head.sharding_config
             sizes.lm_head.sharding_config = ShardingConfig(state_shardings=head.state_shardings)
             for layer in sizes.layers:
@@ -362,6 +365,7 @@ def build_titan(
                     placement = expert_param_placement_sparse()
                     by_expert = ShardingConfig(state_shardings=dict.fromkeys(("gate_up_proj", "down_proj"), placement))
                     layer.moe.routed_experts.inner_experts.sharding_config = by_expert
+
             model = sizes.build()
             dims = ParallelDims.from_config(parallelism, ranks.world_size)
             if dims.tp_enabled or dims.ep_enabled:
@@ -369,6 +373,7 @@ def build_titan(
                 if config.tie_word_embeddings and dims.tp_enabled:
                     # TorchTitan shards each by itself; FSDP2 has to see that they are one.
                     model.tok_embeddings.weight = model.lm_head.weight
+
             if gradient_checkpointing:
                 checkpointing.apply(model)
             copies = ["dp_replicate"] if dims.dp_replicate_enabled else []
@@ -382,6 +387,7 @@ def build_titan(
                 pp_enabled=False,
                 cpu_offload=cpu_offload,
             )
+
     # Memory, buffers, and this rank's part of the weights.
     model.to_empty(device="cpu" if cpu_offload else ranks.device)
     model.init_states(buffer_device=ranks.device)
@@ -390,4 +396,5 @@ def build_titan(
     if compile:
         for layer in model.layers.values():
             layer.compile(dynamic=True)
+
     return TitanPolicy(model, Path(path), ranks).train()

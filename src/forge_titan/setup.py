@@ -61,6 +61,7 @@ def prepare_imports() -> None:
         kernels = ModuleType(KERNELS)
         kernels.__getattr__ = lambda name: None  # type: ignore[method-assign]
         sys.modules.setdefault(KERNELS, kernels)
+
     if torch.accelerator.current_accelerator(check_available=True) is None:
         # Without an accelerator TorchTitan assumes CUDA when its modules are first imported.
         from torchtitan.tools import utils

@@ -90,6 +90,7 @@ class Wandb:
         if not path.exists():
             path.write_text(secrets.token_hex(4))
         run_id = path.read_text()
+
         # Offline all of it is written again, so that one folder has the whole run and nothing twice.
         for old in (run.folder / "wandb").glob(f"offline-run-*-{run_id}"):
             shutil.rmtree(old)
@@ -215,18 +216,22 @@ class Delivery:
         metrics = Lines(self._run.folder / "metrics.jsonl")
         waiting: list[Row] = []
         position = 0
+
         while True:
             # Asked before the files are read: what was written until the end is read once more after it.
             is_last = self._ended.is_set()
             rows = list(metrics.read())
+
             # The rollouts of a step are written before its row.
             for end, batch in read_batches(self._run.folder / ROLLOUTS, after=position):
                 waiting += texts_by_group(batch)
                 position = end
+
             for row in rows:
                 rollouts = [line for line in waiting if line["step"] <= row["step"]]
                 waiting = waiting[len(rollouts) :]
                 yield int(row["step"]), row, rollouts
+
             if is_last:
                 return
             self._ended.wait(POLL_INTERVAL)

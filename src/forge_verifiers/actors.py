@@ -36,7 +36,7 @@ class VerifierActor(ForgeActor):
 
     @endpoint
     async def names(self) -> tuple[str, ...]:
-        """The verifiers' columns."""
+        """Return the verifiers' columns."""
         return self.panel.names
 
 
@@ -49,7 +49,7 @@ class RemotePanel:
 
     @classmethod
     async def of(cls, service: Service) -> RemotePanel:
-        """The panel of a service of `VerifierActor`."""
+        """Return the panel of a service of `VerifierActor`."""
         return cls(service, await service.names.route())
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:

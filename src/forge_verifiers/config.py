@@ -101,7 +101,7 @@ class ProcessRewardModelSettings(ModelSettings):
     marker: str
     """Text after each step, one token at its end, at which the model reads the step, such as " ки"."""
     separator: str = r"\n\s*\n"
-    """Regular expression at which a response is cut into steps; steps of white space alone do not count."""
+    """Regular expression at which a response is cut into steps; steps of white space only do not count."""
     joint: str = ""
     """Text between a marker and the next step."""
     good: str | None = None
@@ -173,7 +173,7 @@ class JudgeSettings(Section):
             raise ValueError(f"url must begin with http:// or https://, got {self.url!r}")
         if "response" not in fields or fields - {"prompt", "response", "target", "mark"}:
             raise ValueError(
-                f"template must hold {{response}}, and beside it {{prompt}}, {{target}} and {{mark}} only: "
+                f"template must hold {{response}}, and alongside it {{prompt}}, {{target}} and {{mark}} only: "
                 f"{self.template[:60]!r}"
             )
         if self.votes > 1 and (self.scoring == "logprob" or self.temperature == 0):
@@ -224,16 +224,17 @@ class VerifiersConfig(Section):
                 from .judge import LMJudge as _  # noqa: F401
         except (ValueError, OSError, ImportError) as error:
             raise ConfigError(f"{location}: {error}") from None
+
         # Columns are named: two of one name could not be distinguished in a report.
         if not names:
             raise ConfigError(f"{location} has none: set rules, reward_models, judges, math or another")
         if repeated := sorted({name for name in names if names.count(name) > 1}):
-            rename = "give one another name (a rule has that of its function)"
+            rename = "give one another name (a rule has its function's)"
             raise ConfigError(f"{location}: two are called {', '.join(repeated)}: {rename}")
 
     @property
     def names(self) -> list[str]:
-        """The columns of the panel, in order. ValueError: a function does not exist."""
+        """Return the columns of the panel, in order. ValueError: a function does not exist."""
         # In the order in which `panel` constructs them, without loading a model.
         names = [name for verifier in self._load_functions() for name in verifier.names]
         names += [spec.name or Path(spec.path).name for spec in self.reward_models]
@@ -243,7 +244,7 @@ class VerifiersConfig(Section):
         return names + [name for plugin in self._load_plugins("verifiers") for name in plugin.names]
 
     def planned_models(self) -> list[ModelSettings]:
-        """The models that the panel loads, of plugins too. ValueError, OSError: those of a plugin cannot be read."""
+        """Return the models that the panel loads, of plugins too. ValueError, OSError: a plugin's cannot be read."""
         plugins = models_of(self._load_plugins("verifiers"))
         return [*self.reward_models, *self.process_reward_models, *plugins]
 
@@ -260,10 +261,12 @@ class VerifiersConfig(Section):
             from .judge import LMJudge
 
             verifiers += [LMJudge(**spec) for spec in self.judges]
+
         for plugin in self._load_plugins("verifiers"):
             if hasattr(plugin, "setup"):
                 plugin.setup()
             verifiers.append(plugin)
+
         return Panel(verifiers, timeout=self.timeout)
 
     def _load_functions(self) -> list[Verifier]:
@@ -284,7 +287,7 @@ def read_section(values: Any) -> VerifiersConfig:
 
 
 def models_of(scorers: Iterable[Object]) -> list[ModelSettings]:
-    """The models that verifiers load: those which their method `planned_models`, where they have one, names.
+    """Return the models that verifiers load: those which their method `planned_models`, where they have one, names.
 
     Raises:
         ValueError, OSError: the settings of one cannot be read.

@@ -68,7 +68,7 @@ class LMJudge:
         self._connection: tuple[asyncio.AbstractEventLoop, AsyncOpenAI, asyncio.Semaphore] | None = None
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
-        """One number for each response."""
+        """Return one number for each response."""
         client, turns = self._connect_client()
 
         async def in_turn(response: str) -> float:
@@ -85,7 +85,7 @@ class LMJudge:
             self._connection = None
 
     def question(self, prompt: str, response: str, target: str | None) -> str:
-        """The text that the judge gets. Unscored: the template needs a target, and there is none."""
+        """Return the text that the judge gets. Unscored: the template needs a target, and there is none."""
         if target is None and "target" in {field for _, field, _, _ in Formatter().parse(self._settings.template)}:
             raise Unscored("the template asks for a target, and there is none")
         mark = mark_of(prompt, response)
@@ -99,6 +99,7 @@ class LMJudge:
         if self._settings.system_prompt is not None:
             messages.insert(0, {"role": "system", "content": self._settings.system_prompt})
         question: Json = {**self._fixed, "messages": messages}
+
         # From the probabilities of the two words as the next token, in one request.
         if self._settings.scoring == "logprob":
             choice = (await self._ask_model(client, question))[0]
@@ -107,6 +108,7 @@ class LMJudge:
                 likely = [(top["token"], top["logprob"]) for top in tops]
             except (KeyError, IndexError, TypeError):
                 raise Unscored("the endpoint gives no log-probabilities: set scoring to votes") from None
+
             yes, no = (
                 sum(math.exp(logprob) for token, logprob in likely if token.strip().lower() == word)
                 for word in (self._yes, self._no)
@@ -123,10 +125,11 @@ class LMJudge:
         if 2 * len(verdicts) <= self._settings.votes:
             count = f"{len(verdicts)} of {self._settings.votes} verdicts could be read"
             raise Unscored(f"{count}; the last answer was {answers[-1][-80:]!r}")
+
         return sum(verdicts) / len(verdicts)
 
     async def _ask_model(self, client: AsyncOpenAI, body: Json) -> list[Json]:
-        """The choices of an answer. Unscored: all attempts failed."""
+        """Return the choices of an answer. Unscored: all attempts failed."""
         url = f"{self._base}/chat/completions"
         for _ in range(self._settings.retries + 1):
             try:
@@ -143,18 +146,21 @@ class LMJudge:
             except APIStatusError as error:
                 text = error.response.text[:200]
                 raise Unscored(f"{url} answered {error.status_code}: {text!r}") from None
+
             try:
                 if not [_text_of(choice) for choice in reply["choices"]]:
                     continue
             except (ValueError, LookupError, TypeError, AttributeError):
                 continue
+
             self.progress += 1
             return reply["choices"]
+
         tries = self._settings.retries + 1
         raise Unscored(f"{url} gave an invalid answer: {str(reply)[:120]!r}, tried {tries} times")
 
     def _connect_client(self) -> tuple[AsyncOpenAI, asyncio.Semaphore]:
-        """The client and the semaphore of the running loop: neither works in another."""
+        """Return the client and the semaphore of the running loop: neither works in another."""
         loop = asyncio.get_running_loop()
         if self._connection is None or self._connection[0] is not loop or self._connection[1].is_closed():
             # Redirects could lead the prompt and the key to another server.
@@ -177,8 +183,8 @@ def _text_of(choice: Json) -> str:
 
 
 def mark_of(prompt: str, response: str) -> str:
-    """The mark of the lines around a response. A digest of it, which it cannot contain: no text can be found that holds
-    its own. Unlike a random mark it leaves a judge's verdicts reproducible."""
+    """Return the mark of the lines around a response. A digest of it, which it cannot contain: no text can be found
+    that holds its own. Unlike a random mark it leaves a judge's verdicts reproducible."""
     return hashlib.sha256(f"{len(prompt)} {prompt}{response}".encode("utf-8", "surrogatepass")).hexdigest()[:24]
 
 
@@ -204,8 +210,10 @@ def read_verdict(answer: str, yes: str, no: str) -> bool | None:
         rf"|\[\[\s*{word}\s*\]\]|\\boxed\{{(?:\\text\w*\{{)?\s*{word}\s*\}}|<\w+>\s*{word}\s*</\w+>",
         re.IGNORECASE | re.MULTILINE,
     )
+
     # Each alternative has its group; the last verdict of a text counts.
     verdicts = [next(filter(None, match.groups())) for match in marked.finditer(answer)]
+
     # Without a marker only the first and the last line count, and only if they agree.
     if not verdicts:
         lines = answer.strip().splitlines()
@@ -215,4 +223,5 @@ def read_verdict(answer: str, yes: str, no: str) -> bool | None:
         verdicts = [match[1] for match in begins if match]
         if len({verdict.lower() for verdict in verdicts}) > 1:
             return None
+
     return verdicts[-1].lower() == yes.lower() if verdicts else None

@@ -58,12 +58,14 @@ class BatchedModel:
         if missing := sorted(loading_info["missing_keys"]):
             raise ValueError(f"{path} lacks weights of {type(model).__name__}, {missing[0]!r} among them")
         self.model: PreTrainedModel = model.eval().requires_grad_(False).to(self.device)
+
         # An invalid template is an error here, not at the first score.
         self.batch_tokens = settings.batch_tokens
         names = ("prompt_template", "chat_template", "system_prompt", "chat_options")
         self.format = PromptFormat(self.tokenizer, **{name: settings[name] for name in names})
         self.format.fields(["question"])
         self.special = SpecialTokens(self.tokenizer)
+
         # The longest row is the least of three limits: the tokenizer's, the model's and the setting.
         positions = getattr(self.model.config, "max_position_embeddings", None)
         for name, module in self.model.named_modules():
@@ -71,6 +73,7 @@ class BatchedModel:
             if positions and padding is not None and name.rpartition(".")[2] == "position_embeddings":
                 positions -= padding + 1  # RoBERTa's positions start after the padding index
                 break
+
         limits = (self.tokenizer.model_max_length, positions)
         finite = [limit for limit in limits if limit and limit < NO_LIMIT]
         self.max_tokens = min(*finite, max_tokens or NO_LIMIT, NO_LIMIT)
@@ -78,14 +81,14 @@ class BatchedModel:
         self._pad = next(pad for pad in pads if pad is not None and pad >= 0)  # some configurations have -1
 
     def full_text(self, prompt: str, response: str) -> str:
-        """Prompt and response; with a chat template the whole conversation. ValueError: the template fails."""
+        """Return prompt and response; with a chat template the whole conversation. ValueError: the template fails."""
         text = self.format.render({"question": prompt})[0]
         if self.format.chat is None:
             return text + response
         return self.format.chat.render(self.format.conversation(text, response))
 
     def class_index(self, label: str | int | None) -> int:
-        """The index of a class. ValueError: no such class, or the model has several and `label` is None."""
+        """Return the index of a class. ValueError: no such class, or the model has several and `label` is None."""
         names = {int(number): name for number, name in (self.model.config.id2label or {}).items()}
         listed = ", ".join(f"{name!r}" for name in names.values())
         if label is None:
@@ -101,8 +104,8 @@ class BatchedModel:
     def stream(
         self, rows: Sequence[TokenRow | Exception], read: Callable[[Inputs], Sequence[A]]
     ) -> Iterator[tuple[int, A | Exception]]:
-        """The outcome of `read` for each row, batch by batch, as (index, outcome): Unscored for a row that is empty or
-        too long, and exceptions among `rows` as they are."""
+        """Yield the outcome of `read` for each row, batch by batch, as (index, outcome): Unscored for a row that is
+        empty or too long, and exceptions among `rows` as they are."""
         readable: dict[int, TokenRow] = {}
         for index, row in enumerate(rows):
             if isinstance(row, Exception):
@@ -113,6 +116,7 @@ class BatchedModel:
                 yield index, Unscored(f"it has {len(row.ids)} tokens, and the model reads {self.max_tokens}")
             else:
                 readable[index] = row
+
         # Batches of rows of similar length, of at most `batch_tokens` with padding.
         batches: list[list[int]] = []
         for index in sorted(readable, key=lambda index: len(readable[index].ids)):
@@ -124,7 +128,7 @@ class BatchedModel:
             yield from zip(batch, read(self.pad([readable[index] for index in batch])), strict=True)
 
     def pad(self, rows: Sequence[TokenRow]) -> Inputs:
-        """A batch of rows, padded on the right, where causality and the mask hide it."""
+        """Return a batch of rows, padded on the right, where causality and the mask hide it."""
         parts = {"input_ids": [row.ids for row in rows], "attention_mask": [[1] * len(row.ids) for row in rows]}
         if rows[0].types is not None:
             parts["token_type_ids"] = [row.types or [] for row in rows]
@@ -147,19 +151,19 @@ class ModelVerifier(ABC, Generic[A]):
 
     @property
     def progress(self) -> int:
-        """Number of responses scored."""
+        """Return number of responses scored."""
         return self._batcher.progress
 
     @abstractmethod
     def row(self, prompt: str, response: str) -> TokenRow:
-        """The model's input. Raises the error for which the response is unscored."""
+        """Return the model's input. Raises the error for which the response is unscored."""
 
     @abstractmethod
     def outcomes(self, inputs: Inputs) -> list[A]:
-        """What the model says of each row of a batch."""
+        """Return what the model says of each row of a batch."""
 
     async def read(self, prompt: str, responses: Sequence[str]) -> list[A | Exception]:
-        """The outcome of each response, or the error for which it is unscored."""
+        """Return the outcome of each response, or the error for which it is unscored."""
         return await self._batcher([(prompt, response) for response in responses])
 
     async def close(self) -> None:

@@ -50,7 +50,7 @@ class Panel:
 
     @property
     def progress(self) -> float:
-        """The sum over all verifiers."""
+        """Return the sum over all verifiers."""
         return sum(getattr(verifier, "progress", 0) for verifier in self.verifiers)
 
     async def close(self) -> None:

@@ -55,6 +55,7 @@ class ProcessRewardModel(ModelVerifier[list[float]]):
         self.names: tuple[str, ...] = (f"{name}_min", f"{name}_mean", f"{name}_last")
         self._marker_id = self._last_token(section.marker)
         self._verdicts: tuple[int, int] | None = None
+
         self._class = 0
         if good is not None and bad is not None:
             # Only two rows of the head are computed: a model that changes its logits after it is not supported.
@@ -76,7 +77,7 @@ class ProcessRewardModel(ModelVerifier[list[float]]):
         )
 
     def cut(self, response: str) -> list[tuple[str, int]]:
-        """The steps of a response, each with the character at which it ends; none is only white space."""
+        """Return the steps of a response, each with the character at which it ends; none is only white space."""
         # The text between separators; an end is the character at which the next separator begins.
         ends = [(match.start(), match.end()) for match in self._separator.finditer(response)]
         starts = [0, *(end for _, end in ends)]
@@ -84,7 +85,7 @@ class ProcessRewardModel(ModelVerifier[list[float]]):
         return [(response[start:end], end) for start, end in spans if response[start:end].strip()]
 
     def row(self, prompt: str, response: str) -> TokenRow:
-        """The prompt and all steps, each with its marker. Unscored: not every step has a marker."""
+        """Return the prompt and all steps, each with its marker. Unscored: not every step has a marker."""
         steps = [step for step, _ in self.cut(response)]
         if not steps:
             raise Unscored("it has no steps")
@@ -100,7 +101,7 @@ class ProcessRewardModel(ModelVerifier[list[float]]):
         return TokenRow(ids)
 
     def outcomes(self, inputs: Inputs) -> list[list[float]]:
-        """The probabilities of the steps of each row."""
+        """Return the probabilities of the steps of each row."""
         model: Any = self.model.model
         # The marker's token may also be the padding token.
         at_marker = (inputs["input_ids"] == self._marker_id) & (inputs["attention_mask"] == 1)
@@ -116,6 +117,7 @@ class ProcessRewardModel(ModelVerifier[list[float]]):
                 for token in self._verdicts
             )
             good = (yes - no).sigmoid()
+
         return [part.tolist() for part in good.split(at_marker.sum(1).tolist())]
 
     def _last_token(self, text: str) -> int:
@@ -134,7 +136,7 @@ class StepRewards:
 
     Args:
         model: fields of `forge_verifiers.config.ProcessRewardModelSettings`.
-        weight: beside other rewards.
+        weight: alongside other rewards.
 
     Raises:
         ValueError: an invalid setting.

@@ -28,7 +28,7 @@ class RewardModel(ModelVerifier[float]):
     The text of prompt and response:
 
     - default, as this library trains reward models: `prompt_template` with the prompt, the response, and eos, or the
-      conversation of both up to the end of the answer's turn. The tokens are those of `PreferenceDataset`.
+      conversation of both up to the end of the answer's turn. The tokens match `PreferenceDataset`.
     - `append_eos=False`, as most published reward models: the template with the prompt and the response as one text,
       with the tokenizer's own special tokens only; of a chat template all that it renders.
     - `as_pair`, for cross-encoders: as the tokenizer joins two texts.
@@ -51,11 +51,13 @@ class RewardModel(ModelVerifier[float]):
         tokenizer = self.model.tokenizer
         append_eos = section.append_eos
         chat = bool(section.chat_template)
+
         # Unset: eos closes the response, unless the tokenizer ends every text with a special token.
         if append_eos is None and not section.as_pair:
             ids = tokenizer("a")["input_ids"]
             ends = bool(ids) and ids[-1] in tokenizer.all_special_ids and ids[-1] != tokenizer.unk_token_id
             append_eos = chat or not ends  # some tokenizers end every text with a special token
+
         if append_eos and not chat and tokenizer.eos_token_id is None:
             raise ValueError(f"the tokenizer of {path} has no eos token to end an answer with: set append_eos to False")
         self._as_pair = section.as_pair
@@ -64,19 +66,20 @@ class RewardModel(ModelVerifier[float]):
         self._scale = section.scale
         self._slope = section.slope
         self._intercept = section.intercept
+
         head = getattr(self.model.model, "score", None)
         self._at_last_token: nn.Linear | None = head if isinstance(head, nn.Linear) else None
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
-        """One number for each response."""
+        """Return one number for each response."""
         return Scores.of(await self.read(prompt, responses), 1)
 
     def tokens(self, prompt: str, response: str) -> list[int]:
-        """The model's input tokens. ValueError: the texts cannot be encoded."""
+        """Return the model's input tokens. ValueError: the texts cannot be encoded."""
         return self.row(prompt, response).ids
 
     def row(self, prompt: str, response: str) -> TokenRow:
-        """The model's input. Special tokens that a response spells are broken by a space."""
+        """Return the model's input. Special tokens that a response spells are broken by a space."""
         response = self.model.special.inert(response)
         tokenizer, form = self.model.tokenizer, self.model.format
         text = form.render({"question": prompt})[0]
@@ -107,6 +110,6 @@ class RewardModel(ModelVerifier[float]):
         return logits[:, self._label] - logits[:, other_classes].logsumexp(1)
 
     def outcomes(self, inputs: Inputs) -> list[float]:
-        """The calibrated score of each row."""
+        """Return the calibrated score of each row."""
         x = self._slope * self.logits(inputs) + self._intercept
         return (x.sigmoid() if self._scale == "probability" else x).tolist()

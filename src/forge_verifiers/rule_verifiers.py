@@ -44,11 +44,11 @@ class Rule:
 
     @property
     def progress(self) -> int:
-        """Number of responses for which the function returned, raised or timed out."""
+        """Return number of responses for which the function returned, raised or timed out."""
         return self._turns.progress
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
-        """One number for each response."""
+        """Return one number for each response."""
 
         async def await_score(response: str) -> float | None:
             with self._turns.counted():
@@ -56,6 +56,7 @@ class Rule:
 
         if self._is_async:
             return await collect_scores([await_score(response) for response in responses], 1)
+
         # One after the other: a function that hangs takes one thread, not one for each response.
         outcomes: list[float | Exception | None] = []
         for response in responses:
@@ -64,6 +65,7 @@ class Rule:
                 outcomes.append(await self._turns(call, limit=self.time_limit, name=self.names[0]))
             except Exception as error:
                 outcomes.append(error)
+
         return Scores.of(outcomes, 1)
 
 
@@ -116,11 +118,11 @@ class AnswerFrequency:
 
     @property
     def progress(self) -> int:
-        """Number of finished prompts."""
+        """Return number of finished prompts."""
         return self._turns.progress
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
-        """One number for each response; they depend on each other."""
+        """Return one number for each response; they depend on each other."""
         if len(responses) < 2:
             return Scores.none(len(responses), 1, "a single response has no others to agree with")
 
@@ -129,7 +131,7 @@ class AnswerFrequency:
             return bool(load_comparison().are_equal(answer, kind, TOLERANCE)) if by_value else answer == kind
 
         def kinds_of_answers() -> list[str | Exception | None]:
-            """Each answer as the first one that is the same, or what `extract` or the comparison raised."""
+            """Return each answer as the first one that is the same, or what `extract` or the comparison raised."""
             end = monotonic() + self.time_limit  # the thread must not go on comparing after its time
             kinds: list[str | Exception | None] = []
             for response in responses:
@@ -148,6 +150,7 @@ class AnswerFrequency:
         kinds = await self._turns(kinds_of_answers, limit=self.time_limit, name=self.names[0])
         read = [kind for kind in kinds if not isinstance(kind, Exception)]
         outcomes: list[float | Exception] = []
+
         for kind in kinds:
             if isinstance(kind, Exception):
                 outcomes.append(kind)
@@ -155,4 +158,5 @@ class AnswerFrequency:
                 outcomes.append(Unscored("of no other response the answer could be read"))
             else:
                 outcomes.append(0.0 if kind is None else (read.count(kind) - 1) / (len(read) - 1))
+
         return Scores.of(outcomes, 1)

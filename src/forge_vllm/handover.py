@@ -46,11 +46,13 @@ class Handover:
         table = engine_layout(config)
         self.locations: list[TensorLocation] = []
         total = 0
+
         for part in (part for parts in table.values() for part in parts):
             self.locations.append((part.name, part.shape, total))
             # Each tensor begins at a multiple of ALIGNMENT.
             size = torch.Size(part.shape).numel() * dtype.itemsize
             total += -(-size // ALIGNMENT) * ALIGNMENT
+
         self._file = os.memfd_create("forge-weights")
         try:
             os.posix_fallocate(self._file, 0, total)
@@ -62,6 +64,7 @@ class Handover:
         except BaseException:
             self.close()
             raise
+
         if config.tie_word_embeddings:
             # vLLM loads a tied head only under its own name, and is silently wrong without it.
             self.locations += [(HEAD, shape, start) for name, shape, start in self.locations if name == EMBEDDING]

@@ -63,7 +63,7 @@ class Orders:
 
     @property
     def current(self) -> str:
-        """The label of the weights in use."""
+        """Return the label of the weights in use."""
         return next(reversed(self.weights))
 
     def of_tokens(self, spans: Sequence[tuple[str, int]], start: int, end: int) -> tuple[list[int], dict[int, str]]:
@@ -99,6 +99,7 @@ class Orders:
                 await self._restore_memory()
             else:
                 await self._update_weights(command, mode)
+
             if not self._orders:  # the engine has ended meanwhile
                 return
             self._orders.popleft()
@@ -114,8 +115,10 @@ class Orders:
             if mode == "finish":
                 await self._drain_requests()
             await self.llm.pause_generation(mode=pause, clear_cache=clear)
+
         await self._restore_memory()
         await self.llm.collective_rpc("forge_load", args=(handover.path, handover.locations, handover.dtype))
+
         # From here on vLLM marks tokens with the new label.
         label = str(len(self.weights))
         await self.llm.update_weight_version(label)
@@ -125,10 +128,12 @@ class Orders:
         if mode == "continue":
             self.salt = label
             await self.llm.abort([*self.unstarted])
+
         if self._memory == "restored" and not self.on_cpu:
             await self.llm.wake_up(["kv_cache"])  # which resumes, too
         else:
             await self.llm.resume_generation()
+
         self._memory = "allocated"
 
     async def _drain_requests(self) -> None:

@@ -39,7 +39,7 @@ class WorkerExtension:
     model_runner: Any
 
     def forge_load(self, path: str, locations: list[TensorLocation], dtype: str) -> None:
-        """Replace the model's tensors by those of a `Handover`."""
+        """Replace the model's tensors by a `Handover`'s."""
         from vllm.platforms import current_platform
 
         if current_platform.is_cpu():

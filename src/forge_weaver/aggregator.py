@@ -80,7 +80,7 @@ class FitReport:
             self.verifiers[name]["coverage"] += share * (float(coverage) - self.verifiers[name]["coverage"])
 
     def to_dict(self) -> Json:
-        """Plain values for JSON, None in place of NaN."""
+        """Return plain values for JSON, None instead of NaN."""
         text = json.dumps(dataclasses.asdict(self), default=lambda value: value.item())
         plain: Json = json.loads(text, parse_constant=lambda _: None)
         return plain
@@ -111,7 +111,7 @@ class Data:
 
     @property
     def names(self) -> list[str]:
-        """Names of the verifiers that are used."""
+        """Return names of the verifiers that are used."""
         return [self.table.verifiers[c] for c in self.columns]
 
     @property
@@ -120,7 +120,7 @@ class Data:
         return self.table.present.sum(1) - np.bincount(self.problem, minlength=len(self.table))
 
     def take(self, mask: np.ndarray) -> Data:
-        """The responses selected by a mask."""
+        """Return the responses selected by a mask."""
         return dataclasses.replace(
             self, x=self.x[mask], problem=self.problem[mask], labels=self.labels[mask], rows=self.rows[mask]
         )
@@ -155,10 +155,12 @@ class Aggregator(ABC):
             raise ValueError(f"class_balance is the share of right responses, between 0 and 1: got {balance}")
         if balance is not None and getattr(self, "one_right", False):
             raise ValueError("one_right gives the class balance itself: omit class_balance")
+
         # On a copy: a failed fit leaves the state as it was.
         fitted = copy.copy(self)
         fitted.verifiers = table.verifiers
         report = FitReport(type(self).__name__, problems=len(table), responses=int(table.present.sum()))
+
         # Verifiers that say nothing are dropped, with the reason.
         for name, column in zip(table.verifiers, table.flat.T, strict=True):
             scores = column[~np.isnan(column)]
@@ -167,6 +169,7 @@ class Aggregator(ABC):
                 report.dropped[name] = "it never gave a score"
             elif np.ptp(scores) == 0:
                 report.dropped[name] = f"it always said {scores[0]:g}"
+
         fitted.columns = np.flatnonzero([name not in report.dropped for name in table.verifiers])
         if not len(fitted.columns):
             raise ValueError("no verifier is left: each gave no score, or a constant one")
@@ -175,13 +178,14 @@ class Aggregator(ABC):
         fitted.report = report
         fitted.learn(data)
         vars(self).update(vars(fitted))
+
         return self
 
     def predict_proba(self, table: ScoreTable) -> np.ndarray:
         """[problems, responses] probability of being right; NaN where absent or not scored by any verifier.
 
         Raises:
-            ValueError: not fitted, or the verifiers differ from those of the fit.
+            ValueError: not fitted, or the verifiers differ from the fit's.
         """
         table = self._match_verifiers(table)
         data = self._table_data(table)
@@ -248,7 +252,7 @@ class Aggregator(ABC):
 
 
 def load(path: str | Path) -> Aggregator:
-    """Read a saved aggregator of any kind, or that of an ensemble's folder.
+    """Read a saved aggregator of any kind, or an ensemble folder's.
 
     Raises:
         FileNotFoundError: no such file.
@@ -262,7 +266,7 @@ def load(path: str | Path) -> Aggregator:
 
 
 def restore_aggregator(state: Json) -> Aggregator:
-    """The aggregator of a `state_dict`. KeyError, TypeError, AttributeError, ValueError: not a valid state."""
+    """Return the aggregator of a `state_dict`. KeyError, TypeError, AttributeError, ValueError: not a valid state."""
     header, arrays = state["header"], state["arrays"]
     aggregator = find_kind(header["kind"])(**header["settings"])
     aggregator.verifiers = tuple(header["verifiers"])
@@ -277,7 +281,7 @@ def restore_aggregator(state: Json) -> Aggregator:
 
 
 def find_kind(name: str) -> type[Aggregator]:
-    """The aggregator class of this name."""
+    """Return the aggregator class of this name."""
     # Importing this module has imported the package, and with it every aggregator.
     classes = Aggregator.__subclasses__()
     for aggregator_class in classes:

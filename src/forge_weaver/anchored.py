@@ -20,7 +20,7 @@ PENALTIES = tuple(10.0**e for e in (-0.5, 0, 0.5, 1, 1.5, 2, 2.5, 3))
 class AnchoredLogistic(Aggregator):
     """Ridge logistic regression on normal scores, anchored at the rank mean: logit = b + c mean(z) + w z.
 
-    Only w is penalised, so with few labels the result is the calibrated rank mean. Scales are those of all responses,
+    Only w is penalised, so with few labels the result is the calibrated rank mean. Scales are over all responses,
     labelled or not; a missing score counts as its verifier's mean. The penalty minimises the log loss of
     cross-validation over whole problems; folds whose complement has one class are skipped, and if all are, the penalty
     is the largest.
@@ -51,6 +51,7 @@ class AnchoredLogistic(Aggregator):
         if not len(groups) or groups.max() < 1 or np.ptp(labels) == 0:
             raise ValueError("logistic regression needs at least two labelled problems, with right and wrong responses")
         penalty, self.held_out = self._cross_validate(x, labels, groups)
+
         self.line = ridge_logistic(x, labels, penalty)
         self.report.class_balance = float(labels.mean())
         self.report.details.update(
@@ -58,6 +59,7 @@ class AnchoredLogistic(Aggregator):
             log_loss=None if np.isnan(self.held_out).all() else float(np.nanmean(self.held_out)),
             labelled_problems=int(groups.max() + 1),
         )
+
         # A verifier's weight is its coefficient, and its part of the mean's.
         weights = self.line[2:] + self.line[1] / len(data.columns)
         z, right = x[:, 2:], labels == 1
@@ -66,7 +68,7 @@ class AnchoredLogistic(Aggregator):
             self.report.verifiers[name].update(weight=float(weight), separation=float(distance))
 
     def _cross_validate(self, x: np.ndarray, labels: np.ndarray, groups: np.ndarray) -> tuple[float, np.ndarray]:
-        """The penalty with the least log loss on held-out problems, and that loss of each response."""
+        """Return the penalty with the least log loss on held-out problems, and that loss of each response."""
         # Whole problems: responses to one are not independent.
         fold = groups % min(self.folds, groups.max() + 1)
         losses = np.full((len(self.penalties), len(fold)), np.nan)
@@ -78,8 +80,10 @@ class AnchoredLogistic(Aggregator):
                 line = ridge_logistic(x[~out], labels[~out], penalty)
                 score = (2 * labels[out] - 1) * (x[out] @ line)
                 losses[row, out] = np.logaddexp(0, -score)
+
         if np.isnan(losses).all():
             return max(self.penalties), losses[0]
+
         # The sum over all responses: folds differ in size.
         best = int(np.nansum(losses, axis=1).argmin())
         return self.penalties[best], losses[best]

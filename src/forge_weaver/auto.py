@@ -34,12 +34,12 @@ class Auto(Aggregator):
     - one or two verifiers: `RankMean`, with a warning; with `one_right` the mixture;
     - verifiers whose residuals look conditionally independent: `BinnedDawidSkene`, or with `one_right` the mixture;
     - else, with a warning, `CorrelatedMixture` if it passes these checks: at least six verifiers, a rank mean that does
-      not separate two clusters by itself, an order within problems close to that of the mean, and no strong effect of
+      not separate two clusters by itself, an order within problems close to the mean's, and no strong effect of
       the problem on the scores. With `one_right` only the order is checked;
     - else, with a warning, `RankMean` with families counted as one and mean probability pi.
 
     With labels of at least `labelled` problems: `AnchoredLogistic`, if its held-out log loss on them, both classes
-    present, is no worse than that of the selection without labels.
+    present, is no worse than without labels.
 
     Args:
         class_balance: the fraction of right responses, if known.
@@ -75,17 +75,20 @@ class Auto(Aggregator):
         if enough and np.ptp(data.labels[is_labelled]) == 0:
             self.warn("all labels are of one class: they are not used")
             enough = False
+
         # Without labels first: its report is needed in either case.
         normal = NormalScores.fit(data.x)(data.x)
         independent = BinnedDawidSkene(class_balance=self.class_balance).fit(data.table)
         rms, matrix = residual_correlation(normal, independent.posterior(data))
         self.chosen: Aggregator
         self.chosen, warning = self._without_labels(data, normal, independent, rms)
+
         # With labels, if they predict held-out labels better than the selection above does.
         if enough:
             supervised = AnchoredLogistic().fit(data.table)
             labels = data.labels[is_labelled]
             judged = ~np.isnan(supervised.held_out)
+
             if len(np.unique(labels[judged])) < 2:
                 self.warn("too few labelled problems have right responses, or wrong ones, to hold any out: not used")
             else:
@@ -98,6 +101,7 @@ class Auto(Aggregator):
                     self.chosen, warning = supervised, None
                 else:
                     self.warn(f"labels of {labelled} problems are not used: {name} predicts them better without")
+
         if warning is not None:
             self.warn(warning)
         inner = self.chosen.report
@@ -114,7 +118,7 @@ class Auto(Aggregator):
     def _without_labels(
         self, data: Data, normal: np.ndarray, independent: BinnedDawidSkene, rms: float
     ) -> tuple[Aggregator, str | None]:
-        """The selected aggregator, fitted, and a warning."""
+        """Return the selected aggregator, fitted, and a warning."""
         # Too few verifiers, too few responses, or no sign of correlated errors.
         m = len(data.columns)
         if m < MIN_VERIFIERS:
@@ -122,11 +126,13 @@ class Auto(Aggregator):
                 return self._fit_mixture(data, normal)[0], None
             warning = f"of {m} verifier{'s' * (m > 1)} nothing can be inferred without labels: the rank mean is taken"
             return self._rank_mean(data, 0.5, warning)
+
         if np.isnan(rms):
             return independent, "too few responses to test conditional independence of the verifiers: it is assumed"
         if rms <= self.gate:
             return self._fit_mixture(data, normal)[0] if self.one_right else independent, None
         warning = f"the verifiers err together (residual correlation {rms:.2f}; independence is up to {self.gate:.2f})"
+
         # Correlated errors: the mixture, where nothing speaks against it.
         mixture, agreement = self._fit_mixture(data, normal)
         heaps = fitted_slope(unheap_scores(data, family_numbers(data)))
@@ -136,6 +142,7 @@ class Auto(Aggregator):
         if not self.one_right:
             # The effect is NaN, and not tested, if each problem has one response.
             sound &= m >= MIN_FOR_COVARIANCE and heaps <= self.heaps and not effect > self.problem_effect
+
         if sound:
             return mixture, f"{warning}: the correlated mixture is taken; labels of a few problems would be safer"
         return self._rank_mean(data, independent.report.class_balance, f"{warning}: the rank mean is taken", heaps)
@@ -154,7 +161,7 @@ class Auto(Aggregator):
         return ranks, f"{warning}; labels of a few problems would help most"
 
     def _fit_mixture(self, data: Data, normal: np.ndarray) -> tuple[CorrelatedMixture, float]:
-        """The mixture, and the correlation of its evidence with the rank mean within problems.
+        """Return the mixture, and the correlation of its evidence with the rank mean within problems.
 
         With many verifiers and few problems it may fit shared noise instead of the truth. With `one_right` it is then
         retried with a covariance that is shrunk further.
@@ -196,7 +203,7 @@ def check_one_right(table: ScoreTable) -> None:
 
 
 def make(method: str, class_balance: float | None = None, one_right: bool = False, labelled: int = 0) -> Aggregator:
-    """An unfitted aggregator.
+    """Return an unfitted aggregator.
 
     Args:
         method: a key of METHODS.
@@ -242,6 +249,7 @@ def fit_table(
     if labelled and not len(visible.labelled_problems()):
         raise ValueError(f"labelled is {labelled}, and there are no labels of these problems")
     aggregator.fit(visible)
+
     if isinstance(aggregator, BinnedDawidSkene):
         # Report the dependence that `Auto` selects by, which these methods ignore.
         report = aggregator.report
@@ -250,9 +258,11 @@ def fit_table(
         scored = ~np.isnan(p)
         rms, matrix = residual_correlation(NormalScores.fit(scores)(scores)[scored], p[scored])
         report.residual_correlation, report.correlated, report.correlation = rms, names, matrix.tolist()
+
         if rms > Auto.gate:
             aggregator.warn(
                 f"the verifiers err together (residual correlation {rms:.2f}; independence is up to {Auto.gate:.2f}), "
                 "but this method assumes independence: its probabilities are overconfident; use auto"
             )
+
     return aggregator

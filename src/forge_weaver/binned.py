@@ -89,7 +89,7 @@ class BinnedDawidSkene(Aggregator):
 
 
 def estimate_balance(x: np.ndarray, problem: np.ndarray) -> float:
-    """The fraction of right responses that the binned model finds in [responses, verifiers]."""
+    """Return the fraction of right responses that the binned model finds in [responses, verifiers]."""
     codes, u = to_bins(x, bin_edges(x, 8)), rank_means(NormalScores.fit(x)(x))
     return search_em(codes, 8, problem, u, shrink=2.0, monotone=True).prior.balance
 
@@ -106,7 +106,7 @@ class DawidSkene(BinnedDawidSkene):
     MONOTONE: ClassVar = False
 
     def cut(self, data: Data) -> np.ndarray:
-        """One threshold per verifier: scores become verdicts."""
+        """Return one threshold per verifier: scores become verdicts."""
         accept = self.class_balance if self.class_balance is not None else 0.5
         return find_thresholds(data.x, accept)[:, None]
 
@@ -145,7 +145,7 @@ class Online(BinnedDawidSkene):
 
     Args:
         decay: weight of a response after 256 more.
-        memory: number of earlier problems in the prior, besides those of the batch.
+        memory: number of earlier problems in the prior, besides the batch's.
         runaway: standard deviations above the expected mean that raise an alarm.
         fallen: fraction of the separation whose loss raises an alarm.
         mute: ignore a verifier after its alarm.
@@ -201,7 +201,7 @@ class Online(BinnedDawidSkene):
         self._raise_alarm(data.names)
 
     def codes(self, data: Data) -> np.ndarray:
-        """Bins of the scores; those of a muted verifier count as missing."""
+        """Bins of the scores; a muted verifier's count as missing."""
         codes = super().codes(data)
         codes[self.muted] = self.bins
         return codes
@@ -225,14 +225,17 @@ class Online(BinnedDawidSkene):
         """At most one alarm per update, for the worst verifier: it may be what makes the others look bad."""
         then = _Line(self.origin)
         now = _Line(self.watch)
+
         # Runaway: the mean score is above the line from the fit, at today's rate of right responses.
         away = now.q - then.q
         excess = now.x - (then.x + away * then.slope)
         error = np.sqrt(now.error_x**2 + then.error_x**2 + (away * then.error) ** 2)
         ran = np.where(excess > STANDARD_ERRORS * error, excess / self.runaway, 0.0)
+
         # Lost agreement: the slope has fallen.
         lost = then.slope - now.slope
         significant = lost > STANDARD_ERRORS * np.hypot(then.error, now.error)
+
         # A verifier that separated little at the fit has no separation to lose.
         fell = np.where((then.slope > 0.25) & significant, lost / then.slope, 0.0)
         fell = np.where((now.spread >= MIN_VARIANCE) & (then.spread >= MIN_VARIANCE), fell / self.fallen, 0.0)
@@ -241,11 +244,13 @@ class Online(BinnedDawidSkene):
         v = int(severity.argmax())
         if severity[v] < 1:
             return
+
         if ran[v] >= fell[v]:
             message = f"its scores are {excess[v]:.2f} standard deviations above what the other verifiers explain"
         else:
             change = f"from {then.slope[v]:.2f} to {now.slope[v]:.2f} standard deviations"
             message = f"it agrees less with the others: its separation of right from wrong fell {change}"
+
         if self.mute and (~self.muted).sum() <= MIN_VERIFIERS:
             message += f"; not muted, {MIN_VERIFIERS} verifiers or fewer are left"
         elif self.mute:
@@ -253,6 +258,7 @@ class Online(BinnedDawidSkene):
             message += "; it is muted"
             # The others were measured against it in part.
             self.watch = np.zeros_like(self.watch)
+
         self.report.alarms.append(f"{names[v]}: {message}")
         warnings.warn(f"a verifier may be gamed: {names[v]}: {message}", stacklevel=5)
 

@@ -48,20 +48,20 @@ def logistic_regression(x: np.ndarray, labels: np.ndarray, pull: np.ndarray, cen
 
 
 def brier_score(p: np.ndarray, labels: np.ndarray) -> float:
-    """Mean squared difference (Brier 1950)."""
+    """Return mean squared difference (Brier 1950)."""
     p, labels = _drop_unknown(p, labels)
     return float(((p - labels) ** 2).mean())
 
 
 def log_loss(p: np.ndarray, labels: np.ndarray) -> float:
-    """Mean negative log likelihood in nats, of probabilities clipped to [1e-6, 1 - 1e-6]."""
+    """Return mean negative log likelihood in nats, of probabilities clipped to [1e-6, 1 - 1e-6]."""
     p, labels = _drop_unknown(p, labels)
     p = np.clip(p, EDGE, 1 - EDGE)
     return float(-(labels * np.log(p) + (1 - labels) * np.log1p(-p)).mean())
 
 
 def auc(p: np.ndarray, labels: np.ndarray) -> float:
-    """Area under the ROC curve, ties counted half; NaN if only one class is present."""
+    """Return area under the ROC curve, ties counted half; NaN if only one class is present."""
     p, labels = _drop_unknown(p, labels)
     check_labels(labels)
     if labels.min() == labels.max():
@@ -72,7 +72,7 @@ def auc(p: np.ndarray, labels: np.ndarray) -> float:
 
 
 def ece(p: np.ndarray, labels: np.ndarray, bins: int = BINS) -> float:
-    """Expected calibration error (Naeini et al. 2015): mean gap between probability and accuracy over `bins`."""
+    """Return expected calibration error (Naeini et al. 2015): mean gap between probability and accuracy over `bins`."""
     p, labels = _drop_unknown(p, labels)
     bin_of = np.minimum((p * bins).astype(int), bins - 1)
     gaps = np.bincount(bin_of, p, bins) - np.bincount(bin_of, labels, bins)
@@ -88,7 +88,7 @@ class Recalibration:
 
     @classmethod
     def fit(cls, p: np.ndarray, labels: np.ndarray) -> Recalibration:
-        """Maximum likelihood with a weak pull to the identity, so that separable labels have a solution.
+        """Return maximum likelihood with a weak pull to the identity, so that separable labels have a solution.
 
         Raises:
             ValueError: all labels are of one class.

@@ -28,6 +28,7 @@ def add_to(commands: Any) -> None:
         epilog="example: forge weaver fit scores.npz --out aggregator.npz",
     )
     steps = weaver.add_subparsers(dest="step", required=True, metavar="STEP")
+
     for name, (run, summary, example, options) in STEPS.items():
         step = steps.add_parser(
             name,
@@ -61,6 +62,7 @@ def _score_problems(args: argparse.Namespace) -> None:
     if COLUMN in verifiers.names:
         raise ValueError(f"invalid verifier name {COLUMN}: it is the column that predict adds")
     check_path(args.out)
+
     # Names and outputs are checked before any model is loaded.
     panel = verifiers.panel()
 
@@ -82,11 +84,13 @@ def _fit_table(args: argparse.Namespace) -> None:
 
     table = _read_scores(args.scores)
     verifiers = None if args.verifiers is None else _read_verifiers(args.verifiers)
+
     # All outputs are checked before the fit, which may take minutes.
     if args.out.endswith(".npz") == (verifiers is not None):
         raise ValueError("--out is a folder with --verifiers, and a .npz file without")
     if not Path(args.out).absolute().parent.is_dir():
         raise FileNotFoundError(f"cannot write {args.out}: there is no folder {Path(args.out).parent}")
+
     # An ensemble can only be used with the verifiers that it was fitted on.
     if verifiers is not None and (missing := [name for name in table.verifiers if name not in verifiers.names]):
         raise ValueError(f"{args.verifiers} has no {', '.join(missing)}, which gave scores")
@@ -98,6 +102,7 @@ def _fit_table(args: argparse.Namespace) -> None:
         save_ensemble(args.out, verifiers, aggregator)
     else:
         aggregator.save(args.out)
+
     print(f"written: {args.out}")
 
 
@@ -136,7 +141,8 @@ def _distil_ensemble(args: argparse.Namespace) -> None:
 
 
 def _read_verifiers(path: str) -> Any:
-    """The section that says which verifiers there are. ValueError, FileNotFoundError: it, or a model, is wrong."""
+    """Return the section that says which verifiers there are. ValueError, FileNotFoundError: it, or a model, is
+    wrong."""
     from forge.config import read
     from forge_verifiers.config import VerifiersConfig
 

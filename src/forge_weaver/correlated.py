@@ -11,7 +11,7 @@ from .aggregator import Aggregator, Data
 from .em import STARTS, TOLERANCE, Prior, first_guess, thin_problems
 from .normalise import NormalScores, impute_scores, scatter_scores
 
-MIN_COMMON_RESPONSES = 30  # of two verifiers: chance alone correlates fewer by 1 / sqrt(30) = .18
+MIN_COMMON_RESPONSES = 30  # of two verifiers: by chance fewer correlate by 1 / sqrt(30) = .18
 
 
 def residual_correlation(normal: np.ndarray, r: np.ndarray) -> tuple[float, np.ndarray]:
@@ -32,13 +32,16 @@ def residual_correlation(normal: np.ndarray, r: np.ndarray) -> tuple[float, np.n
     x = np.where(scored, normal, 0.0)
     weights = scored.astype(np.float64)
     covariance = np.zeros((x.shape[1],) * 2)
+
     # The covariance within the classes, each response in both by its posterior.
     for w in (r, 1 - r):
         mean = (w @ x) / np.maximum(w @ weights, 1e-9)
         deviation = (x - mean) * weights
         covariance += (deviation * w[:, None]).T @ deviation
+
     pairs = weights.T @ weights
     covariance /= np.maximum(pairs, 1)
+
     # As correlations, for pairs with enough common responses.
     spread = np.sqrt(np.diag(covariance)) + 1e-12
     matrix = np.where(pairs >= MIN_COMMON_RESPONSES, covariance / spread / spread[:, None], np.nan)
@@ -46,6 +49,7 @@ def residual_correlation(normal: np.ndarray, r: np.ndarray) -> tuple[float, np.n
     if not off.any():
         return float("nan"), matrix
     excess = (matrix[off] ** 2 - 1 / pairs[off]).mean()
+
     return float(np.sqrt(max(excess, 0.0))), matrix
 
 
@@ -109,6 +113,7 @@ class CorrelatedMixture(Aggregator):
             raise ValueError("one_right needs problems of several responses: each has one")
         normal = NormalScores.fit(data.x)
         self.values, self.heights = normal.values, normal.heights
+
         # Whole problems, in random order, up to `most` responses: the time of a step grows with their number.
         drawn = np.random.default_rng(self.seed).permutation(np.unique(data.problem))
         sizes = np.bincount(data.problem)[drawn]
@@ -136,6 +141,7 @@ class CorrelatedMixture(Aggregator):
                 )
             r, prior = max(candidates, key=lambda pair: pair[0])[1]
             r, _ = self._maximise_likelihood(x, problem, (r, Prior(prior.rates, prior.weights)), unscored)
+
         _, distance, covariance = self._model_moments()
         for name, weight, apart in zip(data.names, self.line, distance / np.sqrt(np.diag(covariance)), strict=True):
             self.report.verifiers[name].update(weight=float(weight), separation=float(apart))
@@ -153,6 +159,7 @@ class CorrelatedMixture(Aggregator):
         r, prior = start
         self.moments = x.T @ x
         step, moved = 0, np.inf
+
         # M step: sums of each class, and the discriminant; E step: the posterior.
         while step < self.steps and moved >= TOLERANCE:
             step += 1
@@ -163,13 +170,16 @@ class CorrelatedMixture(Aggregator):
             self.offset, last = np.array(means.mean(0) @ self.line), r
             r, prior = self._judge_evidence(x @ self.line - self.offset, problem, prior, unscored)
             moved = np.abs(r - last).max()
+
         self.rates, self.weights = prior.rates, prior.weights
         self.report.class_balance = float(self.mass[0] / self.mass.sum())
         self.report.details.update(steps=step, converged=bool(moved < TOLERANCE))
+
         return r, prior
 
     def _model_moments(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Means of right and wrong [2, verifiers], their distance (at least 0) [verifiers], and the covariance."""
+        """Return means of right and wrong [2, verifiers], their distance (at least 0) [verifiers], and the
+        covariance."""
         means = self.sums / (self.mass[:, None] + 1e-9)
         covariance = (self.moments - means.T @ self.sums) / self.mass.sum()
         shrunk = (1 - self.shrink) * covariance + self.shrink * np.diag((np.sqrt(np.diag(covariance)) + 1e-6) ** 2)

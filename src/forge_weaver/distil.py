@@ -40,7 +40,7 @@ class DistilReport:
         gap: expected calibration error against the ensemble's probability.
         truth: `auc`, `selection` and `ece` against known labels, for the model and for the ensemble.
         ranking: area under the ROC curve of the model against the ensemble's side of 1/2; NaN if all are on one.
-        chance: what this area reaches by chance alone: 1/2 and two standard errors.
+        chance: what this area reaches by chance: 1/2 and two standard errors.
     """
 
     parameters: int
@@ -63,6 +63,7 @@ class DistilReport:
         for name, metrics in self.truth.items():
             numbers = ", ".join(f"{key} {value:.3f}" for key, value in metrics.items())
             lines.append(f"{name} against the truth: {numbers}")
+
         # A model that learnt nothing has a low error all the same, if the ensemble's probabilities vary little.
         if self.ranking < self.chance:
             lines.append(
@@ -70,6 +71,7 @@ class DistilReport:
                 f"against the ensemble, {self.chance:.3f} by chance): train longer, at a higher learning rate, or "
                 "start from a pretrained encoder"
             )
+
         return "\n".join(lines)
 
 
@@ -105,7 +107,7 @@ def distil(
     """
     # Everything that can be wrong is checked before the model is loaded.
     if table.prompts is None or table.responses is None:
-        raise ValueError("distillation needs a table with prompts and responses: these are scores alone")
+        raise ValueError("distillation needs a table with prompts and responses: these are scores only")
     if probabilities.shape != table.present.shape:
         raise ValueError(f"probabilities are {probabilities.shape} where the responses are {table.present.shape}")
     folder = Path(folder)
@@ -121,12 +123,14 @@ def distil(
         with quiet_loading():
             reader = RewardModel(aside, **reading)
         rows = [reader.row(table.prompts[i], table.responses[i][j]) for i, j in indices]
+
         # Responses that do not fit are omitted; the division is over those that remain.
         fits = np.array([0 < len(row.ids) <= reader.model.max_tokens for row in rows])
         indices, rows = indices[fits], [row for row, fit in zip(rows, fits, strict=True) if fit]
         train, calibrate, test = _divide_responses([table.prompts[i] for i in indices[:, 0]], seed)
         targets = probabilities[tuple(indices.T)]
-        # Train, and save the model before its logits are calibrated: the calibration is beside it.
+
+        # Train, and save the model before its logits are calibrated: the calibration is alongside it.
         _train_classifier(reader, rows, targets, train, epochs, batch_size, learning_rate, seed, say)
         with quiet_loading():
             reader.model.model.save_pretrained(aside)
@@ -157,6 +161,7 @@ def distil(
         settings = {"slope": scale.slope, "intercept": scale.intercept, "scale": "probability", **reading}
         (aside / DISTILLED).write_text(json.dumps({"reading": settings, "report": asdict(report)}, indent=1))
         aside.rename(folder)
+
     return report
 
 
@@ -176,17 +181,20 @@ def _new_classifier(model: str | Path, folder: Path, seed: int) -> None:
             trust_remote_code=False,
             use_safetensors=True,
         )
+
         # A separate padding token, so that the head does not take padding for the end.
         if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
             tokenizer.add_special_tokens({"pad_token": "<pad>"})
             classifier.resize_token_embeddings(max(len(tokenizer), classifier.get_input_embeddings().num_embeddings))
+
         classifier.config.pad_token_id = tokenizer.pad_token_id
         classifier.save_pretrained(folder)
+
     tokenizer.save_pretrained(folder)
 
 
 def _divide_responses(prompts: list[str], seed: int) -> list[np.ndarray]:
-    """Indices of the training, calibration and test responses, split by prompt."""
+    """Return indices of the training, calibration and test responses, split by prompt."""
     unique_prompts, prompt_of = np.unique(prompts, return_inverse=True)
     drawn = np.random.default_rng(seed).permutation(len(unique_prompts))
     part = int(len(unique_prompts) * HELD_OUT / 2)
@@ -219,9 +227,10 @@ def _train_classifier(
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / warmup) * (1.0 - 0.95 * step / steps)
     )
+
     torch.manual_seed(seed)  # dropout
     for epoch in range(epochs):
-        # The order of each epoch follows from the seed alone.
+        # The order of each epoch follows from the seed only.
         order, total = rng.permutation(train), 0.0
         for start in range(0, len(order), batch_size):
             batch = order[start : start + batch_size].tolist()
@@ -233,14 +242,16 @@ def _train_classifier(
             optimizer.step()
             schedule.step()
             total += loss.item() * len(batch)
+
         say(f"epoch {epoch + 1}/{epochs}: cross-entropy {total / len(order):.4f}")
+
     model.eval().requires_grad_(False)
 
 
 def _measure_truth(
     table: ScoreTable, indices: np.ndarray, student: np.ndarray, teacher: np.ndarray
 ) -> dict[str, dict[str, float]]:
-    """Metrics of both against the labels of the held-out responses; empty if there are none."""
+    """Return metrics of both against the labels of the held-out responses; empty if there are none."""
     index = tuple(indices.T)
     if table.labels is None or np.isnan(table.labels[index]).all():
         return {}

@@ -47,7 +47,7 @@ class Prior:
 
     @property
     def balance(self) -> float:
-        """The mean rate."""
+        """Return the mean rate."""
         return float(self.rates @ self.weights)
 
     def posterior(self, evidence: np.ndarray, problem: np.ndarray) -> np.ndarray:
@@ -60,7 +60,7 @@ class Prior:
         return self._infer_prior(evidence, problem)[0]
 
     def step(self, evidence: np.ndarray, problem: np.ndarray, balance: float | None) -> tuple[np.ndarray, Prior]:
-        """The posterior and the updated prior, whose mean is held at `balance` if given."""
+        """Return the posterior and the updated prior, whose mean is held at `balance` if given."""
         r, expected, _ = self._infer_prior(evidence, problem)
         counts = self.past + expected
         weights = (counts + PSEUDO_PROBLEMS) / (counts + PSEUDO_PROBLEMS).sum()
@@ -78,6 +78,7 @@ class Prior:
         up, down = np.exp(np.minimum(evidence, 0)), np.exp(-np.maximum(evidence, 0))
         right = up[:, None] * self.rates
         likelihoods = right + down[:, None] * (1 - self.rates)
+
         # The posterior of each problem's rate, then of each response given the rate.
         starts = np.flatnonzero(np.diff(problem, prepend=-1))
         with np.errstate(divide="ignore"):
@@ -86,6 +87,7 @@ class Prior:
         fit = np.exp(fit - top)
         total = fit.sum(1, keepdims=True)
         likelihood = (top + np.log(total)).sum() + np.maximum(evidence, 0).sum()
+
         fit /= total
         per_response = np.repeat(fit, np.diff(np.append(starts, len(problem))), axis=0)
         return np.minimum(np.einsum("ng,ng->n", right / likelihoods, per_response), 1.0), fit.sum(0), float(likelihood)
@@ -109,8 +111,8 @@ class Counts(NamedTuple):
 
 
 def count_bins(codes: np.ndarray, bins: int, r: np.ndarray) -> Counts:
-    """Counts from codes [verifiers, responses], `bins` for missing, and r [responses], the probabilities of being
-    right."""
+    """Return counts from codes [verifiers, responses], `bins` for missing, and r [responses], the probabilities of
+    being right."""
     right = np.stack([np.bincount(code, r, bins + 1)[:bins] for code in codes])
     every = np.stack([np.bincount(code, minlength=bins + 1)[:bins] for code in codes])
     return Counts(right, every - right)
@@ -235,6 +237,7 @@ def search_em(
         return from_balance(everything, balance)
     subset = thin_problems(problem)
     solutions = [from_balance(subset, share) for share in STARTS]
+
     # Solutions with swapped classes are equally likely: prefer those that agree with the rank mean.
     centred = rank_mean[subset] - rank_mean[subset].mean()
     solutions = [solution for solution in solutions if solution.r @ centred > 0] or solutions
@@ -243,6 +246,7 @@ def search_em(
     if subset.all():
         return best
     r = best.prior.posterior(sum_evidence(codes, best.ratios), problem)
+
     return solve_em(codes, bins, problem, r, Prior(best.prior.rates, best.prior.weights), **settings)
 
 

@@ -65,6 +65,7 @@ def fitted_slope(u: np.ndarray, steps: int = 200) -> float:
         return 1.0
     z = (u - u.mean()) / (u.std() + 1e-9)
     high = (z > np.median(z)).astype(np.float64)
+
     for _ in range(steps):
         share = np.clip(high.mean(), 0.01, 0.99)
         upper, lower = high @ z / (high.sum() + 1e-9), (1 - high) @ z / ((1 - high).sum() + 1e-9)
@@ -74,6 +75,7 @@ def fitted_slope(u: np.ndarray, steps: int = 200) -> float:
         high = sigmoid(odds)
         if np.abs(high - last).max() < 1e-4:
             break
+
     # Two clusters must be more likely than one by more than their three parameters cost.
     below = np.log1p(-share) - (z - lower) ** 2 / (2 * variance) - np.log(variance) / 2
     gain = (np.logaddexp(0.0, odds) + below + z**2 / 2).sum()

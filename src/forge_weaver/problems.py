@@ -89,11 +89,13 @@ async def score_table(panel: Verifier, problems: Sequence[Problem], *, concurren
     scores = np.full((*shape, len(panel.names)), np.nan)
     labels = np.full(shape, np.nan)
     present = np.zeros(shape, bool)
+
     for row, problem in enumerate(problems):
         count = len(problem.responses)
         scores[row, :count], present[row, :count] = scored[row].values, True
         if problem.labels is not None:
             labels[row, :count] = problem.labels
+
     return ScoreTable(
         scores=scores,
         verifiers=tuple(panel.names),
@@ -149,6 +151,7 @@ def read_problems(path: str | Path) -> list[Problem]:
                 problems.append(Problem(**row))
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from None
+
     if not problems:
         raise ValueError(f"{path} holds no problems")
     return problems

@@ -50,6 +50,7 @@ class PublishedWeaver(Aggregator):
         self.balance = np.array(balance)
         self.report.class_balance = float(balance)
         self.cuts = find_thresholds(data.x, float(balance))
+
         # A verifier that accepts all or nothing says nothing, and makes the moments singular.
         share = np.nanmean(apply_thresholds(data.x, self.cuts), axis=0)
         self.used = (share > 0) & (share < 1)
@@ -61,11 +62,13 @@ class PublishedWeaver(Aggregator):
             raise ValueError(f"{m} verifiers accept some of the responses and reject others, 3 are needed")
         if np.isnan(data.x[:, self.used]).any():
             self.report.warnings.append("missing verdicts counted as rejections, as in the public code")
+
         accepts = self._accepted_responses(data).astype(np.float64)
-        # Missing verdicts are rejections: every moment follows from those of acceptance.
+        # Missing verdicts are rejections: every moment follows from acceptance's.
         pi = float(self.balance)
         both = accepts.T @ accepts / len(accepts)
         accept = np.diag(both)
+
         # Rows and columns alternate: rejects, accepts.
         o = np.empty((2 * m, 2 * m))
         o[1::2, 1::2] = both
@@ -74,6 +77,7 @@ class PublishedWeaver(Aggregator):
         o[0::2, 0::2] = 1 - accept - accept[:, None] + both
         mu = minimise_loss(o, pi, converged=self.converged, seed=self.seed)
         self.report.details["loss"] = published_loss(mu, o, pi)
+
         mu = np.clip(mu, CLIP, 1 - CLIP)
         self.mu = mu
         u = rank_means(NormalScores.fit(data.x)(data.x))
@@ -82,6 +86,7 @@ class PublishedWeaver(Aggregator):
             self.mu = mu[:, ::-1]
         names = [name for name, used in zip(data.names, self.used, strict=True) if used]
         rejects, accepts = self._log_ratios()
+
         for name, tpr, tnr, weight in zip(names, self.mu[1::2, 1], self.mu[0::2, 0], accepts - rejects, strict=True):
             self.report.verifiers[name].update(weight=float(weight), tpr=float(tpr), tnr=float(tnr))
 
@@ -101,7 +106,7 @@ class PublishedWeaver(Aggregator):
 
 
 def published_loss(mu: np.ndarray, o: np.ndarray, pi: float) -> float:
-    """The objective of `PublishedWeaver` at mu [2 verifiers, 2]."""
+    """Return the objective of `PublishedWeaver` at mu [2 verifiers, 2]."""
     residual, marginal, sums = _loss_terms(mu, o, np.array([1 - pi, pi]))
     return float((residual**2).sum() + (marginal**2).sum() + 10 * (sums**2).sum())
 
@@ -121,8 +126,10 @@ def minimise_loss(o: np.ndarray, pi: float, *, converged: bool, seed: int, preci
     for y in (0, 1):
         mu[y::2, y] = np.clip(np.diag(o)[y::2] * precision / p[y], 0, 1)
     mu *= np.random.RandomState(seed).random_sample()
+
     # The curvature grows with the number of verifiers: shrink the steps with it.
     rate, max_steps = (1 / (100 + 4 * len(o)), 50_000) if converged else (1e-5, 1000)
+
     # Gradient descent with momentum, within [0, 1].
     velocity = np.zeros_like(mu)
     for _ in range(max_steps):
@@ -133,11 +140,12 @@ def minimise_loss(o: np.ndarray, pi: float, *, converged: bool, seed: int, preci
         step, mu = np.abs(moved - mu).max(), moved
         if converged and step < 1e-9:
             break
+
     return mu
 
 
 def _loss_terms(mu: np.ndarray, o: np.ndarray, p: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The three terms of the objective before squaring."""
+    """Return the three terms of the objective before squaring."""
     residual = o - (mu * p) @ mu.T
     n = np.arange(len(mu))
     residual[n, n] = residual[n, n ^ 1] = 0.0

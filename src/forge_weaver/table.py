@@ -69,10 +69,12 @@ class ScoreTable:
         self.present = np.ones(shape, dtype=bool) if self.present is None else np.asarray(self.present, dtype=bool)
         if (self.present[:, 1:] & ~self.present[:, :-1]).any() or not self.present[:, 0].all():
             raise ValueError("present must be True from each problem's first response to its last, and False after it")
+
         # Infinite scores break quantiles, and a score of padding would be counted.
         if np.isinf(self.scores).any():
             i, j, v = np.argwhere(np.isinf(self.scores))[0]
             raise ValueError(f"{names[v]} gave problem {i}, response {j} an infinite score: use NaN for missing")
+
         if not np.isnan(self.scores[~self.present]).all():
             raise ValueError("scores of responses that are not present must be NaN")
 
@@ -97,7 +99,7 @@ class ScoreTable:
                     raise ValueError(f"problem {i} has {count} responses and {len(texts)} {name}")
 
     def __len__(self) -> int:
-        """Number of problems."""
+        """Return number of problems."""
         return len(self.scores)
 
     @property
@@ -117,13 +119,13 @@ class ScoreTable:
         return out
 
     def labelled_problems(self) -> np.ndarray:
-        """Indices of the problems with at least one known label."""
+        """Return indices of the problems with at least one known label."""
         if self.labels is None:
             return np.zeros(0, dtype=int)
         return np.flatnonzero(~np.isnan(self.labels).all(1))
 
     def take(self, problems: Sequence[int] | np.ndarray) -> ScoreTable:
-        """The problems selected by indices (in that order) or by a mask."""
+        """Return the problems selected by indices (in that order) or by a mask."""
         indices = np.arange(len(self))[np.asarray(problems)]
         lists: dict[str, Any] = {
             name: None if (texts := getattr(self, name)) is None else [texts[i] for i in indices]
@@ -135,7 +137,7 @@ class ScoreTable:
         )
 
     def with_labels_of(self, problems: Sequence[int] | np.ndarray) -> ScoreTable:
-        """The same table with the labels of all other problems hidden."""
+        """Return the same table with the labels of all other problems hidden."""
         if self.labels is None:
             raise ValueError("the table has no labels to keep")
         indices = np.arange(len(self))[np.asarray(problems, dtype=None if len(problems) else int)]
@@ -144,7 +146,7 @@ class ScoreTable:
         return dataclasses.replace(self, labels=labels)
 
     def select(self, verifiers: Sequence[str]) -> ScoreTable:
-        """The columns of these verifiers, in this order. ValueError names those that the table lacks."""
+        """Return the columns of these verifiers, in this order. ValueError names those that the table lacks."""
         missing = [name for name in verifiers if name not in self.verifiers]
         if missing:
             raise ValueError(f"the table has no scores of {', '.join(missing)}: it has {', '.join(self.verifiers)}")
@@ -155,7 +157,7 @@ class ScoreTable:
         )
 
     def with_verifier(self, name: str, scores: np.ndarray) -> ScoreTable:
-        """One more verifier, of a separate family, with its scores [problems, responses]."""
+        """Return one more verifier, of a separate family, with its scores [problems, responses]."""
         return dataclasses.replace(
             self,
             scores=np.concatenate([self.scores, scores[:, :, None]], axis=2),
@@ -223,7 +225,8 @@ def write_npz(path: Path, header: Mapping[str, Any], arrays: Mapping[str, np.nda
 
 @contextmanager
 def reading_npz(path: Path, kind: str) -> Iterator[dict[str, np.ndarray]]:
-    """The arrays of a .npz file. ValueError: it is damaged, or an error in the body shows that it is not a `kind`."""
+    """Yield the arrays of a .npz file. ValueError: it is damaged, or an error in the body shows that it is not a
+    `kind`."""
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}

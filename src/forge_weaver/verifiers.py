@@ -109,18 +109,19 @@ class Ensemble:
 
     @classmethod
     def over(cls, panel: Panel, aggregator: Aggregator, **settings: Any) -> Ensemble:
-        """An ensemble of a panel and a fitted aggregator in memory. ValueError: the panel lacks a verifier."""
+        """Return an ensemble of a panel and a fitted aggregator in memory. ValueError: the panel lacks a verifier."""
         ensemble = cls("", **settings)
         ensemble._open_ensemble(panel, aggregator)
         return ensemble
 
     @property
     def files(self) -> list[str]:
-        """The ensemble's files."""
+        """Return the ensemble's files."""
         return [str(self.path / name) for name in (VERIFIERS, AGGREGATOR)]
 
     def planned_models(self) -> list[ModelSettings]:
-        """The models that `setup` loads, for plans. ValueError, FileNotFoundError: the folder has no ensemble."""
+        """Return the models that `setup` loads, for plans. ValueError, FileNotFoundError: the folder has no
+        ensemble."""
         return [] if self.panel is not None else load_ensemble(self.path)[0].planned_models()
 
     def check(self) -> None:
@@ -192,7 +193,7 @@ class Ensemble:
             await self.panel.close()
 
     async def state_dict(self) -> Json:
-        """The aggregator, and scored groups that await the next update."""
+        """Return the aggregator, and scored groups that await the next update."""
         async with self._learning:
             return {"aggregator": self.aggregator.state_dict(), "seen": list(self._seen)}
 
@@ -219,7 +220,7 @@ class Ensemble:
                 record_metric("reward/alarms", len(learned.report.alarms), Reduce.MAX)
 
     def _pad_table(self, groups: Sequence[np.ndarray]) -> ScoreTable:
-        """A padded table from scores [responses, verifiers] of each group."""
+        """Return a padded table from scores [responses, verifiers] of each group."""
         # Groups of different sizes are padded with absent responses.
         sizes = np.array([len(group) for group in groups])
         present = np.arange(sizes.max()) < sizes[:, None]
@@ -252,11 +253,11 @@ class Distilled:
 
     @property
     def files(self) -> list[str]:
-        """Files whose content decides scores."""
+        """Return files whose content decides scores."""
         return [str(self.path / DISTILLED)]
 
     def planned_models(self) -> list[ModelSettings]:
-        """The model that `setup` loads, for plans. FileNotFoundError: not the folder of a distilled verifier."""
+        """Return the model that `setup` loads, for plans. FileNotFoundError: not the folder of a distilled verifier."""
         return [RewardModelSettings(path=str(self.path), **self._read_settings(), **self._settings)]
 
     def check(self) -> None:
@@ -272,7 +273,7 @@ class Distilled:
         return self
 
     def _read_settings(self) -> dict[str, Any]:
-        """How the model reads texts. FileNotFoundError: not the folder of a distilled verifier."""
+        """Return how the model reads texts. FileNotFoundError: not the folder of a distilled verifier."""
         self.check()
         reading: dict[str, Any] = json.loads((self.path / DISTILLED).read_text())["reading"]
         return reading

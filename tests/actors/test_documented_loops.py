@@ -47,7 +47,7 @@ async def generate_episode(dataloader, policy, reward, replay_buffer):
 
 
 @pytest.mark.full
-def test_synchronous_rl(model, store):
+def test_documented_synchronous_loop(model, store):
     async def synchronous_rl(batch_size):
         dataloader, policy, reward, buffer, trainer = await start(model, store, ReinforceLoss(clip_ratio=0.2), 2)
         version = 0
@@ -121,7 +121,7 @@ def test_the_two_loops_of_the_overview(model, store):
 
 
 @pytest.mark.full
-def test_weights_arrive_and_are_those_of_the_trainer(model, store):
+def test_generator_weights_equal_trainer_weights(model, store):
     async def main():
         _, policy, _, _, trainer = await start(model, store, ReinforceLoss())
         before = await policy.generate.route("abcd>", temperature=0.0)

@@ -42,7 +42,7 @@ def test_its_process_ends_and_another_answers(model):
     run(main())
 
 
-def test_it_stops_at_the_tokens_that_it_was_started_with(model):
+def test_stop_tokens_of_constructor_end_answers(model):
     async def main():
         policy = await Generator.options().as_service(model, slots=4, max_tokens=16, stop_token_ids=tuple(range(3, 30)))
         completion = await policy.generate.route("abc>", seed=1, temperature=5.0)

@@ -96,7 +96,7 @@ async def step(policy, trainer, version: int) -> None:
 
 
 @pytest.mark.full
-def test_what_is_well_goes_well(model, store):
+def test_matching_identities_pass(model, store):
     async def main():
         policy, trainer = await start(model, store, age=0)
         for version in range(3):
@@ -155,7 +155,7 @@ def test_a_swap_that_fails_half_way(model, store):
 
 
 @pytest.mark.full
-def test_the_trainer_refuses_tokens_of_other_weights_than_they_say(model, store):
+def test_trainer_rejects_tokens_with_wrong_identity(model, store):
     async def main():
         policy, trainer = await start(model, store, generator=QuietCountingGenerator)
         await step(policy, trainer, 0)
@@ -178,7 +178,7 @@ def batch(versions: list[int], identities: dict[int, str]):
     return pack([Episode(completion(versions, identities), 1.0, advantage=1.0)])
 
 
-def test_what_the_trainer_takes_and_refuses(store):
+def test_trainer_accepts_known_and_rejects_unknown_identities(store):
     digests = {}
     for version in range(4):
         store.put(POLICY, {"w": np_tensor(version)}, version)
@@ -207,7 +207,7 @@ def test_what_the_trainer_takes_and_refuses(store):
     assert known.recent(3, 1)[2] == {digests[2]}
 
 
-def test_ages_are_those_of_the_tokens():
+def test_policy_age_counts_each_token():
     for versions, age in (([5, 5], 0), ([4, 5], 1), ([2, 5], 3)):
         Staleness(age).check(batch(versions, {}), 5)
         if age:

@@ -1,4 +1,4 @@
-"""Adapters alone are published, and generators decode with the merged model."""
+"""Adapters only are published, and generators decode with the merged model."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_generator_decodes_as_the_exported_model_does(model: str, store: Versi
     assert any(a.token_ids != b.token_ids for a, b in zip(before, after, strict=True))
 
 
-def test_adapters_alone_are_published(model: str, store: VersionStore):
+def test_only_adapters_are_published(model: str, store: VersionStore):
     whole, low = trainer(model, store), trainer(model, store, lora=LORA)
     whole.push_weights(0)
     low.push_weights(1)

@@ -64,7 +64,7 @@ def test_add_waits_for_room_and_sample_for_enough():
     asyncio.run(main())
 
 
-def test_what_expires_is_told_so_that_it_can_be_replaced():
+def test_expired_groups_are_reported_and_replaced():
     async def main():
         buffer = ReplayBuffer(10, max_policy_age=1)
         for version in (0, 0, 1, 2):
@@ -104,7 +104,7 @@ def test_state_comes_back():
     asyncio.run(main())
 
 
-def test_a_batch_that_cannot_be_is_an_error():
+def test_batch_larger_than_capacity_raises():
     with pytest.raises(ValueError, match="can never be drawn"):
         asyncio.run(ReplayBuffer(3).sample(0, 4))
     with pytest.raises(ValueError, match="order must be"):

@@ -69,7 +69,7 @@ def test_degenerate_responses_cost_no_replica():
     assert asyncio.run(work()) == ([[0.0] * 5] * 4, 0)
 
 
-def test_a_response_that_a_verifier_cannot_score_has_no_reward_and_is_told(caplog):
+def test_unscored_response_has_no_reward_and_a_reason(caplog):
     broken = VerifiersConfig(rules=["apps.weaver.rules:right_length", f"{__name__}:short_alone"])
     with caplog.at_level("WARNING"):
         assert rewards(started(RewardActor(verifiers=broken))) == [None, None, 1.0]
@@ -86,7 +86,7 @@ def short_alone(prompt, response, target):
     return 1.0
 
 
-def test_all_that_was_opened_is_closed_also_where_one_closing_fails(ensemble, monkeypatch):
+def test_scorers_are_closed_after_a_failing_close(ensemble, monkeypatch):
     closed = []
 
     async def failing(panel):
@@ -113,7 +113,7 @@ class Short:
         (Short(), "the reward Short gave 2 scores for 3 responses"),
     ],
 )
-def test_what_is_no_reward_is_refused(function, message):
+def test_invalid_scorers_raise(function, message):
     with pytest.raises(ValueError, match=message):
         rewards(started(RewardActor([function])))
 
@@ -136,7 +136,7 @@ def test_an_ensemble_is_checked_before_anything_is_started(ensemble, tmp_path, s
         checked(tmp_path)
 
 
-def test_what_a_follower_has_learned_is_taken_up_again(tmp_path):
+def test_learned_state_is_restored(tmp_path):
     """With the groups that it is still to learn from: both go on alike."""
     rng = np.random.default_rng(0)
     right = rng.random((100, 8, 1)) < 0.5
@@ -211,7 +211,7 @@ IN_A_THREAD = [StopIteration(), asyncio.CancelledError(), GeneratorExit(), Syste
     ("kind", "error"),
     [*((Raising, error) for error in IN_A_THREAD), (RaisingLater, SystemExit(0)), (RaisingLater, KeyboardInterrupt())],
 )
-def test_what_a_reward_raises_neither_ends_the_program_nor_is_waited_for(kind, error):
+def test_system_exit_of_a_reward_is_contained(kind, error):
     scored = asyncio.wait_for(FunctionVerifier(kind(error)).score("abc>", GROUP, "cba"), 10)
     with pytest.raises(RuntimeError, match=f"^the reward {kind.__name__} raised {type(error).__name__}") as caught:
         asyncio.run(scored)

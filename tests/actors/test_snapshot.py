@@ -159,7 +159,7 @@ def test_kills_and_resumes(history: list, batch: int, age: int, sync: int, order
     asyncio.run(main())
 
 
-def test_what_was_under_way_is_handed_out_again_and_first():
+def test_samples_in_flight_are_replayed_first():
     first = dataset()
     drawn = [first.sample() for _ in range(5)]
     seen = Seen(1, {3})
@@ -172,7 +172,7 @@ def test_what_was_under_way_is_handed_out_again_and_first():
 
 
 @pytest.mark.parametrize("component", [DatasetActor("x"), ReplayBuffer()])
-def test_as_a_service_its_loss_ends_the_run_and_says_how_to_continue(component: Any):
+def test_lost_dataset_service_ends_run_with_resume_hint(component: Any):
     component.context = ActorContext(type(component).__name__, incarnation=1)
     with pytest.raises(Unrecoverable, match="resume the run from its last checkpoint"):
         component.on_respawn()
@@ -195,7 +195,7 @@ def test_a_group_that_comes_again_is_dropped_and_counted():
 @given(
     batch_size=st.integers(1, 5), age=st.integers(0, 4), steps=st.integers(1, 8), seed=st.randoms(use_true_random=False)
 )
-def test_no_rollout_is_older_than_allowed_and_none_is_surplus(batch_size: int, age: int, steps: int, seed: Any):
+def test_rollout_age_is_bounded_without_surplus(batch_size: int, age: int, steps: int, seed: Any):
     async def main() -> None:
         buffer = ReplayBuffer(batch_size=batch_size, max_policy_age=age, steps=steps)
         started: list[int] = []  # the version served when each rollout started

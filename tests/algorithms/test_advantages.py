@@ -35,7 +35,7 @@ def test_equal_rewards_teach_nothing(reward: float, samples: int, normalize: boo
     assert group_relative([reward] * samples, normalize=normalize) == pytest.approx([0.0] * samples, abs=1e-5)
 
 
-def test_one_right_answer_among_four():
+def test_advantages_of_one_right_answer_among_four():
     assert group_relative([1.0, 0.0, 0.0, 0.0], epsilon=0.0) == pytest.approx([1.5, -0.5, -0.5, -0.5])
 
 

@@ -90,7 +90,7 @@ def test_corrections(name: str, kind: str, level: str):
     check(loss_fn, name, **SETTINGS[name], correction=(kind, level, *bounds))
 
 
-def test_kl_in_the_reward_leaves_the_loss_alone():
+def test_kl_in_reward_does_not_change_loss():
     for name in ("ppo", "reinforce++"):
         check(load_algorithm(name, **SETTINGS[name], beta=0.5), name, **SETTINGS[name])
 
@@ -164,7 +164,7 @@ FAR: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", FAR)
-def test_what_is_reported_is_what_the_bounds_did(name: str):
+def test_clip_metrics_match_bounds(name: str):
     """A token counts as limited exactly where moving the bounds far away changes its gradient."""
     loss_fn, unbounded = load_algorithm(name, **SETTINGS[name]), load_algorithm(name, **FAR[name])
     _, tensors = oracle.batch(LENGTHS)

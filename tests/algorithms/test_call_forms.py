@@ -30,13 +30,13 @@ def test_the_four_tensors_of_the_documents(loss_fn: torch.nn.Module, mask_dtype:
 
 
 @pytest.mark.parametrize("loss_fn", [SimpleGRPOLoss(beta=0.1), ReinforceLoss(clip_ratio=0.2)])
-def test_one_advantage_a_sequence(loss_fn: torch.nn.Module):
+def test_advantage_per_sequence_is_broadcast(loss_fn: torch.nn.Module):
     logprobs, mask, advantages = -torch.rand(3, 5), torch.ones(3, 5), torch.randn(3, 1)
     one, all_ = (loss_fn(logprobs, logprobs - 0.1, a, mask) for a in (advantages, advantages.expand(3, 5)))
     assert one.item() == pytest.approx(all_.item())
 
 
-def test_what_is_missing_is_named():
+def test_missing_loss_argument_is_named():
     x = torch.zeros(2)
     with pytest.raises(ValueError, match="beta > 0 needs ref_logprobs"):
         GRPOLoss(beta=0.1)(x, x, x, x)
@@ -45,7 +45,7 @@ def test_what_is_missing_is_named():
 
 
 @pytest.mark.parametrize("clips", [(-0.1, 0.2), (1.0, 0.2), (0.2, -0.1)])
-def test_clips_that_mean_nothing_are_refused(clips: tuple[float, float]):
+def test_invalid_clips_raise(clips: tuple[float, float]):
     with pytest.raises(ValueError, match="clip_low must be in"):
         GRPOLoss(*clips)
     with pytest.raises(ValueError, match="clip_ratio must be None or at least 0"):

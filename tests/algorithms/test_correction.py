@@ -90,6 +90,6 @@ def test_the_clip_holds_to_the_proximal_policy_and_the_weight_to_the_sampler():
         ({"high": 0.5}, "correction_high at least 1"),
     ],
 )
-def test_bad_settings_are_refused(settings, message):
+def test_invalid_correction_settings_raise(settings, message):
     with pytest.raises(ValueError, match=message):
         Correction(**settings)

@@ -42,7 +42,7 @@ def inputs(fill: float, where: str = "all") -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("where", ["all", *NAMES])
 @pytest.mark.parametrize("fill", [math.nan, math.inf, -math.inf, 1e30])
-def test_what_stands_on_padding_changes_nothing(name: str, where: str, fill: float):
+def test_padding_values_do_not_change_loss(name: str, where: str, fill: float):
     plain, poisoned = inputs(0.0), inputs(fill, where)
     expected, got = LOSSES[name](plain), LOSSES[name](poisoned)
     assert got.item() == expected.item()

@@ -43,7 +43,7 @@ def module():
     del sys.modules["my_losses"]
 
 
-def test_by_name_with_settings_of_every_level():
+def test_algorithm_loads_by_name_with_nested_settings():
     algorithm = load_algorithm("gspo", clip_high=0.1, dual_clip=3.0, beta=0.2, kl="k2")
     assert isinstance(algorithm, GSPOLoss)
     assert (algorithm.clip_high, algorithm.dual_clip, algorithm.beta, algorithm.kl) == (0.1, 3.0, 0.2, "k2")
@@ -95,6 +95,6 @@ def test_a_function_of_ones_own_has_the_advantages_of_grpo():
         ("distill", {"clip_high": -1.0}, "clip_high must be at least 0"),
     ],
 )
-def test_what_is_wrong_is_said(name: str, settings: dict, message: str):
+def test_unknown_algorithm_settings_raise(name: str, settings: dict, message: str):
     with pytest.raises(ValueError, match=message):
         load_algorithm(name, **settings)

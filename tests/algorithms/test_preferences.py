@@ -100,7 +100,7 @@ def test_a_micro_batch_without_pairs_is_zero_and_stays_in_the_graph(loss_fn):
 
 
 @pytest.mark.parametrize("settings", [{"beta": 0.0}, {"label_smoothing": 0.5}, {"label_smoothing": -0.1}])
-def test_settings_that_mean_nothing_are_refused(settings: dict[str, float]):
+def test_invalid_preference_settings_raise(settings: dict[str, float]):
     with pytest.raises(ValueError, match="beta must be above 0 and label_smoothing"):
         DPOLoss(**settings)
     with pytest.raises(ValueError, match="center must be at least 0"):

@@ -49,7 +49,7 @@ def test_gpus_that_a_scheduler_names_and_torch_does_not_see():
 
 @no_gpu
 def test_gpus_that_the_driver_lists_and_torch_does_not_see(tmp_path: Path):
-    """With the driver's program alone, and neither a compiler nor the headers that attention needs."""
+    """With the driver's program only, and neither a compiler nor the headers that attention needs."""
     tool(tmp_path / "bin", "nvidia-smi", 'echo "NVIDIA H100 80GB HBM3, 81559 MiB, 580.159.04"')
     code, output, problems = doctor(PATH=str(tmp_path / "bin"))
     assert code == 1

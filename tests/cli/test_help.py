@@ -30,7 +30,7 @@ PARSER = make_parser()
 COMMANDS = commands(PARSER)
 
 
-def test_all_commands_are_listed():
+def test_help_lists_every_command():
     names = "train sft dpo reward-model distill serve clean worker doctor launch table runs compare watch report"
     assert {*names.split(), "weaver", "weaver fit"} <= {*COMMANDS}
 
@@ -58,7 +58,7 @@ def test_examples_of_launchers_run(launcher: str, capsys):
     assert "gsm8k" in capsys.readouterr().out
 
 
-def test_the_version_is_that_of_the_project(capsys):
+def test_version_matches_project(capsys):
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     with pytest.raises(SystemExit) as ended:
         main(["--version"])

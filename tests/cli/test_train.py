@@ -33,7 +33,7 @@ def test_modules_of_the_working_folder_are_found(tmp_path, monkeypatch):
         (["empty.yaml", "--seed"], "--seed needs a value"),
     ],
 )
-def test_a_file_that_cannot_be_read_costs_neither_imports_nor_processes(tmp_path, monkeypatch, command, words, message):
+def test_unreadable_config_fails_before_imports(tmp_path, monkeypatch, command, words, message):
     for name, text in {"tab": "a:\n\tb: 1\n", "list": "- a\n- b\n", "text": "hello\n", "empty": ""}.items():
         (tmp_path / f"{name}.yaml").write_text(text)
     monkeypatch.chdir(tmp_path)

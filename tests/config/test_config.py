@@ -245,7 +245,7 @@ def test_functions_are_added_to_verifiers_only_where_they_are_named(config):
     ]
 
 
-def test_an_algorithm_is_made_with_what_is_set_and_nothing_else(config):
+def test_algorithm_gets_only_set_values(config):
     cfg = read(config, "--grpo.loss", "{dual_clip: 5.0}", "--training.entropy_coef", "0.01")
     made = cfg.load_algorithm()
     assert (made.clip_low, made.clip_high, made.beta, made.dual_clip) == (0.2, 0.28, 0.1, 5.0)
@@ -262,7 +262,7 @@ def test_an_algorithm_is_made_with_what_is_set_and_nothing_else(config):
     assert read(config, *arguments, "--grpo.reference", "teacher").load_algorithm().needs_reference
 
 
-def test_files_that_cannot_be_read(config, tmp_path):
+def test_unreadable_config_files_raise(config, tmp_path):
     with pytest.raises(ConfigError, match=r"run2.yaml does not exist; did you mean .*run.yaml"):
         read(tmp_path / "run2.yaml")
     with pytest.raises(ConfigError, match="--config FILE is missing"):

@@ -69,13 +69,13 @@ def test_an_override_has_the_type_of_its_setting(config, key, text, value):
 
 
 @pytest.mark.parametrize(("key", "text"), [("seed", "one"), ("training.steps", "1.5"), ("eval", "yes")])
-def test_other_overrides_are_checked_as_ever(config, key, text):
+def test_typed_overrides_are_checked(config, key, text):
     with pytest.raises(ConfigError, match=f"{key} must be"):
         read(config, f"--{key}", text)
 
 
 @pytest.mark.parametrize(("encoding", "fault"), [("latin-1", "byte 0xf6 is not UTF-8"), ("utf-16", "is in UTF-16")])
-def test_a_configuration_in_another_encoding_is_one_line(config, encoding, fault):
+def test_utf16_config_raises_one_line(config, encoding, fault):
     config.write_text(config.read_text() + "\n# größer", encoding=encoding)
     with pytest.raises(ConfigError, match=rf"run.yaml, line \d+: .*{fault}"):
         read(config)

@@ -91,7 +91,7 @@ def test_marks_are_read_as_transformers_reads_them(conversation):
 
 
 @given(turns=st.lists(st.sampled_from(["yes", "<think>\nhm\n</think>\n\nyes", "no "]), min_size=1, max_size=3))
-def test_a_template_that_rewrites_earlier_turns_is_refused_but_for_the_last(turns):
+def test_rewriting_template_trains_only_last_turn(turns):
     conversation = said(*(text for turn in turns for text in ("why?", turn)))
     tokenizer = byte_pairs()
     encoder = ChatFormat(tokenizer, THINKING)
@@ -124,7 +124,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_but_for_the_last(turn
         ("{% if %}", said("a", "b"), "the chat template fails"),
     ],
 )
-def test_what_cannot_be_told_apart_is_refused(template, conversation, message):
+def test_ambiguous_turn_bounds_raise(template, conversation, message):
     with pytest.raises(ValueError, match=message) as caught:
         ChatFormat(byte_pairs(), template).encode(conversation)
     assert "\n" not in str(caught.value)
@@ -143,6 +143,6 @@ def test_what_cannot_be_told_apart_is_refused(template, conversation, message):
         ({"messages": [{"role": "user"}]}, "message 1 must have text as its content, not NoneType"),
     ],
 )
-def test_bad_messages_say_what_is_wrong(row, message):
+def test_invalid_messages_name_the_fault(row, message):
     with pytest.raises(ValueError, match=message):
         read_messages(row, "messages")

@@ -76,7 +76,7 @@ def test_resumes_exactly_at_every_position_across_epochs(places, name, monkeypat
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_every_epoch_has_an_order_of_its_own(places, streaming):
+def test_each_epoch_is_shuffled_differently(places, streaming):
     epochs = [
         [str(next(data).prompt) for _ in ROWS] for data in [make(places["folder"], streaming=streaming)] for _ in "ab"
     ]
@@ -87,7 +87,7 @@ def test_every_epoch_has_an_order_of_its_own(places, streaming):
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"shuffle": False}, {"split": "test"}])
-def test_a_position_in_other_data_is_refused(places, change, jsonl):
+def test_position_of_other_data_raises(places, change, jsonl):
     state = make(places["rows.jsonl"]).state_dict()
     with pytest.raises(ValueError, match=f"does not fit: {next(iter(change))} was"):
         make(places["rows.jsonl"], **change).load_state_dict(state)
@@ -95,7 +95,7 @@ def test_a_position_in_other_data_is_refused(places, change, jsonl):
         make(jsonl(ROWS[0])).load_state_dict(state)
 
 
-def test_held_out_is_fixed_and_disturbs_nothing(places):
+def test_held_out_split_is_fixed(places):
     for settings in ({"path": places["rows.jsonl"]}, {"path": places["folder"], "streaming": True}):
         data, other = make(**settings), make(**settings)
         first = [next(data) for _ in range(10)]

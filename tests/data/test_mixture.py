@@ -44,7 +44,7 @@ def test_every_source_is_within_one_of_its_share_at_every_moment(weights):
         assert all(abs(count - share * k) < 1 for count, share in zip(counts, shares, strict=True))
 
 
-def test_it_ends_with_the_first_that_has_ended_and_counts_what_all_left_out():
+def test_mixture_ends_with_first_source_and_sums_skipped():
     mixture = Mixture([Named("a"), Named("b", end=2)], [2, 1])
     assert [name for name, _ in mixture].count("b") == 2
     assert mixture.skipped == 4
@@ -52,7 +52,7 @@ def test_it_ends_with_the_first_that_has_ended_and_counts_what_all_left_out():
 
 
 @pytest.mark.parametrize("kind", ["prompts", "supervised", "preferences"])
-def test_resumes_exactly_at_every_position(kind):
+def test_mixture_resumes_at_every_position(kind):
     def new():
         return load_data(TOKENIZER, kind=kind, sources=SOURCES, seed=2, prompt_template="{question}=")
 
@@ -70,7 +70,7 @@ def test_resumes_exactly_at_every_position(kind):
         assert sum("+" in str(sample.prompt) for sample in items) == pytest.approx(40 * 3 / 5.5, abs=1)
 
 
-def test_held_out_has_every_sources_share_and_disturbs_nothing():
+def test_held_out_keeps_source_shares():
     data, other = (load_data(TOKENIZER, sources=SOURCES) for _ in "ab")
     first = list(islice(data, 5))
     held = data.held_out(110)
@@ -114,12 +114,12 @@ def test_sources_override_common_settings(jsonl):
         ),
     ],
 )
-def test_bad_input_says_what_is_wrong(settings, message):
+def test_invalid_mixture_names_the_fault(settings, message):
     with pytest.raises(ValueError, match=message):
         load_data(TOKENIZER, **settings)
 
 
-def test_a_position_in_other_shares_is_refused():
+def test_position_of_other_shares_raises():
     state = load_data(TOKENIZER, sources=SOURCES).state_dict()
     for sources in (SOURCES[:2], [{**SOURCES[0], "weight": 4}, *SOURCES[1:]]):
         with pytest.raises(ValueError, match="does not fit: the mixture's shares were"):

@@ -162,7 +162,7 @@ def test_an_episode_whose_tokens_are_all_masked_counts_for_nothing(aggregation: 
     assert pack(known[1:], aggregation=aggregation).weights.tolist() == [0.0] * 4
 
 
-def test_what_cannot_be_packed_is_named():
+def test_unpackable_episode_is_named():
     scored = episodes([(2, 2), (2, 2)])
     unscored = Episode(prompt_ids=(1,), response_ids=[2], reward=1.0)
     with pytest.raises(ValueError, match="empty list"):
@@ -177,7 +177,7 @@ def test_what_cannot_be_packed_is_named():
         split_batch(example(0, [(2, 3), (4, 5)]), ranks=1, max_tokens=8)
 
 
-def test_an_episode_that_makes_no_sense_is_refused():
+def test_inconsistent_episode_raises():
     with pytest.raises(ValueError, match="from a completion or from prompt_ids"):
         Episode()
     with pytest.raises(ValueError, match="at least one response token"):

@@ -175,7 +175,7 @@ def test_a_mistake_is_one_slip_and_never_right(answer, seed):
 
 
 @pytest.mark.parametrize("settings", [{}, {"streaming": True}, {"shuffle": False, "max_tokens": 5}])
-def test_resumes_exactly_at_every_position(jsonl, settings):
+def test_pairs_resume_at_every_position(jsonl, settings):
     path = jsonl(*({"prompt": f"q{i}", "chosen": "yes"[: 1 + i % 3], "rejected": "no"} for i in range(9)))
     data, states, pairs = prefer(path, **settings), [], []
     for _ in range(25):
@@ -220,7 +220,7 @@ def test_resumes_exactly_at_every_position(jsonl, settings):
         ([TEXTS], {"too_long": "truncate"}, "too_long must be one of skip, error; got 'truncate'"),
     ],
 )  # fmt: skip
-def test_bad_input_says_what_is_wrong(jsonl, rows, settings, message):
+def test_invalid_pair_names_the_fault(jsonl, rows, settings, message):
     with pytest.raises(ValueError, match=message) as caught:
         prefer(jsonl(*rows), **settings)
     assert "\n" not in str(caught.value)

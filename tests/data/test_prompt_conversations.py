@@ -70,7 +70,7 @@ def test_a_row_may_offer_tools():
         ({"prompt": TALK, "tools": "add"}, {}, "the tools of a conversation are not JSON"),
     ],
 )
-def test_a_conversation_that_cannot_be_a_prompt_is_one_line(row, settings, message):
+def test_invalid_prompt_conversation_raises_one_line(row, settings, message):
     with pytest.raises(ValueError, match=message):
         first(row, target_field=None, **settings)
 

@@ -111,7 +111,7 @@ CHOOSE = {"choices_field": "options", "prompt_template": "{choices}"}
         ([ROW], {"task": "apps.toys.numbers:Add"}, "needs either a path .*, a task, or sources"),
     ],
 )  # fmt: skip
-def test_bad_input_says_what_is_wrong(jsonl, rows, settings, message):
+def test_invalid_prompt_row_names_the_fault(jsonl, rows, settings, message):
     with pytest.raises(ValueError, match=message) as caught:
         make(jsonl(*rows), **settings)
     assert "\n" not in str(caught.value)

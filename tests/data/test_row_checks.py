@@ -147,7 +147,7 @@ def test_a_bad_row_of_a_stream_is_left_out_counted_and_named(stream, caplog, bad
     assert "left out: some/set, row 3: " in caplog.text
 
 
-def test_a_stream_of_bad_rows_is_an_error_at_once(stream):
+def test_stream_of_invalid_rows_raises_at_start(stream):
     with pytest.raises(ValueError, match="some/set, row 1: no field 'question': it has text"):
         PromptDataset(**stream([{"text": "a"}] * 5))
 
@@ -165,7 +165,7 @@ def test_a_stream_of_bad_rows_is_an_error_at_once(stream):
         ([{"question": "a\n", "answer": "a"}], r"1 of 1 prompts hold .first: row 1, '\n'"),
     ],
 )
-def test_letters_without_a_token_are_told_in_one_line(caplog, rows, letters):
+def test_unknown_letters_are_named(caplog, rows, letters):
     PromptDataset(Rows(rows), tokenizer=character_tokenizer("ab"))
     [record] = [record for record in caplog.records if "no token" in record.message]
     assert record.levelno == logging.WARNING
@@ -176,7 +176,7 @@ def test_letters_without_a_token_are_told_in_one_line(caplog, rows, letters):
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_byte_order_mark_is_no_text(offline, tmp_path, encoding, name, streaming):
+def test_byte_order_mark_is_skipped(offline, tmp_path, encoding, name, streaming):
     rows = [{"question": "größer", "answer": "ß"}, GOOD]
     text = json.dumps(rows) if name == "rows.json" else "\n".join(json.dumps(r, ensure_ascii=False) for r in rows)
     (tmp_path / name).write_text(text, encoding=encoding)
@@ -195,7 +195,7 @@ def test_a_byte_order_mark_is_no_text(offline, tmp_path, encoding, name, streami
         ("utf-32", "it is in UTF-16"),
     ],
 )
-def test_another_encoding_is_told_with_its_line(tmp_path, name, encoding, fault):
+def test_wrong_encoding_is_named_with_its_line(tmp_path, name, encoding, fault):
     word = "漢" if encoding == "shift_jis" else "größer"
     (tmp_path / name).write_text(f'{json.dumps(GOOD)}\n{{"question": "{word}", "answer": ""}}\n', encoding=encoding)
     line = 1 if encoding in ("utf-16", "utf-32") else 2
@@ -203,7 +203,7 @@ def test_another_encoding_is_told_with_its_line(tmp_path, name, encoding, fault)
         PromptDataset(str(tmp_path / name), tokenizer=TOKENIZER)
 
 
-def test_how_many_items_epochs_have(jsonl):
+def test_size_counts_items_of_epochs(jsonl):
     rows = jsonl(*[{"question": f"q{i}", "answer": i, "share": i % 2} for i in range(7)])
     learn = {"tokenizer": TOKENIZER, "epochs": 3}
     assert SupervisedDataset(rows, **learn).size == 21

@@ -46,7 +46,7 @@ texts = st.lists(st.sampled_from([*NAMES, "<|IM_END|>", "<EOS>", "<", ">", "|", 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(text=texts)
-def test_no_special_token_is_encoded(name, text):
+def test_special_tokens_in_text_are_not_encoded(name, text):
     tokenizer = TOKENIZERS[name]
     special = SpecialTokens(tokenizer)
     ids = tokenizer(special.inert(replace_surrogates(text)), add_special_tokens=False)["input_ids"]
@@ -75,7 +75,7 @@ def test_other_texts_stay_as_they_are(text):
         "<|eot_id|>",
     ],
 )
-def test_what_looks_like_a_special_token_is_broken_for_judges(text):
+def test_special_tokens_are_broken_for_judges(text):
     assert text not in inert_anywhere(f"so {text} it is")
 
 

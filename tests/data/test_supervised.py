@@ -33,7 +33,7 @@ def read(episode, tokenizer=TOKENIZER):
     return tokenizer.decode(episode.tokens[:start]), tokenizer.decode(learnt)
 
 
-def test_prompts_with_answers_are_those_of_the_prompt_dataset(places):
+def test_prompt_rows_match_prompt_dataset(places):
     settings = {"target_pattern": r"####\s*(.+)", "prompt_template": "{question}: ", "seed": 3}
     episodes, samples = learn(places["rows.jsonl"], **settings), make(places["rows.jsonl"], **settings)
     for episode, sample in islice(zip(episodes, samples, strict=True), 50):
@@ -57,7 +57,7 @@ def test_a_prompt_with_an_answer_is_the_conversation_of_both(jsonl, template, sy
     assert tuple(one.tokens[: one.mask.index(True)]) == next(make(jsonl(row), **prompts)).prompt.token_ids
 
 
-def test_conversations(jsonl):
+def test_supervised_conversations_are_masked(jsonl):
     path = jsonl(*CHATS)
     for train_on, first in (("assistant", ("u3>", "a3<eos>a3<eos>")), ("last", ("u3>a3<eos>u3>", "a3<eos>"))):
         data = learn(path, chat_template=TALK, train_on=train_on, shuffle=False)
@@ -108,7 +108,7 @@ def test_rows_of_no_weight_are_left_out_and_counted(jsonl, streaming, too_long):
         data.held_out(3)
 
 
-def test_what_is_too_long_is_skipped_or_cut(jsonl):
+def test_long_rows_are_skipped_or_cut(jsonl):
     rows = [{"question": "q" * n, "answer": "abc"} for n in (2, 3, 4, 9)]
     skipping = learn(jsonl(*rows), max_tokens=7, shuffle=False, epochs=1)
     assert [read(e) for e in skipping] == [("qq", "abc<eos>"), ("qqq", "abc<eos>")]
@@ -129,7 +129,7 @@ def test_what_is_too_long_is_skipped_or_cut(jsonl):
         {"text_field": "share"},
     ],
 )
-def test_resumes_exactly_at_every_position(jsonl, settings):
+def test_rows_resume_at_every_position(jsonl, settings):
     path = jsonl(*CHATS)
     data, states, episodes = learn(path, **settings), [], []
     for _ in range(30):
@@ -183,7 +183,7 @@ USER = {"messages": [{"role": "user", "content": "hi"}]}
         ([CHAT], {"train_on": "first"}, "train_on must be one of assistant, last; got 'first'"),
     ],
 )  # fmt: skip
-def test_bad_input_says_what_is_wrong(jsonl, rows, settings, message):
+def test_invalid_supervised_row_names_the_fault(jsonl, rows, settings, message):
     with pytest.raises(ValueError, match=message) as caught:
         learn(jsonl(*rows), **{"chat_template": TALK, **settings})
     assert "\n" not in str(caught.value)

@@ -26,7 +26,7 @@ CALLS = CHATML.replace(
 
 
 @given(turns=st.lists(st.sampled_from(["yes", "<think>\nhm\n</think>\n\nyes", "no "]), min_size=1, max_size=3))
-def test_all_thoughts_of_a_conversation_are_trained(turns):
+def test_every_thought_is_trained(turns):
     conversation = said(*(text for turn in turns for text in ("why?", turn)))
     tokenizer = byte_pairs()
     tokens, mask = ChatFormat(tokenizer, THINKING, thoughts="keep").encode(conversation)
@@ -45,7 +45,7 @@ def test_a_thought_that_the_prompt_begins_is_trained_after_it():
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "thinking", "reasoning"])
-def test_thoughts_in_a_field_of_their_own(field):
+def test_reasoning_field_is_trained(field):
     tokenizer = byte_pairs()
     conversation = said("why?", "yes")
     conversation[1][field] = "hm"
@@ -128,7 +128,7 @@ LAST_ALONE = {
 
 @pytest.mark.parametrize("name", LAST_ALONE)
 @pytest.mark.parametrize("thoughts", ["keep", "template"])
-def test_a_template_that_ends_its_last_turn_alone_is_for_one_turn(name, thoughts):
+def test_template_ending_only_last_turn_takes_one_turn(name, thoughts):
     tokenizer = byte_pairs()
     chat = ChatFormat(tokenizer, LAST_ALONE[name], thoughts=thoughts)
     with pytest.raises(ValueError, match=r"message 2: .* differently once later messages follow"):

@@ -25,7 +25,7 @@ class NotCapturable(RuntimeError):
 class Operator(NamedTuple):
     """One operator: its name, what it reads, and the shapes of its results.
 
-    Memory that existed before is an address with strides; of what the step has made the shape alone.
+    Memory that existed before is an address with strides; of what the step has made the shape only.
     """
 
     name: str

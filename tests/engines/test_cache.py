@@ -98,7 +98,7 @@ def test_rows_come_back_when_long_answers_have_ended(tmp_path: Path):
         assert steps(16, 40) < 4 * 40
 
 
-def test_too_little_for_the_longest_sequence_is_one_line(tmp_path: Path):
+def test_too_small_cache_raises_one_line(tmp_path: Path):
     save(tmp_path, "odd")
     with pytest.raises(ValueError, match=r"generator.cache_gb: .* lower generator.max_seq_len or generator.slots$"):
         EmbeddedEngine(tmp_path, slots=4, device="cpu", max_seq_len=LONGEST, cache_gb=1e-6)

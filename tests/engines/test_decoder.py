@@ -61,7 +61,7 @@ def test_sharded_checkpoints_load(make: Make) -> None:
         EmbeddedEngine(folder)
 
 
-def test_incomplete_folders_are_refused(make: Make, tmp_path: Path) -> None:
+def test_incomplete_model_folder_raises(make: Make, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no model folder"):
         EmbeddedEngine(tmp_path / "absent")
     with pytest.raises(FileNotFoundError, match=r"no config\.json"):
@@ -81,7 +81,7 @@ def test_incomplete_folders_are_refused(make: Make, tmp_path: Path) -> None:
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type 'dynamic'"),
     ],
 )
-def test_models_it_cannot_run_are_refused(make: Make, change: dict[str, object], message: str) -> None:
+def test_unsupported_model_raises(make: Make, change: dict[str, object], message: str) -> None:
     folder, _ = make("qwen3")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **change}))
@@ -109,7 +109,7 @@ def test_prompts_of_many_windows_give_the_same_numbers(tmp_path: Path, family: s
 @pytest.mark.parametrize(
     "arguments", [{"slots": 0}, {"max_seq_len": 97}, {"max_seq_len": 1}, {"dtype": "float16"}, {"prefill_tokens": 0}]
 )
-def test_wrong_arguments_are_refused(make: Make, arguments: dict[str, object]) -> None:
+def test_invalid_engine_arguments_raise(make: Make, arguments: dict[str, object]) -> None:
     folder, _ = make()
     with pytest.raises(ValueError, match=next(iter(arguments))):
         EmbeddedEngine(folder, **arguments)  # type: ignore[arg-type]

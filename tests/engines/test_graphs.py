@@ -77,7 +77,7 @@ def test_top_logprobs_decode_without_a_graph(folders: dict[str, Path], device: E
     assert steps(folders["qwen3"], device, 20, top_logprobs=2)[:2] == (20, 0)
 
 
-def test_graphs_are_refused_where_there_are_none(folders: dict[str, Path]):
+def test_graphs_on_cpu_raise(folders: dict[str, Path]):
     with pytest.raises(ValueError, match="cuda_graphs needs a GPU of NVIDIA or AMD, and this engine computes on cpu"):
         EmbeddedEngine(folders["qwen3"], cuda_graphs=True, device="cpu")
     with pytest.raises(ValueError, match="does not support mixtures of experts"):

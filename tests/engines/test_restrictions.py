@@ -106,6 +106,6 @@ def texts(folder: str, **settings: Any) -> list[tuple[str, str]]:
         ({"logprobs_of": "raw"}, "logprobs_of must be drawn or policy"),
     ],
 )
-def test_impossible_settings_are_refused(settings: dict[str, Any], message: str):
+def test_impossible_sampling_raises(settings: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         Sampling(**settings)

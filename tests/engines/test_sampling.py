@@ -41,6 +41,6 @@ def test_top_k_breaks_ties_and_top_p_of_one_keeps_all() -> None:
     assert kept.tolist() == [3, 8, 4]
 
 
-def test_the_likeliest_token_stays_whatever_top_p_is() -> None:
+def test_most_probable_token_survives_any_top_p() -> None:
     kept = keep_top(torch.randn(2, 50), torch.tensor([0, 3]), torch.tensor([1e-320, 1e-45])).isfinite().sum(-1)
     assert kept.tolist() == [1, 1]

@@ -42,7 +42,7 @@ def submit(engine: EmbeddedEngine, prompt: list[int], **settings: object) -> Fut
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.0}, {"top_p": 0.9}, {"n": 2}, {"top_k": 3}])
-def test_a_request_that_meets_them_fails_alone(settings: dict[str, object], model: torch.nn.Module, folder: Path):
+def test_nan_weights_fail_only_their_requests(settings: dict[str, object], model: torch.nn.Module, folder: Path):
     with EmbeddedEngine(folder, device="cpu", slots=4) as engine:
         expected = submit(engine, GOOD, **settings).result(60)
         assert not any(9 in completion.token_ids for completion in expected)

@@ -26,7 +26,7 @@ ODD = {"kind": "verifiers", "environment": "odd", "python": sys.executable}
 
 @pytest.fixture
 def odd(monkeypatch):
-    """The section of an environment that this Python has, in place of verifiers."""
+    """The section of an environment that this Python has, instead of verifiers."""
     monkeypatch.setattr(collection, "SCRIPT", SCRIPT)
     return AgentConfig(collection=ODD)
 
@@ -98,7 +98,7 @@ def test_rows_go_to_the_files_of_the_configuration(tmp_path, odd):
         ({"collection": ODD, "command": ["true"]}, r"episode\.agent needs one of .*, got command, collection"),
     ],
 )
-def test_settings_that_cannot_be(settings, problem):
+def test_invalid_collection_settings_raise(settings, problem):
     with pytest.raises(ConfigError, match=problem) as caught:
         AgentConfig(**settings)
     assert "\n" not in str(caught.value)

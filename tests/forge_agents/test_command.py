@@ -121,7 +121,7 @@ def test_a_program_has_the_environment_of_clients_and_no_other(url: str, monkeyp
     assert not {name for name in env if name.startswith("FORGE_")} - {"FORGE_TASK"}
 
 
-def test_what_a_program_does_and_how_it_ends(tmp_path: Path) -> None:
+def test_program_status_and_output(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "in.txt").write_text("from the folder")
     (tmp_path / "data" / "run.sh").write_text("#!/bin/sh\ncat data/in.txt more/text > out.txt\nexit 3\n")
@@ -305,7 +305,7 @@ def keepers_of(pid: int) -> list[int]:
     return [int(child) for child in children if "zygote.main" in Path(f"/proc/{child}/cmdline").read_text()]
 
 
-def test_no_process_outlives_a_controller_that_is_killed() -> None:
+def test_agent_processes_end_with_killed_controller() -> None:
     mark = uuid.uuid4().hex
     controller = subprocess.Popen([sys.executable, "-c", CONTROLLER, mark], env={**os.environ, "PYTHONPATH": SOURCES})
     wait_for(lambda: len(processes_with(mark)) >= 3)
@@ -338,7 +338,7 @@ def play_as_user(connection: Any, url: str, secret: str) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
-def test_an_ordinary_user_confines_programs_as_well(url: str, tmp_path: Path) -> None:
+def test_unprivileged_user_confines_programs(url: str, tmp_path: Path) -> None:
     if not os.access("/usr/bin/python3", os.X_OK):
         pytest.skip("no Python that another user can start")
     secret = tmp_path / "secret"

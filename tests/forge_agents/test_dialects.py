@@ -218,7 +218,7 @@ def test_answers_that_keep_a_schema(gpt, claude, gateway):
     gateway.answer = lambda _: [ModelTurn("", '{"value": 42}')]
     parsed = gpt.chat.completions.parse(model="m", messages=QUESTION, response_format=Answer)
     assert parsed.choices[0].message.parsed == Answer(value=42)
-    # The client sends the parsed object back beside the text.
+    # The client sends the parsed object back alongside the text.
     gpt.chat.completions.create(model="m", messages=[*QUESTION, parsed.choices[0].message, *QUESTION])
     assert gateway.requests.pop()[1].messages[1]["content"] == '{"value": 42}'
     assert gpt.responses.parse(model="m", input="Do it.", text_format=Answer).output_parsed == Answer(value=42)

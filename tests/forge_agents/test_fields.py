@@ -98,7 +98,7 @@ REJECTED = [
     ),
     ("anthropic", {"mcp_servers": [{"name": "a"}]}, "mcp_servers = [{'name': 'a'}] is not supported"),
     ("anthropic", {"tool_choice": {"type": "some"}}, "tool_choice of type 'some' is not supported"),
-    ("anthropic", {"output_config": {"task_budget": {}}}, "output_config supports effort and format alone"),
+    ("anthropic", {"output_config": {"task_budget": {}}}, "output_config supports effort and format only"),
     (
         "anthropic",
         {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
@@ -119,7 +119,7 @@ REJECTED = [
 
 
 @pytest.mark.parametrize(("dialect", "fields", "message"), REJECTED)
-def test_what_cannot_be_honoured_is_named(dialect, fields, message):
+def test_unsupported_fields_are_named(dialect, fields, message):
     with pytest.raises(BadRequest) as error:
         read(dialect, **fields)
     assert str(error.value).startswith(message)
@@ -160,7 +160,7 @@ CHOICES = [
 
 
 @pytest.mark.parametrize(("dialect", "tool", "choice", "expected"), CHOICES)
-def test_which_tools_must_be_called(dialect, tool, choice, expected):
+def test_tool_choice_is_read(dialect, tool, choice, expected):
     assert read(dialect, tools=[tool], tool_choice=choice).tool_choice == expected
     assert read(dialect, tools=[tool], tool_choice=None).tool_choice == "auto"
 

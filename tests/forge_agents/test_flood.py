@@ -70,7 +70,7 @@ async def flood(gateway, run, gate):
     return rejected, quick, answers, patience, [run(gateway.close(key)) for key in keys]
 
 
-def test_what_is_beyond_the_limit_gets_one_sentence_and_the_rest_is_unharmed(gated):
+def test_requests_beyond_limits_are_rejected_one_by_one(gated):
     rejected, quick, answers, patience, (record, other) = asyncio.run(flood(*gated))
     for error in rejected:
         assert isinstance(error, openai.RateLimitError)

@@ -151,7 +151,7 @@ async def _turn():
     await asyncio.sleep(0.01)
 
 
-def test_one_sentence_for_what_cannot_be(served):
+def test_invalid_requests_get_one_sentence(served):
     access = opened(served)
     other = opened(served)
     url = f"{access.url}/v1/chat/completions"
@@ -181,7 +181,7 @@ def test_one_sentence_for_what_cannot_be(served):
     assert httpx.post(f"{access.url}/s/{access.key}/v1/chat/completions", json=body, timeout=60).status_code == 200
 
 
-def test_a_stream_that_fails_midway_is_no_answer(served, forced_policy, monkeypatch):
+def test_failed_stream_is_not_an_answer(served, forced_policy, monkeypatch):
     script(forced_policy, "A first answer of several words.", "A second one.")
     access = opened(served, max_turn_tokens=None)
     original = forced_policy._next

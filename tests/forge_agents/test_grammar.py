@@ -113,7 +113,7 @@ def text_of(tokenizer: PreTrainedTokenizerFast, completion: Completion) -> str:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_what_is_drawn_is_always_a_value_of_the_schema(
+def test_drawn_text_matches_schema(
     temperature: float, saved: tuple[Path, PreTrainedModel], tokenizer: PreTrainedTokenizerFast
 ) -> None:
     folder, _ = saved
@@ -143,7 +143,7 @@ def allowed_by(grammars: Grammars, grammar: str, ids: list[int], stops: frozense
     return torch.from_numpy(np.stack(lines)).bool()
 
 
-def test_logprobs_are_those_of_the_distribution_among_allowed_tokens(
+def test_grammar_logprobs_are_renormalised(
     saved: tuple[Path, PreTrainedModel], tokenizer: PreTrainedTokenizerFast
 ) -> None:
     folder, model = saved

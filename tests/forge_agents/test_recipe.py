@@ -129,7 +129,7 @@ def test_an_account_that_does_not_add_up_says_so():
     )
 
 
-def test_a_program_of_the_task_folder_that_is_missing_ends_the_run_with_one_line(tmp_path):
+def test_missing_program_ends_run_with_one_line(tmp_path):
     with pytest.raises(ConfigError, match=r"episode\.agent\.command: \./no-such-agent cannot be executed .*readable"):
         run(tmp_path, {"command": ["./no-such-agent"], "reward": "ExactMatch"})
 
@@ -148,7 +148,7 @@ def test_a_program_of_the_task_folder_that_is_missing_ends_the_run_with_one_line
         ({"command": ["true"], "test": {"command": ["true"]}, "files": "nowhere"}, "files must be a folder"),
     ],
 )
-def test_settings_that_cannot_be(tmp_path, agent, problem):
+def test_invalid_agent_settings_raise(tmp_path, agent, problem):
     with pytest.raises(ConfigError, match=problem) as caught:
         run(tmp_path, agent)
     assert "\n" not in str(caught.value)

@@ -119,7 +119,7 @@ def test_a_repair_is_paid_and_its_conversation_is_the_recorded_one(served, force
         ["rm -rf * .home; chmod 0 ."],
     ],
 )
-def test_what_is_no_repair_is_paid_0(served, forced_policy, commands):
+def test_broken_repair_scores_zero(served, forced_policy, commands):
     forced_policy.script = spoken(*commands, repairs.SUBMIT)
     outcome, _ = play(served)
     assert (outcome.reward, outcome.is_lost) == (0.0, False), outcome.info

@@ -155,7 +155,7 @@ def test_a_frozen_model_answers_and_does_not_train(tmp_path, model):
         (RLConfig, {"gpt": 3}, r"models\.gpt must be a mapping"),
     ],
 )
-def test_models_that_do_not_work_are_one_line(recipe, models, problem):
+def test_invalid_models_raise_one_line(recipe, models, problem):
     episode = {"agent": {"function": answers}}
     with pytest.raises(ConfigError, match=problem) as caught:
         build(recipe, {**SETTINGS, "model": "x", "episode": episode, "models": models})

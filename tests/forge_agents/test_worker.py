@@ -42,7 +42,7 @@ def exists(pid):
     return True
 
 
-def test_episodes_run_at_once_in_one_process(tmp_path):
+def test_worker_plays_episodes_concurrently(tmp_path):
     async def use(worker):
         slow = asyncio.create_task(play(worker, act="wait", seconds=1.0))
         quick = await play(worker)

@@ -128,7 +128,7 @@ def test_kubernetes_gives_the_controller_its_words(text: str):
 
 
 @pytest.mark.parametrize("name", ["Run", "9run", "a_b", "a.b", "-a", "a-", "", "a" * 45, "é", "a\n", "a b", "a/../b"])
-def test_a_name_that_kubernetes_does_not_take_is_one_line(name: str):
+def test_invalid_kubernetes_name_raises_one_line(name: str):
     with pytest.raises(ValueError, match=r"\A[^\n]*set run\.name to at most 44[^\n]*\Z"):
         KubernetesJob(name, ["forge"], "r/forge:1").manifests()
 
@@ -156,7 +156,7 @@ def test_pods_have_as_few_rights_as_they_need():
 
 @examples
 @given(st.text())
-def test_a_host_is_no_option_of_ssh(text: str):
+def test_host_is_not_read_as_ssh_option(text: str):
     _, fault = attempted(check_host, text)
     if fault:
         assert re.search(ONE_LINE, fault)
@@ -182,7 +182,7 @@ def test_a_host_is_no_option_of_ssh(text: str):
         (["slurm", "--partition", "x\n#SBATCH --wrap=id"], "line break"),
     ],
 )
-def test_a_launcher_says_in_one_line_what_it_does_not_take(words, named, capsys):
+def test_unsupported_launcher_words_raise_one_line(words, named, capsys):
     with pytest.raises(SystemExit) as caught:
         main(["launch", words[0], "tests/forge_cluster/tiny.yaml", "--dry-run", *words[1:]])
     said = str(caught.value.code) if isinstance(caught.value.code, str) else capsys.readouterr().err.splitlines()[-1]

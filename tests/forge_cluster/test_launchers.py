@@ -187,7 +187,7 @@ def test_a_slurm_script_is_valid_shell():
 @example("\x00")
 @example("x" * 10_000)
 @given(st.text(min_size=1))
-def test_no_name_or_folder_is_another_line_or_option_of_a_slurm_script(text: str):
+def test_slurm_script_quotes_names_and_folders(text: str):
     def options(job: SlurmJob) -> list[list[str]]:
         lines = [line for line in job.script().split("\n") if line.startswith("#SBATCH ")]
         return [shlex.split(line.removeprefix("#SBATCH ")) for line in lines]

@@ -22,7 +22,7 @@ def test_shards_stay_within_hosts():
     assert layout(("parallelism.tensor_parallel_degree", "2")) == (2, 2, 2)
 
 
-def test_the_trainer_alone_divides_experts():
+def test_only_trainer_divides_experts():
     overrides = [("trainer.backend", "titan"), ("parallelism.expert_parallel_degree", "4")]
     cfg = read(RLConfig, CONFIG, [("services.trainer.procs", "8"), *overrides])
     assert cfg.layout("trainer").expert_parallel_degree == 4

@@ -83,7 +83,7 @@ def test_the_doctor_examines_them(workers, tmp_path):
     assert "problem: no worker listens at 127.0.0.1:1: start one there with `forge worker`" in nowhere.stdout
 
 
-def test_a_worker_without_a_secret_is_one_line():
+def test_worker_without_secret_raises_one_line():
     own = environment()
     del own["FORGE_SECRET"]
     command = [sys.executable, "-m", "forge", "worker", "--listen", "127.0.0.1:0", "--gpus", ""]
@@ -92,7 +92,7 @@ def test_a_worker_without_a_secret_is_one_line():
     assert "error: FORGE_SECRET is not set: every process that has it can run programs here" in done.stderr
 
 
-def test_what_does_not_fit_is_one_line_before_any_process(workers, tmp_path):
+def test_oversized_placement_raises_before_any_process(workers, tmp_path):
     command = [sys.executable, "-m", "forge", "train", "tests/forge_cluster/tiny.yaml", "--run.root", str(tmp_path)]
     command += ["--services.trainer.hosts", "3", "--services.trainer.procs", "3"]
     own = environment(FORGE_HOSTS=str(tmp_path / "list"))

@@ -47,7 +47,7 @@ def test_the_arrangement_of_512_gpus():
     check_fit([host(f"n{number}") for number in range(64)], demands)
 
 
-def test_what_does_not_fit_is_said_host_by_host():
+def test_oversized_demand_lists_room_of_hosts():
     hosts = [host("a", 8), host("b", 2)]
     demands = [Demand("services.trainer", procs=8, gpus=1), Demand("services.generator, replica 0", procs=4, gpus=1)]
     with pytest.raises(NoHostRoom) as caught:
@@ -66,7 +66,7 @@ def test_what_does_not_fit_is_said_host_by_host():
     st.lists(st.tuples(st.integers(0, 8), st.integers(1, 64)), min_size=1, max_size=8),
     st.lists(st.tuples(st.integers(1, 16), st.integers(0, 4), st.integers(1, 4)), max_size=12),
 )
-def test_no_device_has_two_owners_and_all_come_back(hosts, wanted):
+def test_devices_have_one_owner_and_return(hosts, wanted):
     rooms = [HostRoom.of_host(host(f"n{n}", gpus, cores)) for n, (gpus, cores) in enumerate(hosts)]
     before = [list(room.gpus) for room in rooms]
     taken = []

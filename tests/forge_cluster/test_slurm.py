@@ -78,7 +78,7 @@ def test_a_job_runs_to_its_end(slurm, tmp_path, undisturbed):
     assert not list(tmp_path.glob("hosts-*"))
 
 
-def test_a_preempted_job_saves_itself_and_goes_on(slurm, tmp_path, undisturbed):
+def test_preempted_job_saves_and_resumes(slurm, tmp_path, undisturbed):
     job = Submitted(slurm, tmp_path, "--nodes", "2")
     job.step(2)
     other = slurm.say("sbatch", "--parsable", "--partition=high", "--nodes=3", "--exclusive", "--wrap", "sleep 2")

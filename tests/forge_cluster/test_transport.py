@@ -45,7 +45,7 @@ def test_weights_reach_every_host(lab, writer):
     controller.end()
 
 
-def test_nothing_between_machines_can_be_read_and_every_listener_asks_for_a_certificate(lab, tmp_path):
+def test_transport_is_encrypted_and_authenticated(lab, tmp_path):
     capture = tmp_path / "capture"
     sniffer = lab[1].start(
         [sys.executable, "-m", "tests.forge_cluster.sniff", str(capture)], str(ROOT), env=environment()
@@ -92,7 +92,7 @@ def without_certificate(machine, address: str, port: int) -> str:
     return machine.run(command, capture_output=True, text=True, timeout=10).stdout
 
 
-def test_another_secret_is_one_line(lab):
+def test_wrong_secret_raises_one_line(lab):
     own = environment("another secret, as long as the first one is", FORGE_HOSTS="m2,m3")
     command = [sys.executable, "-m", "tests.forge_cluster.controllers", "replicas", "1", "1"]
     done = lab[0].run(command, str(ROOT), env=own, capture_output=True, text=True, timeout=60)

@@ -28,7 +28,7 @@ def test_a_module_of_upstream_names_what_has_its_contents(name: str):
         importlib.import_module(name)
 
 
-def test_what_an_answer_names_exists():
+def test_replacement_names_exist():
     for here in ABSENT.values():
         for word in here.replace(",", "").replace(";", "").split():
             module, _, attribute = word.rpartition(".")

@@ -58,7 +58,7 @@ def test_the_buffer_gives_each_rank_its_part_or_none():
 
 
 @pytest.mark.processes
-def test_forward_of_the_reference_is_that_of_transformers(model):
+def test_reference_forward_matches_transformers(model):
     tokens = torch.randint(3, 20, (3, 12), generator=torch.Generator().manual_seed(0))
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
@@ -130,7 +130,7 @@ def titan(**settings):
     return TitanTrainer(**{"model": "m", "loss": ReinforceLoss(clip_ratio=0.2), **settings})
 
 
-def test_what_torchforges_sections_say_is_done_or_an_error():
+def test_torchforge_sections_are_honoured_or_raise():
     for name, value in (("SGD", "'SGD'"), ("Adam", "'Adam'"), (3, "3")):
         with pytest.raises(ValueError, match=f"^optimizer.name must be AdamW, got {value}: others are optimizer="):
             titan(optimizer={"name": name, "lr": 1e-5})
@@ -191,7 +191,7 @@ def test_wrong_settings_are_errors_of_the_call_before_anything_starts(component,
         assert "\n" not in str(caught.value)
 
 
-def test_the_constructor_of_a_users_subclass_runs_in_its_process_alone():
+def test_subclass_constructor_runs_only_in_its_process():
     constructed = []
 
     class Named(ReplayBuffer):

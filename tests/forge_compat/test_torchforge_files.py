@@ -230,7 +230,7 @@ def test_a_key_that_the_table_does_not_have_is_said_to_have_no_equivalent():
         ("a: [", "is not valid YAML"),
     ],
 )
-def test_files_that_cannot_be_read_are_one_line(tmp_path: Path, text: str, message: str):
+def test_unreadable_torchforge_files_raise_one_line(tmp_path: Path, text: str, message: str):
     file = tmp_path / "c.yaml"
     file.write_text(text)
     with pytest.raises(ValueError, match=message) as caught:
@@ -330,7 +330,7 @@ RL = {"group_size": 8, "local_batch_size": 16}
         (SFT | {"parallelism": {"tensor_parallel_degree": 0}}, "parallelism.tensor_parallel_degree must be a whole"),
     ],
 )
-def test_wrong_values_are_one_line_that_names_the_key(
+def test_invalid_torchforge_values_name_the_key(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], values: dict[str, Any], message: str
 ):
     with pytest.raises(SystemExit, match=f"^error: .*{message}") as caught:

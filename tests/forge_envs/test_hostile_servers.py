@@ -114,7 +114,7 @@ def test_an_mcp_server_that_answers_a_call_with_anything(name: str):
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
-def test_an_event_has_a_limit_and_a_stream_of_events_has_none(end: str):
+def test_event_size_is_bounded(end: str):
     line, size = f"data: {'a' * 60_000}{end}".encode(), 1 << 14
 
     async def taken(stream: bytes) -> int:

@@ -15,7 +15,7 @@ def drawn(sampler, count):
     return [sampler.draw() for _ in range(count)]
 
 
-def test_a_curriculum_goes_on_where_a_level_is_solved():
+def test_curriculum_advances_when_level_is_solved():
     sampler = Curriculum(ROWS, 0, advance_at=0.75, window=4)
     assert {ROWS[row]["level"] for row in drawn(sampler, 40)} == {0}
     for rewards in ([1.0, 0.0], [1.0, 1.0], [1.0, 1.0]):
@@ -33,7 +33,7 @@ def test_a_curriculum_goes_on_where_a_level_is_solved():
     assert ROWS[sampler.draw()]["level"] == 2  # the last one stays
 
 
-def test_the_frontier_is_what_is_sometimes_solved():
+def test_frontier_prefers_sometimes_solved_rows():
     sampler = Frontier(ROWS, 0, floor=0.01)
     for _ in range(10):
         for row in range(12):
@@ -89,7 +89,7 @@ def test_a_saved_sampler_draws_what_the_first_would_have(make):
         (lambda rows, seed: object(), "has no draw, observe"),
     ],
 )
-def test_settings_that_cannot_be(sampler, problem):
+def test_invalid_sampler_settings_raise(sampler, problem):
     with pytest.raises(ValueError, match=problem) as caught:
         make_sampler(sampler, ROWS, 0)
     assert "\n" not in str(caught.value)

@@ -144,7 +144,7 @@ def test_runs_that_are_resumed_and_lose_processes_are_sound(tmp_path):
 
 
 @pytest.mark.parametrize("words", [["audit", "nowhere"]])
-def test_what_cannot_be_audited(words):
+def test_unauditable_run_raises(words):
     with pytest.raises(SystemExit, match="is not a run that has made a step"):
         main(words)
 

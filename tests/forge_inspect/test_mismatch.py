@@ -80,7 +80,7 @@ def test_the_command_says_so_and_leaves_it_for_the_page(clean, tmp_path, capsys)
     ],
     ids=["not_a_run", "no_rollouts", "no_yaml", "damaged_checkpoint"],
 )
-def test_bad_input_is_one_line_and_exit_code_2(change, reason, clean, tmp_path, capsys):
+def test_invalid_mismatch_input_exits_with_2(change, reason, clean, tmp_path, capsys):
     folder = shutil.copytree(clean.parent, tmp_path / "runs") / "run"  # with the model that it began with
     change(folder)
     with pytest.raises(SystemExit) as ended:

@@ -79,7 +79,7 @@ def test_every_recipe_for_gpus_fits_them(recipe: Path):
     assert plan_of_recipe.fits, "\n".join(plan_lines(plan_of_recipe))
 
 
-def test_what_does_not_fit_is_said_with_what_would(capsys: pytest.CaptureFixture[str]):
+def test_oversized_plan_names_remedy(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as ended:
         main(["plan", "apps/sft/qwen3_8b.yaml", "--gpus", "2xA100-40"])
     assert ended.value.code == 1
@@ -106,7 +106,7 @@ def test_what_does_not_fit_is_said_with_what_would(capsys: pytest.CaptureFixture
         (["apps/weaver/qwen3_8b.yaml"], "collects answers"),
     ],
 )
-def test_bad_input_is_one_line(words: list[str], message: str, monkeypatch: pytest.MonkeyPatch):
+def test_invalid_plan_input_raises_one_line(words: list[str], message: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(SystemExit) as ended:
         main(["plan", *words])
@@ -194,7 +194,7 @@ def test_each_component_is_planned_by_its_own_model(tmp_path: Path):
         ("critic", "8B", 4),
         ("models.rival.critic", "8B", 4),
     ):
-        # A critic has one row in place of a vocabulary's head.
+        # A critic has one row instead of a vocabulary's head.
         assert parts[part]["weights"] == pytest.approx(bytes_each * elements[model], rel=0.1), part
     own_critic, _ = (plan_file("apps/selfplay/debate.yaml", words[:2], "16xH100")[1].components[n] for n in (1, 0))
     assert own_critic.name == "critic"

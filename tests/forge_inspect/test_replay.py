@@ -170,14 +170,12 @@ def test_turns_with_an_environment_are_replayed(tmp_path: Path) -> None:
         ({"replicas": 0}, "num_replicas"),
     ],
 )
-def test_what_cannot_be_replayed_is_named_before_anything_starts(
-    run: Path, settings: dict[str, Any], message: str
-) -> None:
+def test_unreplayable_run_raises_before_start(run: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         replay_run(run, **settings)
 
 
-def test_a_run_without_a_schedule_is_one_line(tmp_path: Path) -> None:
+def test_run_without_schedule_raises_one_line(tmp_path: Path) -> None:
     code, output = forge("replay", str(tmp_path))
     assert code == 1
     assert len(output.strip().splitlines()) == 1

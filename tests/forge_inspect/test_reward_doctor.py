@@ -1,4 +1,4 @@
-"""The reward doctor finds what a reward does wrong, and leaves a good one alone."""
+"""The reward doctor finds what a reward does wrong, and leaves a good one only."""
 
 import pytest
 
@@ -62,7 +62,7 @@ def judge(prompt, response, target):
 
 
 def ranked(responses, target):
-    """The first right answer of a group alone."""
+    """The first right answer of a group only."""
     seen = False
     rewards = []
     for response in responses:
@@ -103,7 +103,7 @@ def test_each_fault_has_its_name(rewards, name, severity, kind, text):
     assert findings[0].severity == severity
 
 
-def test_a_good_reward_is_left_alone(rewards):
+def test_good_reward_has_no_findings(rewards):
     result = examine(f"{rewards}:good", CASES)
     assert [finding.line for finding in result.findings if finding.severity != "note"] == []
     assert (result.right, result.wrong) == (1.0, 0.0)
@@ -136,7 +136,7 @@ def test_on_the_command_line(rewards, tmp_path, capsys):
         (["doctor", "reward", "ExactMatch", "--data", "rows.jsonl"], "rows.jsonl"),
     ],
 )
-def test_what_cannot_be(words, problem):
+def test_invalid_doctor_input_raises(words, problem):
     with pytest.raises(SystemExit, match=problem) as caught:
         main(words)
     assert "\n" not in str(caught.value)

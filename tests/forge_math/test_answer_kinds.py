@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from forge.data.thoughts import without_thoughts
 from forge.rewards.rules import ExactMatch, JsonMatch, MathReward, final_answer
-from forge_math.compare import are_equal
-from forge_math.notation import same_text, tokenize_answer
+from forge_math.compare import are_equal, same_text
+from forge_math.notation import tokenize_answer
 from forge_verifiers import AnswerFrequency, MathVerifier
 
 from . import answer_pairs
@@ -237,7 +237,7 @@ def test_pairs_of_answers():
 
 
 @pytest.mark.processes
-def test_all_readers_of_answers_agree():
+def test_answer_readers_agree():
     """The reward, the verifier and the frequency of answers give one verdict."""
     for (one, other), same in [
         *((pair, False) for pair in DIFFERENT["exponent"]),
@@ -304,7 +304,7 @@ def test_every_reward_reads_what_comes_after_the_thoughts(text, answer):
     assert JsonMatch()("", braced, '{"a": 2}') == float(answer == "2")
 
 
-def test_a_thought_that_the_prompt_opened_and_nothing_closes_is_no_answer():
+def test_unclosed_thought_is_not_an_answer():
     assert MathReward()("<|im_start|>assistant\n<think>\n", r"It may be \boxed{2}", "2") == 0.0
     assert MathReward()("<|im_start|>assistant\n<think>\n", r"It may be 3</think>\boxed{2}", "2") == 1.0
     assert ExactMatch()("<think>", "2", "2") == 1.0  # the target as it is needs no reading

@@ -33,7 +33,7 @@ def test_wrong_answers():
 
 @pytest.mark.processes
 @pytest.mark.full
-def test_no_answer_is_right_for_two_numbers():
+def test_answer_equals_at_most_one_number():
     targets = {target: value[0] for _, target in [*RIGHT, *WRONG] if (value := parse_number(target)) is not None}
     for response, _ in [*RIGHT, *WRONG]:
         right = {targets[target] for target in targets if reward("", response, target) == 1.0}

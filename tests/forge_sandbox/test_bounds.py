@@ -54,7 +54,7 @@ def test_cpu_time_of_children_that_are_not_waited_for(level, user):
 
 
 @each_level
-def test_no_capabilities_are_left(sandbox, level, user):
+def test_program_has_no_capabilities(sandbox, level, user):
     bounds = "import ctypes\nprint(sum(ctypes.CDLL(None).prctl(23, n, 0, 0, 0) > 0 for n in range(64)))"
     assert run(sandbox, bounds).stdout == "0\n"
     sets = "print([line.split()[1] for line in open('/proc/self/status') if line.startswith('Cap')])"

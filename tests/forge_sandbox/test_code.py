@@ -80,7 +80,7 @@ def test_failures_that_are_not_the_programs_own_are_no_scores():
         assert "test case" in score(["a"], target).reasons[0, 0]
 
 
-def test_settings_that_cannot_be():
+def test_invalid_code_settings_raise():
     with pytest.raises(ValueError, match="credit"):
         CodeVerifier(Trusting(), credit="some")
     with pytest.raises(ValueError, match="time_limit"):

@@ -39,7 +39,7 @@ def score(sandbox, program, cases=CASES, **settings):
     return float(found.values[0, 0])
 
 
-def test_all_calls_cost_one_execution(sandbox):
+def test_calls_share_one_execution(sandbox):
     assert score(sandbox, RIGHT) == 1.0
     assert sandbox.runs == 1
     assert score(sandbox, "def f(x):\n    return x * x if x > 2 else 1 / 0") == 6 / 8
@@ -47,7 +47,7 @@ def test_all_calls_cost_one_execution(sandbox):
     assert sandbox.runs == 3
 
 
-def test_calls_that_end_everything_cost_their_own_case_alone(sandbox):
+def test_exiting_call_fails_only_its_case(sandbox):
     assert score(sandbox, "import os\ndef f(x):\n    return x * x if x != 3 else os._exit(0)") == 7 / 8
     assert sandbox.runs == 3
     never = "def f(x):\n    while x == 1: pass\n    return x * x"

@@ -35,7 +35,7 @@ HELD = [
 
 
 @pytest.mark.parametrize(("name", "level", "user"), HELD)
-def test_held(name, level, user, sandboxes, neighbourhoods):
+def test_attack_is_contained(name, level, user, sandboxes, neighbourhoods):
     sandbox, around = sandboxes(level, user), neighbourhoods(user)
     spare_our_own(name, around)
     result = asyncio.run(sandbox.run(around.fill(ESCAPES[name][0]), time_limit=20.0))

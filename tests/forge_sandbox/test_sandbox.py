@@ -95,7 +95,7 @@ def test_a_program_has_a_fresh_process(sandbox, level, user):
 
 
 @each_level
-def test_nothing_of_the_program_before_is_left_in_memory(sandbox, level, user):
+def test_memory_of_earlier_program_is_cleared(sandbox, level, user):
     """Answers of others are worth money: not even their text may be found."""
     run(sandbox, "print('needle' * 3)", stdin="needle" * 3)
     search = """
@@ -150,7 +150,7 @@ def test_cpu_time():
     asyncio.run(sandbox.close())
 
 
-def test_files_of_its_own(sandboxes):
+def test_each_program_has_its_files(sandboxes):
     sandbox = sandboxes("namespaces", SELF)
     program = "import os, tempfile\nprint(os.listdir('/tmp'))\nos.write(tempfile.mkstemp()[0], b'x')"
     assert [run(sandbox, program).stdout for _ in range(2)] == ["[]\n", "[]\n"]
@@ -179,7 +179,7 @@ def test_modules_of_the_users_own(tmp_path):
         subprocess.run(["rm", "-r", str(folder)], check=True)
 
 
-def test_who_gives_up_ends_nobody_elses_program():
+def test_cancelled_caller_does_not_end_other_programs():
     sandbox = opened("namespaces", SELF, workers=1)
 
     async def main():
@@ -195,7 +195,7 @@ def test_who_gives_up_ends_nobody_elses_program():
     asyncio.run(main())
 
 
-def test_settings_that_cannot_be():
+def test_invalid_sandbox_settings_raise():
     for settings, what in (
         ({"level": "jail"}, "level must be"),
         ({"level": "none"}, "allow_unsafe"),
@@ -225,7 +225,7 @@ def test_settings_that_cannot_be():
     asyncio.run(main())
 
 
-def test_no_level_is_an_error_that_says_what_is_missing():
+def test_unavailable_level_names_missing_part():
     with pytest.raises(SandboxError) as raised:
         asyncio.run(Sandbox(python="/nowhere/python").start())
     for word in ("namespaces: /nowhere/python could not be started", "user namespaces", "allow_unsafe"):
@@ -280,7 +280,7 @@ def test_a_process_that_hangs_is_replaced(monkeypatch):
     assert gone(everything)
 
 
-def test_whoever_stops_waiting_ends_the_program(sandboxes):
+def test_cancellation_ends_program(sandboxes):
     sandbox = opened("namespaces", SELF, workers=1)
 
     async def main():
@@ -299,7 +299,7 @@ def test_whoever_stops_waiting_ends_the_program(sandboxes):
 
 
 @pytest.mark.parametrize(("level", "user"), CASES)
-def test_nothing_outlives_a_parent_that_is_killed(level, user):
+def test_programs_end_with_killed_parent(level, user):
     """Also where another process has inherited what the parent had open."""
     number = whose(user)
     script = f"""

@@ -50,7 +50,7 @@ def outcomes(
 @needs_titan
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True}], ids=["plain", "checkpointed"])
-def test_one_process_trains_as_the_default_backend_does(models: dict[str, Path], family: str, settings: Any):
+def test_one_process_matches_default_backend(models: dict[str, Path], family: str, settings: Any):
     theirs = ranks.five_steps(join_ranks(), models[family], backend="titan", **settings)
     assert_as_one([theirs], ranks.five_steps(join_ranks(), models[family], **settings))
 
@@ -71,7 +71,7 @@ def test_a_layout_trains_as_one_process_of_the_default_backend(
 
 @needs_titan
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_checkpoint_goes_on_and_an_export_is_a_transformers_model(outcomes: dict[int, Outcome], family: str):
+def test_checkpoint_resumes_and_exports_to_transformers(outcomes: dict[int, Outcome], family: str):
     results = outcomes[4](f"saved, {family}")
     for result in results:
         assert result["again"] == result["after"]
@@ -110,7 +110,7 @@ def test_an_export_stops_where_its_start_did(models: dict[str, Path], tmp_path: 
 
 
 @needs_titan
-def test_scaled_rotary_embeddings_are_those_of_transformers(tmp_path: Path):
+def test_scaled_rotary_matches_transformers(tmp_path: Path):
     scaled = {
         "rope_type": "llama3",
         "rope_theta": 10_000.0,
@@ -128,7 +128,7 @@ def test_scaled_rotary_embeddings_are_those_of_transformers(tmp_path: Path):
 
 @needs_titan
 @pytest.mark.parametrize("settings", [{"head": "value"}, {"lora": {"rank": 2, "alpha": 4.0}}], ids=["head", "lora"])
-def test_it_refuses_what_it_does_not_have(models: dict[str, Path], settings: dict[str, Any]):
+def test_unsupported_settings_raise(models: dict[str, Path], settings: dict[str, Any]):
     with pytest.raises(ValueError, match="use fsdp"):
         make_trainer(models["qwen3"], backend="titan", **settings)
 

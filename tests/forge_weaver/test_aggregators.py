@@ -190,7 +190,7 @@ def test_the_published_model_needs_three_verifiers_and_counts_holes():
     assert "counted as rejections" in warned.report.warnings[0]
 
 
-def test_few_labels_are_used_well():
+def test_few_labels_improve_selection():
     """Ten labelled problems of the correlated scenario beat the rank mean on the others, and are calibrated."""
     found = []
     for seed in range(3):
@@ -207,7 +207,7 @@ def test_few_labels_are_used_well():
 
 
 @pytest.mark.full
-def test_auto_goes_by_labels_then_by_independence(table: ScoreTable):
+def test_auto_selects_by_labels_then_independence(table: ScoreTable):
     hard = scenario("hard", 0, problems=100).table
     labelled = Auto(agreement=1.0).fit(hard.with_labels_of(range(10)))
     assert labelled.report.method == "Auto: AnchoredLogistic"
@@ -244,7 +244,7 @@ def test_auto_makes_nothing_up_from_one_or_two_verifiers(count: int):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_one_right_is_worth_something_to_one_verifier(count: int):
+def test_single_verifier_learns_from_one_right_response(count: int):
     rng = np.random.default_rng(0)
     right = np.eye(6)[rng.integers(0, 6, 200)]
     made = ScoreTable(2 * right[..., None] + rng.normal(size=(200, 6, count)), tuple("ab"[:count]), labels=right)
@@ -254,7 +254,7 @@ def test_one_right_is_worth_something_to_one_verifier(count: int):
     assert ece(p, right) < 0.06
 
 
-def test_one_right_response_of_each_problem():
+def test_one_right_response_per_problem():
     """Scores that hard problems move altogether: what to go by is that one of six is right."""
     rng = np.random.default_rng(0)
     right = np.eye(6)[rng.integers(0, 6, 300)]
@@ -273,13 +273,13 @@ def test_one_right_response_of_each_problem():
 
 
 def only(table: ScoreTable, mask: np.ndarray) -> ScoreTable:
-    """With scores of some responses alone."""
+    """With scores of some responses only."""
     return dataclasses.replace(table, scores=np.where(mask[..., None], table.scores, np.nan))
 
 
 @quiet
 @every
-def test_what_nothing_scored_is_not_learned_from(make: Callable[[], Aggregator], table: ScoreTable):
+def test_unscored_responses_are_not_learned(make: Callable[[], Aggregator], table: ScoreTable):
     if isinstance(make(), Auto):
         return
     plain = dataclasses.replace(table.take(range(30)), families=None)
@@ -303,7 +303,7 @@ def test_what_nothing_scored_is_not_learned_from(make: Callable[[], Aggregator],
     assert fitted.report.to_dict() == report
 
 
-def test_the_published_posterior_is_that_of_all_four_entries():
+def test_published_posterior_uses_all_entries():
     made = generate(60, 10, 6, verdicts=True, seed=0).table.with_labels_of([])
     fitted = PublishedWeaver(class_balance=0.3).fit(made)
     said, mu = made.flat, np.clip(fitted.mu, 0.01, 0.99)
@@ -318,7 +318,7 @@ def test_the_published_posterior_is_that_of_all_four_entries():
     np.testing.assert_allclose(fitted.predict_proba(made).ravel(), expected, atol=1e-12)
 
 
-def test_settings_that_cannot_be(table: ScoreTable):
+def test_invalid_aggregator_settings_raise(table: ScoreTable):
     for make in (RankMean, BinnedDawidSkene, CorrelatedMixture, PublishedWeaver, Auto):
         for balance in (0.0, 1.0, -1.0, float("nan")):
             with pytest.raises(ValueError, match="class_balance is the share"):

@@ -1,4 +1,4 @@
-"""A small model learns what an ensemble says, from texts alone, and is the same verifier when it is opened again."""
+"""A small model learns what an ensemble says, from texts only, and is the same verifier when it is opened again."""
 
 import asyncio
 import json
@@ -58,7 +58,7 @@ def made(encoder, taught, tmp_path_factory):
     return folder, found, lines
 
 
-def test_it_says_what_the_ensemble_says_of_problems_that_it_has_not_seen(made):
+def test_distilled_model_generalises_ensemble(made):
     _, found, lines = made
     assert found.agreement > 0.9
     assert found.error < 0.15
@@ -97,12 +97,12 @@ def test_opened_again_it_gives_calibrated_probabilities(made, taught):
         (lambda t, p: (t, p[:, :0] * 0), "probabilities are"),
     ],
 )
-def test_what_cannot_be_distilled_is_refused(encoder, taught, tmp_path, change, message):
+def test_invalid_distillation_raises(encoder, taught, tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
         distil(*change(*taught), encoder, tmp_path / "d")
 
 
-def test_a_folder_with_something_in_it_is_left_alone(encoder, taught):
+def test_non_empty_folder_is_not_overwritten(encoder, taught):
     before = (encoder / "config.json").read_text()
     with pytest.raises(ValueError, match="is not empty"):
         distil(*taught, encoder, encoder)

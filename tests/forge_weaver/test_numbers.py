@@ -112,7 +112,7 @@ def test_the_published_objective_has_the_truth_for_its_minimum():
     assert published_loss(mu, o, pi) < 1e-8
 
 
-def test_a_published_step_goes_down_the_gradient():
+def test_published_step_follows_gradient():
     """1,000 steps of 1e-5 with momentum .9, by finite differences of the objective."""
     rng = np.random.default_rng(0)
     o, pi = moments(rng.uniform(0.6, 0.9, 3), rng.uniform(0.6, 0.9, 3), 0.4), 0.4

@@ -70,7 +70,7 @@ def test_three_verifiers_are_listened_to_whatever_they_do():
 
 
 @pytest.mark.filterwarnings("ignore:a verifier may be gamed:UserWarning")
-def test_it_goes_on_from_a_file(tmp_path: Path):
+def test_online_fit_resumes_from_file(tmp_path: Path):
     first, *rest = drift(batches=30, seed=2)
     online = Online().fit(first)
     for table in rest[:20]:

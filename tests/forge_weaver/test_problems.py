@@ -57,7 +57,7 @@ def test_readings_of_one_model_are_a_family():
     assert table.families == ("prm", "prm", "other")
 
 
-def test_a_verifier_that_raises_costs_its_problem_alone():
+def test_failing_verifier_affects_only_its_problem():
     class Picky:
         names = ("picky",)
 
@@ -99,14 +99,14 @@ def test_problems_as_a_file(tmp_path):
         (b'{"prompt": "\xff", "responses": ["a"]}', "utf-8"),
     ],
 )
-def test_a_line_that_is_no_problem_is_told_by_its_number(tmp_path, line, message):
+def test_invalid_problem_line_is_numbered(tmp_path, line, message):
     path = tmp_path / "problems.jsonl"
     path.write_bytes(b'{"prompt": "p", "responses": ["a"]}\n' + line + b"\n")
     with pytest.raises(ValueError, match=f"line 2: .*{message}"):
         read_problems(path)
 
 
-def test_problems_that_cannot_be():
+def test_invalid_problems_raise():
     with pytest.raises(ValueError, match="2 labels for 1 responses"):
         Problem("p", ["a"], labels=[1, 0])
     with pytest.raises(ValueError, match="some problems have answers"):

@@ -44,7 +44,7 @@ def fitted():
 GROUP = ["2 2 2 2", "-1 -1 -1 -1", "2 -1 ? ?", "? ? ? ?"]
 
 
-def test_the_reward_is_the_probability_and_none_where_nobody_gave_a_score(fitted):
+def test_reward_is_probability_or_none(fitted):
     right, wrong, mixed, unknown = rewards(Ensemble.over(Panel([Written()]), fitted), GROUP)
     assert right > 0.95
     assert wrong < 0.05
@@ -101,7 +101,7 @@ def test_a_veto_that_gave_no_score_leaves_no_reward_and_a_decision_that_gave_non
     assert rewards(reward, ["2 2 2 2", "-1 -1 -1 -1"], "????") == [None, None]
 
 
-def test_it_learns_from_the_groups_it_has_judged_and_hands_on_alarms():
+def test_online_reward_learns_and_alarms():
     reward = Ensemble.over(Panel([Written()]), Online().fit(table()), follow=4)
     before = reward.aggregator
     rng = np.random.default_rng(1)
@@ -130,11 +130,11 @@ def test_it_learns_from_the_groups_it_has_judged_and_hands_on_alarms():
         ({"veto": ["e"]}, "the panel lacks e"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(fitted, settings, message):
+def test_invalid_weaver_reward_raises(fitted, settings, message):
     with pytest.raises(ValueError, match=message):
         Ensemble.over(Panel([Written()]), fitted, **settings)
 
 
-def test_a_panel_without_the_verifiers_of_the_fit_is_refused():
+def test_panel_missing_fitted_verifiers_raises():
     with pytest.raises(ValueError, match="the panel lacks a, b, c, d"):
         Ensemble.over(Panel([Rule(lambda p, r, t: 1.0, "other")]), RankMean().fit(table(20)))

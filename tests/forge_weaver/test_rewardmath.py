@@ -53,7 +53,7 @@ def test_ten_labelled_problems(table: ScoreTable):
     assert np.mean(errors) <= 0.05
 
 
-def test_one_right_and_no_labels_beat_ten_labelled_problems(table: ScoreTable):
+def test_one_right_prior_beats_ten_labels(table: ScoreTable):
     hidden = table.with_labels_of([])
     p = Auto(one_right=True).fit(hidden).predict_proba(hidden)
     assert selection_accuracy(p, table.labels) > 0.45

@@ -54,7 +54,7 @@ def same(one: ScoreTable, other: ScoreTable) -> None:
         ({"prompts": ["a"]}, "1 prompts for 3"),
     ],
 )
-def test_what_does_not_fit_is_refused(change: dict, said: str):
+def test_inconsistent_table_raises(change: dict, said: str):
     given = {field.name: getattr(ragged(), field.name) for field in fields(ScoreTable)} | change
     with pytest.raises(ValueError, match=said):
         ScoreTable(**given)

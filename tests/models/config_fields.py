@@ -29,7 +29,7 @@ from forge.training.policy import Policy
 from forge.types import Episode, Sampling
 
 VOCAB = 61
-# A prompt alone, prompts beyond every window, and some that share a prefix.
+# A prompt only, prompts beyond every window, and some that share a prefix.
 SEQUENCES = [[5, 6], [7 + i * i % 40 for i in range(30)], [9] * 6 + [3 + i for i in range(20)], [9] * 6 + [50, 51, 52]]
 LENGTH = 36  # of the longest with its completion
 TOLERANCE = 1e-4
@@ -77,7 +77,7 @@ ROPES: list[dict[str, Any]] = [
 NESTED = [{"full_attention": ROPES[0], "sliding_attention": rope} for rope in (ROPES[0], ROPES[2], ROPES[4], ROPES[5])]
 WINDOWS = {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 1}
 SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
-# Other values of each field, alone or with what makes them matter. A field of a family without an entry is an error.
+# Other values of each field, only or with what makes them matter. A field of a family without an entry is an error.
 VALUES: dict[str, list[Any]] = {
     "architectures": [["OtherForCausalLM"]],
     "attention_bias": [True],
@@ -183,7 +183,7 @@ def cases(family: str, fields: Sequence[str] | None = None) -> Iterator[tuple[st
     table = VALUES | OTHERS
     for name in fields or table:
         for value in deepcopy(table[name]):  # configurations change mappings in place
-            # A mapping that names the field has others beside it.
+            # A mapping that names the field has others alongside it.
             settings = value if isinstance(value, dict) and name in value else {name: value}
             yield name, settings
 

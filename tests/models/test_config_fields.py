@@ -87,7 +87,7 @@ def with_values(folder: Path, family: str, **values: Any) -> Path:
 
 
 @pytest.mark.parametrize(("family", "values", "message"), WRONG)
-def test_a_model_that_would_be_computed_otherwise_is_one_line(
+def test_unsupported_config_field_raises_one_line(
     tmp_path: Path, family: str, values: dict[str, Any], message: str
 ) -> None:
     folder = with_values(tmp_path, family, **values)
@@ -115,7 +115,7 @@ RECIPES: dict[str, tuple[type, dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_no_recipe_starts_with_such_a_model(tmp_path: Path, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipes_reject_unsupported_fields(tmp_path: Path, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: Any) -> None:
         raise AssertionError("started")
 
@@ -253,7 +253,7 @@ def test_rows_are_no_longer_than_the_model_takes(
         ("phi3", {"partial_rotary_factor": 0.5}, None),
     ],
 )
-def test_keys_that_vllm_alone_would_compute(family: str, values: dict[str, Any], stray: str | None) -> None:
+def test_keys_only_vllm_computes_raise(family: str, values: dict[str, Any], stray: str | None) -> None:
     config = config_of(family, **values)
     if stray is None:
         check_keys(config)
@@ -262,7 +262,7 @@ def test_keys_that_vllm_alone_would_compute(family: str, values: dict[str, Any],
         check_keys(config)
 
 
-def test_models_that_vllm_alone_does_not_have() -> None:
+def test_models_missing_in_vllm_raise() -> None:
     with pytest.raises(ValueError, match="does not tie its head"):
         check_keys(config_of("olmoe", tie_word_embeddings=True))
     check_keys(config_of("olmoe", tie_word_embeddings=False))

@@ -103,7 +103,7 @@ def test_a_gguf_file_is_the_model_that_it_holds(tmp_path: Path, monkeypatch):
         resolve_model(str(tmp_path / "tiny.gguf"))
 
 
-def test_files_that_are_no_model_are_one_line(tmp_path: Path, monkeypatch):
+def test_invalid_gguf_raises_one_line(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(FileNotFoundError, match=r"model file .*none\.gguf does not exist"):
         resolve_model(str(tmp_path / "none.gguf"))

@@ -50,7 +50,7 @@ def calls() -> list[Any]:
 
 
 @pytest.mark.parametrize(("call", "owner"), calls())
-def test_no_call_loads_the_code_or_the_pickles_of_a_model(call: ast.Call, owner: str):
+def test_model_code_and_pickles_are_never_loaded(call: ast.Call, owner: str):
     given = {word.arg: word.value.value for word in call.keywords if isinstance(word.value, ast.Constant)}
     assert given.get("trust_remote_code") is False
     if LOADERS.fullmatch(owner) and ast.unparse(call.func).endswith("from_pretrained"):
@@ -82,14 +82,14 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("content", MALFORMED.values(), ids=MALFORMED.keys())
-def test_a_malformed_configuration_is_one_line(content: str | bytes, model: Path):
+def test_malformed_config_raises_one_line(content: str | bytes, model: Path):
     (model / "config.json").write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=r"\Amodel [^\n]{1,2000}\Z"):
         check_family(str(model))
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
-def test_a_file_with_a_checksum_that_is_none_is_one_line(make: Any, small: Path, tmp_path: Path):
+def test_malformed_checksum_raises_one_line(make: Any, small: Path, tmp_path: Path):
     shutil.copytree(small, tmp_path / "model")
     (tmp_path / "model/config.json").unlink()
     make(tmp_path / "model/config.json")
@@ -99,7 +99,7 @@ def test_a_file_with_a_checksum_that_is_none_is_one_line(make: Any, small: Path,
 
 @pytest.mark.parametrize("content", ["[1]", "[" * 100_000, "{", '{"weight_map": {"a": "../b"}}'], ids=range(4))
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json", "model.safetensors.index.json"])
-def test_other_malformed_files_are_one_line(content: str, name: str, model: Path):
+def test_malformed_model_files_raise_one_line(content: str, name: str, model: Path):
     if name == "tokenizer_config.json" and "weight_map" in content:
         content = "7"
     if name == "generation_config.json" and "weight_map" in content:
@@ -112,7 +112,7 @@ def test_other_malformed_files_are_one_line(content: str, name: str, model: Path
 @pytest.mark.parametrize(
     "content", ["[" * 1_000_000, "[1]", "{}", "7", '{"model": {"type": "None"}}', "\0", '{"a": ' * 200]
 )
-def test_a_malformed_tokenizer_is_one_line(content: str, model: Path):
+def test_malformed_tokenizer_raises_one_line(content: str, model: Path):
     (model / "tokenizer.json").write_text(content)
     with pytest.raises(ValueError, match=r"\Athe tokenizer of model [^\n]{1,1000}\Z"):
         open_tokenizer(str(model))
@@ -149,7 +149,7 @@ PANICS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.processes
 @pytest.mark.parametrize("change", PANICS.values(), ids=PANICS.keys())
-def test_a_tokenizer_that_panics_aborts_or_grows_without_end_is_one_line(change: dict[str, Any], model: Path):
+def test_crashing_tokenizer_raises_one_line(change: dict[str, Any], model: Path):
     values = json.loads((model / "tokenizer.json").read_text())
     (model / "tokenizer.json").write_text(json.dumps(values | change))
     with pytest.raises(ValueError, match=r"\Amodel [^\n]*tokenizer or chat template cannot be used: [^\n]+\Z"):
@@ -170,7 +170,7 @@ def test_a_tokenizer_that_panics_aborts_or_grows_without_end_is_one_line(change:
     ],
     ids=range(8),
 )
-def test_a_configuration_that_names_code_of_another_repository_is_one_line(change: dict[str, Any], model: Path):
+def test_remote_code_config_raises_one_line(change: dict[str, Any], model: Path):
     values = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(values | change))
     with pytest.raises(ValueError, match=r"\Amodel [^\n]*which is the code of another repository\Z"):
@@ -180,7 +180,7 @@ def test_a_configuration_that_names_code_of_another_repository_is_one_line(chang
 
 
 @pytest.mark.parametrize("size", [0, 7, 1 << 20, 1 << 40, (1 << 64) - 1])
-def test_a_header_of_weights_that_lies_is_one_line(size: int, model: Path):
+def test_lying_safetensors_header_raises_one_line(size: int, model: Path):
     (model / "model.safetensors").write_bytes(struct.pack("<Q", size) + b"{" * 100)
     with pytest.raises(ValueError, match=r"\Amodel [^\n]*model.safetensors is damaged[^\n]*\Z"):
         resolve_model(str(model))
@@ -191,12 +191,12 @@ def test_a_header_of_weights_that_lies_is_one_line(size: int, model: Path):
 )
 def test_pickled_weights_are_not_loaded(name: str, model: Path):
     (model / "model.safetensors").rename(model / name)
-    with pytest.raises(ValueError, match=rf"\A[^\n]*weights as {name} alone, a pickle[^\n]*\Z"):
+    with pytest.raises(ValueError, match=rf"\A[^\n]*weights as {name} only, a pickle[^\n]*\Z"):
         resolve_model(str(model))
 
 
 @pytest.mark.parametrize("start", [b"", b"GGUF", b"GGUF" + b"\xff" * 20, b"PK\3\4"])
-def test_a_gguf_header_that_lies_is_one_line(start: bytes, tmp_path: Path):
+def test_lying_gguf_header_raises_one_line(start: bytes, tmp_path: Path):
     (tmp_path / "model.gguf").write_bytes(start)
     with pytest.raises(ValueError, match=r"\A[^\n]*GGUF[^\n]*\Z"):
         resolve_model(str(tmp_path / "model.gguf"))
@@ -204,7 +204,7 @@ def test_a_gguf_header_that_lies_is_one_line(start: bytes, tmp_path: Path):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("content", ["[1]", "[" * 100_000], ids=["list", "deep"])
-def test_serve_and_train_say_it_in_one_line(content: str, model: Path, tmp_path: Path):
+def test_commands_report_bad_model_in_one_line(content: str, model: Path, tmp_path: Path):
     (model / "config.json").write_text(content)
     words = ["train", "tests/forge_cluster/tiny.yaml", "--model", str(model), "--from_scratch", "null"]
     words += ["--run.root", str(tmp_path / "runs")]

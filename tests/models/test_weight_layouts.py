@@ -80,7 +80,7 @@ def test_fused_parameters_are_in_row_order() -> None:
         ".original_module.weight",
     ],
 )
-def test_what_cannot_be_merged_is_refused(suffix: str) -> None:
+def test_unmergeable_adapter_raises(suffix: str) -> None:
     with pytest.raises(ValueError, match=rf"{AT}{suffix}"):
         plain_name(AT + suffix)
 

@@ -22,7 +22,7 @@ def a_run(steps: int = 3 * WINDOW, **last: float) -> list[dict[str, float]]:
     return rows
 
 
-def test_a_run_that_goes_well_has_none():
+def test_healthy_run_has_no_alerts():
     assert list_alerts(a_run(), SETTINGS) == []
 
 
@@ -55,7 +55,7 @@ def test_a_run_that_goes_well_has_none():
         ({"restarts/generator": 1.0}, "components were lost and replaced: generator 21 times", "log"),
     ],
 )
-def test_what_goes_wrong_has_one(last: dict[str, float], found: str, advice: str):
+def test_each_fault_has_an_alert(last: dict[str, float], found: str, advice: str):
     only = list_alerts(a_run(**last), SETTINGS)
     assert len(only) == 1, only
     assert only[0].finding.startswith(found)

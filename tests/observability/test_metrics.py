@@ -37,7 +37,7 @@ def test_any_split_over_processes_gives_the_statistics_of_all_values(parts):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_not_finite_is_an_error(value):
+def test_non_finite_metric_raises(value):
     with pytest.raises(ValueError, match="metric 'x' got"):
         record_metric("x", value)
 

@@ -86,7 +86,7 @@ def test_every_field_of_a_token_is_there(tmp_path: Path):
     assert [(line["index"], line["rewards"]) for line in lines] == [(7, [0.0, 0.0]), (8, [1.0, 0.0])]
 
 
-def test_branches_are_rows_of_their_own(tmp_path: Path):
+def test_branches_are_separate_rows(tmp_path: Path):
     def played(tokens: list[int], reward: float) -> Episode:
         turn = Turn(1, len(tokens), 2, "stop", reward)
         own = len(tokens) - 1
@@ -144,12 +144,12 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.processes
-def test_what_was_written_before_a_kill_is_there(tmp_path: Path):
+def test_rows_survive_kill(tmp_path: Path):
     assert subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)]).returncode == -9
     assert {row["step"] for row in read(tmp_path)} == {1, 2, 3}
 
 
-def test_it_is_cut_back_to_a_step(tmp_path: Path):
+def test_rollouts_are_cut_to_step(tmp_path: Path):
     steps(writer(tmp_path), range(1, 6))
     first = read(tmp_path)
     cut_rollouts(tmp_path / ROLLOUTS, 2)

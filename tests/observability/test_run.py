@@ -26,7 +26,7 @@ os._exit(0)
 
 
 @pytest.mark.processes
-def test_a_folder_is_free_once_the_last_process_of_its_run_is_gone(tmp_path: Path):
+def test_folder_lock_ends_with_last_process(tmp_path: Path):
     subprocess.run([sys.executable, "-c", HOLD, str(tmp_path / "run"), str(tmp_path / "ended")], check=True)
     lock = RunLock(tmp_path / "run")
     assert (tmp_path / "ended").exists()

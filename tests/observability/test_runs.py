@@ -91,7 +91,7 @@ def test_runs_are_compared_at_the_last_step_of_both(tmp_path: Path, capsys: pyte
         (["compare", "{}/run", "{}/new"], r"error: .*new has no step"),
     ],
 )
-def test_bad_input_is_one_line(tmp_path: Path, words: list[str], message: str):
+def test_invalid_runs_input_raises_one_line(tmp_path: Path, words: list[str], message: str):
     a_run(tmp_path / "run", ROWS)
     a_run(tmp_path / "new", [])
     (tmp_path / "empty").mkdir()

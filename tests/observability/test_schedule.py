@@ -52,7 +52,7 @@ def lines() -> list[str]:
     return [header_line("a:B", ()), published_line(0, "aa"), first.line(), published_line(1, "bb"), second.line()]
 
 
-def test_what_is_written_is_read_again(tmp_path: Path, lines: list[str]) -> None:
+def test_schedule_round_trips(tmp_path: Path, lines: list[str]) -> None:
     schedule = read_schedule(written(tmp_path, lines))
     assert [*schedule.steps.values()] == entries()
     assert schedule.published == {0: "aa", 1: "bb"}
@@ -77,7 +77,7 @@ def test_a_digest_has_tokens_and_log_probabilities_of_all_branches() -> None:
     assert SampleEntry.of(episode([0, 0])) == SampleEntry.of(plain)
 
 
-def test_what_the_run_did_not_write_is_named(tmp_path: Path, lines: list[str]) -> None:
+def test_foreign_schedule_line_is_named(tmp_path: Path, lines: list[str]) -> None:
     for number, name, value, message in (
         (4, "step", 3, "line 5 .*checksum differs"),
         (0, "format", 9, "checksum differs"),

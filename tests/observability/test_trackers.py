@@ -156,7 +156,7 @@ def test_a_tracker_of_the_users_own_gets_each_step_until_it_fails(tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_a_missing_package_is_one_line(monkeypatch, name: str):
+def test_missing_tracker_package_raises_one_line(monkeypatch, name: str):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ModuleNotFoundError) as error:
         check_trackers(metrics(name))
@@ -165,7 +165,7 @@ def test_a_missing_package_is_one_line(monkeypatch, name: str):
 
 @pytest.mark.processes
 @needs("wandb")
-def test_wandb_without_a_key_is_one_line(tmp_path: Path, monkeypatch):
+def test_wandb_without_key_raises_one_line(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)

@@ -73,7 +73,7 @@ def test_a_run_is_whole(tmp_path, app, task):
         (["--tests", "{time_limt: 1.0}"], "unknown key 'tests.time_limt'; did you mean 'time_limit'"),
     ],
 )
-def test_settings_that_cannot_be_or_do_nothing(tmp_path, setting, problem):
+def test_invalid_environment_settings_raise(tmp_path, setting, problem):
     cls = CodeConfig if setting[0].startswith(("--sandbox", "--tests", "--attempts")) else ToolsConfig
     with pytest.raises(ConfigError, match=problem):
         load(cls, ["--config", config(tmp_path, "apps.toys.expressions:Expression"), *setting])

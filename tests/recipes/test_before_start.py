@@ -79,7 +79,7 @@ def test_a_prompt_that_no_generator_has_room_for_is_known_with_its_row(model, ca
         ({"environment": lambda: None}, False),
     ],
 )
-def test_a_reward_that_nobody_set_is_told(model, caplog, sections, told):
+def test_missing_reward_raises(model, caplog, sections, told):
     rl(model, **sections).check_reward()
     assert ("reward is not set: MathReward scores responses" in caplog.text) == told
 
@@ -95,7 +95,7 @@ def test_a_reward_that_nobody_set_is_told(model, caplog, sections, told):
     ],
 )
 @pytest.mark.parametrize("config", [RLConfig, SFTConfig])
-def test_an_evaluation_without_problems_is_one_line(model, tmp_path, caplog, config, evaluation, said):
+def test_empty_evaluation_raises_one_line(model, tmp_path, caplog, config, evaluation, said):
     for name, chosen in (("rows", sums(1, 2, 3)), ("test", sums(4))):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, chosen)))
     evaluation = {**evaluation, **({"path": str(tmp_path / "test.jsonl")} if evaluation["problems"] else {})}
@@ -115,7 +115,7 @@ def test_an_evaluation_without_problems_is_one_line(model, tmp_path, caplog, con
     ],
 )
 @pytest.mark.parametrize(("numbers", "known"), [(range(4), 4), ([2, 3, 8, 9], 2), ([7, 8, 9, 5], 0)])
-def test_rows_of_the_evaluation_that_are_trained_are_told(model, tmp_path, caplog, config, row, numbers, known):
+def test_overlap_with_evaluation_is_warned(model, tmp_path, caplog, config, row, numbers, known):
     for name, chosen in (("train", range(4)), ("test", numbers)):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps(row(number)) for number in chosen))
     evaluation = EvalConfig(path=str(tmp_path / "test.jsonl"), problems=4)
@@ -125,6 +125,6 @@ def test_rows_of_the_evaluation_that_are_trained_are_told(model, tmp_path, caplo
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/../../b"])
-def test_a_name_is_that_of_a_folder_of_its_own(name: str):
+def test_run_name_must_be_a_folder_name(name: str):
     with pytest.raises(ConfigError, match=r"run\.name is '.*': it names a folder within run\.root"):
         RunConfig(name=name)

@@ -64,7 +64,7 @@ def test_a_closure_as_reward_in_a_script(tmp_path: Path):
 
 
 @pytest.mark.full
-def test_in_a_notebook_whose_event_loop_runs(tmp_path: Path):
+def test_train_works_inside_running_event_loop(tmp_path: Path):
     cells = [
         "import asyncio; assert asyncio.get_running_loop().is_running()",
         CLOSURE.replace('"closure"', '"notebook"'),
@@ -107,7 +107,7 @@ SMALL = {"from_scratch": {"alphabet": "abc>"}, "dataset": [{"question": "abc", "
         ({"clip_hihg": 0.3}, "algorithm grpo has no setting 'clip_hihg'; did you mean 'clip_high'"),
     ],
 )
-def test_bad_input_is_one_line_and_starts_nothing(tmp_path: Path, monkeypatch, settings: dict, message: str):
+def test_invalid_train_arguments_start_no_process(tmp_path: Path, monkeypatch, settings: dict, message: str):
     monkeypatch.chdir(tmp_path)
     with pytest.raises((ConfigError, BadInput, ValueError), match=message) as error:
         forge.train(None, **{**SMALL, "seq_len": 1024, **settings})

@@ -79,7 +79,7 @@ def test_a_hook_that_fails_ends_the_run_with_its_error(tmp_path):
         ({"recipe": lambda cfg, job: None}, "recipe must be a subclass"),
     ],
 )
-def test_hooks_that_cannot_be(tmp_path, hooks, problem):
+def test_invalid_hooks_raise(tmp_path, hooks, problem):
     with pytest.raises(ConfigError, match=problem) as caught:
         train(tmp_path, **hooks)
     assert "\n" not in str(caught.value)
@@ -229,7 +229,7 @@ def test_each_set_has_its_own_problems_interval_answers_and_reward(tmp_path):
         ({"best": "eval/accuracy"}, "eval.best does nothing"),
     ],
 )
-def test_evaluations_that_cannot_be(tmp_path, evaluation, problem):
+def test_invalid_evaluations_raise(tmp_path, evaluation, problem):
     interval = evaluation.pop("sync", 1)
     with pytest.raises((ConfigError, ValueError), match=problem) as caught:
         train(tmp_path, eval=evaluation, sync_interval=interval, **{"async": {"max_policy_age": 2}})

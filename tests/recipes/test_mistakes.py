@@ -104,7 +104,7 @@ TABLE: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("settings", "words"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
-def test_a_mistake_is_answered_by_one_line_before_anything_starts(
+def test_mistake_raises_one_line_before_start(
     settings: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -123,7 +123,7 @@ def test_a_mistake_is_answered_by_one_line_before_anything_starts(
     ],
     ids=["a tab", "indentation", "a list"],
 )
-def test_a_file_that_is_wrong_is_one_line(text: str, words: str, tmp_path: Path):
+def test_invalid_file_raises_one_line(text: str, words: str, tmp_path: Path):
     file = tmp_path / "bad.yaml"
     file.write_text(text)
     with pytest.raises(ValueError, match=words) as caught:
@@ -176,7 +176,7 @@ def test_a_misspelt_command_lists_the_commands(capsys: pytest.CaptureFixture[str
     ],
     ids=["letters outside the alphabet", "no reward", "evaluation without data", "evaluation on the training data"],
 )
-def test_what_is_rarely_meant_is_a_warning_before_the_start(
+def test_unusual_settings_are_warned(
     settings: dict[str, Any],
     words: str,
     tmp_path: Path,

@@ -52,7 +52,7 @@ def test_a_signal_and_a_deadline_are_reasons():
     "how",
     ["SIGTERM to all", *(pytest.param(name, marks=pytest.mark.slow) for name in ("deadline", "SIGTERM", "SIGUSR1"))],
 )
-def test_a_run_that_is_interrupted_goes_on_with_the_same_weights(how, tmp_path, whole):
+def test_interrupted_run_resumes_with_equal_weights(how, tmp_path, whole):
     own = [*COMMAND, *LOCAL, "--run.root", str(tmp_path)]
     if how == "deadline":
         done = subprocess.run(

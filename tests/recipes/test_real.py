@@ -12,7 +12,7 @@ from apps.real.records import Extract
 
 
 @pytest.mark.parametrize("task", [Extract(), Constraints()])
-def test_held_out_questions_are_never_trained(task):
+def test_held_out_questions_are_not_trained(task):
     held = {row.question for row in task.take(200, difficulty=(1, 3))}
     trained = {row.question for row in islice(task.rows(difficulty=(1, 3)), 3000)}
     assert len(held) == 200

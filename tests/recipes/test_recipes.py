@@ -118,7 +118,7 @@ def test_grpo_leaves_a_whole_run(tmp_path, overrides):
     assert list((folder / "tensorboard").glob("events*"))
     rollouts = Result(folder).rollouts
     assert {"prompt", "response", "rewards", "step", "index"} <= set(rollouts[0])
-    for row in history[1:]:  # of the batch alone: nothing that was sampled for an evaluation or a later step
+    for row in history[1:]:  # of the batch only: nothing that was sampled for an evaluation or a later step
         trained = [reward for rollout in rollouts if rollout["step"] == row["step"] for reward in rollout["rewards"]]
         assert len(trained) == CONFIG["training"]["batch_size"] * CONFIG["grpo"]["n_samples"]
         assert row["reward"] == pytest.approx(sum(trained) / len(trained), rel=1e-6)
@@ -316,7 +316,7 @@ EXTRAS = [
 
 
 @pytest.mark.processes
-def test_each_missing_package_is_one_line(tmp_path):
+def test_missing_package_raises_one_line(tmp_path):
     """In an environment that has everything but these packages."""
     absent = {module for _, module, _ in EXTRAS}
     places = [Path(entry) for entry in sys.path if entry.endswith("site-packages")]
@@ -343,7 +343,7 @@ def test_each_missing_package_is_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bad_input_is_one_line_and_starts_nothing(tmp_path, case):
+def test_invalid_config_starts_no_process(tmp_path, case):
     overrides, message = bad(tmp_path)[case]
     small_model(tmp_path / "runs/test/model")
     before = descendants(os.getpid())

@@ -38,7 +38,7 @@ def config(steps: int, every: int, **async_: int) -> dict:
 
 
 def kill_after(folder: Path, step: int, *args: str, controller: bool = False) -> None:
-    """Start a run, and once this step is logged kill all of it, or the controller alone."""
+    """Start a run, and once this step is logged kill all of it, or the controller only."""
     process = start(*args, group=True)
     try:
         wait(process, folder, step)
@@ -103,7 +103,7 @@ def test_asynchronously_nothing_trains_twice_and_nothing_is_lost(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("first", "then"), [(1, 2), (2, 1)])
-def test_another_number_of_ranks_goes_on_with_the_same_losses(tmp_path, first, then):
+def test_other_rank_count_resumes_with_equal_losses(tmp_path, first, then):
     settings = {k: v for k, v in config(8, 4).items() if k not in ("grpo", "async", "metrics")}
     settings["training"] = settings["training"] | {"schedule": "constant"}
     settings["eval"] = {"problems": 8, "every": 4, "max_tokens": 8}
@@ -179,7 +179,7 @@ def left(made, tmp_path_factory):
     shutil.copytree(kept / "runs", made.root)
 
 
-def test_what_would_be_another_run_is_refused_by_name(left):
+def test_changed_settings_block_resume_by_name(left):
     run, auto = ["--resume", str(left.folder)], ["--config", str(left.file), "--resume", "auto"]
     for argv, message in (
         ([*run, "--seed", "3"], "seed was 0 and is 3, which would make it another run"),
@@ -242,7 +242,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(left, name
             find_start(left.cfg, "auto")
 
 
-def test_a_run_folder_of_which_files_are_damaged_is_one_line(left):
+def test_damaged_run_folder_raises_one_line(left):
     for name in ("config.yaml", "origin.json"):
         path = left.folder / name
         whole = path.read_bytes()
@@ -254,7 +254,7 @@ def test_a_run_folder_of_which_files_are_damaged_is_one_line(left):
         path.write_bytes(whole)
 
 
-def test_what_may_change_and_what_is_kept(left):
+def test_resume_allows_changed_limits(left):
     before = (left.root / "x-initial/model.safetensors").stat().st_mtime_ns
     cfg = build(GRPOConfig, yaml.safe_load(left.file.read_text()))
     cfg.training.steps, cfg.services.trainer.procs, cfg.eval.every, cfg.run.overwrite = 9, 2, 4, True
@@ -274,7 +274,7 @@ def test_what_may_change_and_what_is_kept(left):
     assert marks[-2:] == [5, 5]  # what is done again took its time twice
 
 
-def test_a_finished_run_is_left_alone_unless_its_model_is_gone_or_more_is_asked(left):
+def test_finished_run_is_not_repeated(left):
     *_, record = prepare_run(left.cfg, find_start(left.cfg, "auto"))
     for step in (5, 6):
         record.log(step, Snapshot())

@@ -44,7 +44,7 @@ def test_engine_and_trainer_agree_on_what_bounded_sampling_drew(tmp_path: Path, 
     assert not any("bb" in response[:-1] for response in responses)
 
 
-def test_what_is_set_goes_to_the_sampler_and_nothing_else():
+def test_only_set_values_reach_sampler():
     assert AlgorithmConfig().sampling() == {}
     assert AlgorithmConfig(stop=["x"]).sampling() == {"stop": ("x",)}
     assert AlgorithmConfig(top_k=5).sampling() == {"top_k": 5, "logprobs_of": "policy"}

@@ -61,7 +61,7 @@ UNUSED: list[tuple[dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("recipe", "settings", "message"), CASES)
-def test_a_broken_rule_is_one_line(recipe: type[TrainingRecipe], settings: dict[str, Any], message: str):
+def test_broken_rule_raises_one_line(recipe: type[TrainingRecipe], settings: dict[str, Any], message: str):
     needed = {"dataset": TASK if recipe is RLConfig else ROWS}
     with pytest.raises(ConfigError) as error:
         build(recipe, {"model": "a model", **needed, **settings})

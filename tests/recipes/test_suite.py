@@ -62,7 +62,7 @@ def test_a_model_is_evaluated_on_all_sets(tmp_path, model, capsys):
         ({"grpo": {"max_tokens": 5000}}, "grpo.max_tokens"),
     ],
 )
-def test_suites_that_cannot_be(tmp_path, model, changes, problem):
+def test_invalid_suites_raise(tmp_path, model, changes, problem):
     with pytest.raises(SystemExit) as caught:
         main(["eval", str(model), "--suite", write(tmp_path, **changes)])
     assert str(caught.value).startswith("error: ")

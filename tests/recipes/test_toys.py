@@ -98,7 +98,7 @@ def test_take_gives_distinct_questions():
         ({"difficulty": "hard"}, "difficulty"),
     ],
 )
-def test_bad_calls_say_what_is_wrong(call, message):
+def test_invalid_toy_calls_name_the_fault(call, message):
     with pytest.raises(ValueError, match=message):
         Add().rows(**call)
 

@@ -162,7 +162,7 @@ class Whole:
         (Whole(), OSError),
     ],
 )
-def test_what_a_reward_raises_says_what_was_scored_also_from_another_process(function, kind):
+def test_reward_error_names_scored_answer(function, kind):
     with pytest.raises(kind) as caught:
         asyncio.run(FunctionVerifier(function).score("2 + 2?", ["four"], ""))
     error = RemoteFailure.capture("reward_actor[0].score", caught.value).to_exception()
@@ -172,7 +172,7 @@ def test_what_a_reward_raises_says_what_was_scored_also_from_another_process(fun
     assert ("response 'four'" in note) is not isinstance(function, Whole)
     frames = user_frames(error)
     assert all("test_user_errors.py" in frame for frame in frames)
-    assert bool(frames) is (function is not listed) or any("test_what" in frame for frame in frames)
+    assert bool(frames) is (function is not listed) or any("test_reward_error" in frame for frame in frames)
 
 
 @pytest.mark.parametrize(

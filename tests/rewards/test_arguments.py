@@ -111,7 +111,7 @@ def test_log_metric_of_trl_is_a_metric():
         (lambda completions, trainer_state, **kwargs: [], "trainer_state, which is TRL's own"),
     ],
 )
-def test_a_function_that_cannot_be_called_is_one_line(function, message):
+def test_uncallable_reward_raises_one_line(function, message):
     with pytest.raises(ValueError, match=message) as caught:
         as_verifier(function)
     assert "\n" not in str(caught.value)
@@ -126,7 +126,7 @@ def test_a_function_that_cannot_be_called_is_one_line(function, message):
         (lambda completions, **kwargs: {"a": 1.0}, "give a list of 3 numbers"),
     ],
 )
-def test_what_a_group_is_given_is_checked(function, message):
+def test_group_reward_length_is_checked(function, message):
     with pytest.raises(ValueError, match=message):
         scored(function)
 

@@ -70,7 +70,7 @@ def short_pauses(monkeypatch):
     monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.01)
 
 
-def test_one_vote():
+def test_single_vote_decides():
     def answer(body):
         return chat("I think... No. Wait:\nYES!" if "2}" in body["messages"][1]["content"] else "No.")
 
@@ -85,7 +85,7 @@ def test_one_vote():
     assert len(endpoint.bodies) == 2
 
 
-def test_a_verdict_that_cannot_be_read_is_no_score():
+def test_unreadable_verdict_is_unscored():
     found, _ = Endpoint(default=lambda body: chat("yes", "eyes", "nobody", "")).judged(["2"], votes=4)
     assert found.reasons == {(0, 0): "1 of 4 verdicts could be read; the last answer was ''"}
 
@@ -146,7 +146,7 @@ def test_a_failure_that_passes_costs_nothing_and_one_that_stays_the_score(kind):
     assert len(endpoint.bodies) == 3
 
 
-def test_nobody_listens():
+def test_unreachable_judge_is_unscored():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         judge = LMJudge(f"http://127.0.0.1:{free.getsockname()[1]}/v1", "m", retries=1)
@@ -195,7 +195,7 @@ def test_waiting_for_a_turn_costs_no_time_and_a_dead_endpoint_is_given_up():
         ({"votes": 0}, "at least 1"),
     ],
 )
-def test_settings_that_cannot_be(settings, message):
+def test_invalid_judge_settings_raise(settings, message):
     with pytest.raises(ValueError, match=message):
         LMJudge(**{"url": "http://localhost/v1", "model": "m", **settings})
 

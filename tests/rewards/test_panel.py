@@ -1,4 +1,4 @@
-"""A panel: all at once, and one failing alone."""
+"""A panel: all at once, and one failing only."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def score(panel, responses, prompt="prompt", target=None):
     return asyncio.run(panel.score(prompt, responses, target))
 
 
-def test_what_fails_fails_alone_with_its_reason():
+def test_failing_verifier_is_unscored_with_reason():
     panel = Panel([Counting(fails=["bb"]), Broken(), Slow(), Wrong(), Silent()], timeout=0.2)
     assert panel.names == ("length", "length_again", "broken", "slow", "wrong", "silent")
     found = score(panel, ["a", "bb"])

@@ -60,7 +60,7 @@ def test_each_step_is_read_at_its_marker(folders, kind):
             np.testing.assert_allclose(first, good, atol=1e-5)
 
 
-def test_what_cannot_be_read_says_why(folders):
+def test_unreadable_steps_name_the_reason(folders):
     verifier = ProcessRewardModel(folders[AutoModelForTokenClassification], "prm", marker="z")
     found = asyncio.run(verifier.score("hi", ["ab\n\nc", " \n\n ", "a puzzle", "x" * 90]))
     assert np.isfinite(found.values[0]).all()
@@ -83,7 +83,7 @@ def test_what_cannot_be_read_says_why(folders):
         ({"marker": "z", "label": "fine"}, "no class 'fine'"),
     ],
 )
-def test_settings_that_cannot_be(folders, settings, message):
+def test_invalid_process_reward_settings_raise(folders, settings, message):
     kind = AutoModelForCausalLM if "bad" in settings else AutoModelForTokenClassification
     with pytest.raises(ValueError, match=message):
         ProcessRewardModel(folders[kind], **settings)

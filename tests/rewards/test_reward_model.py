@@ -84,7 +84,7 @@ def reward_model(tmp_path_factory) -> Path:
     return folder / "model"
 
 
-def test_the_scores_are_those_of_training(reward_model, tmp_path):
+def test_scores_match_training_head(reward_model, tmp_path):
     rows = [
         {"question": "what", "chosen": "this", "rejected": "that thing"},
         {"question": "a longer question", "chosen": "x", "rejected": "zyx"},
@@ -119,7 +119,7 @@ def test_batches_say_what_plain_transformers_says_one_by_one(reward_model, pad, 
     words.pad_token = None
     words.save_pretrained(tmp_path)
     plain = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32)
-    plain.config.pad_token_id = None  # alone, transformers then reads the last token
+    plain.config.pad_token_id = None  # only, transformers then reads the last token
     verifier = RewardModel(tmp_path, dtype=dtype, batch_tokens=100)
     found = scored(verifier)
     expected = [plain(torch.tensor([verifier.tokens(PROMPT, r)])).logits.item() for r in RESPONSES]
@@ -158,7 +158,7 @@ def test_chat_templates_end_with_the_turn_or_as_the_template_does(reward_model, 
     assert np.isfinite(scored(ours, "hi", ["yo", ""]).values).all()
 
 
-def test_what_is_too_long_has_no_score(reward_model):
+def test_long_response_is_unscored(reward_model):
     responses = ["ab", "y" * 100]
     found = scored(RewardModel(reward_model), responses=responses)
     assert np.isfinite(found.values[0, 0])
@@ -188,7 +188,7 @@ def test_special_tokens_that_a_response_spells_are_text(reward_model):
         ({"label": 0, "chat_template": True}, "no chat template"),
     ],
 )
-def test_settings_that_cannot_be(encoder, settings, message):
+def test_invalid_reward_model_settings_raise(encoder, settings, message):
     with pytest.raises(ValueError, match=message):
         RewardModel(encoder, **settings)
 

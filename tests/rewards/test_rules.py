@@ -35,7 +35,7 @@ async def by_text_later(prompt, response, target):
 
 
 @pytest.mark.parametrize("function", [by_text, by_text_later])
-def test_what_is_no_number_is_no_score_and_says_why(function):
+def test_non_number_is_unscored_with_reason(function):
     responses = ["a", "raise", "reason", "none", "nan", "inf", "text", "true"]
     found = score(Rule(function), responses)
     assert isinstance(found, Scores)
@@ -59,7 +59,7 @@ def test_a_rule_that_exits_ends_only_itself(function):
     assert score(Rule(function), ["exit", "a"]).reasons == {(0, 0): "RuntimeError: SystemExit(3)"}
 
 
-def test_a_function_that_does_not_return_costs_its_response_alone():
+def test_hanging_rule_is_unscored_without_blocking():
     release = threading.Event()
 
     def stuck(prompt, response, target):
@@ -96,7 +96,7 @@ def test_math():
 
 
 @pytest.mark.processes
-def test_a_slow_answer_is_wrong_and_a_slow_target_is_no_score():
+def test_slow_answer_fails_and_slow_target_is_unscored():
     found = score(MathVerifier(), [r"\boxed{(x+y+z)^{400}}", r"\boxed{2x}"], "x + x")
     assert found.values[:, 0].tolist() == [0, 1]
     slow = r"\int_0^{1} e^{\sin(x^{x^x})} \cos(x)^{17} dx"

@@ -1,4 +1,4 @@
-"""Blocks of the torchforge documents. They lie beside the checkout; one of them was stored without its indentation."""
+"""Blocks of the torchforge documents. They lie next to the checkout; one of them was stored without its indentation."""
 
 from __future__ import annotations
 

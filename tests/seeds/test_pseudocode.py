@@ -24,7 +24,7 @@ from tests.seeds import printed
 
 pytestmark = [
     pytest.mark.processes,
-    pytest.mark.skipif(printed.MISSING, reason="the documents are not beside the checkout"),
+    pytest.mark.skipif(printed.MISSING, reason="the documents are not alongside the checkout"),
 ]
 DATA = {"task": "apps.toys.words:Reverse", "difficulty": [2, 3], "prompt_template": "{question}>"}
 
@@ -74,7 +74,7 @@ def test_an_episode(model, store, name):
 
 
 @pytest.mark.full
-def test_synchronous_rl(model, store):
+def test_pseudocode_synchronous_loop(model, store):
     """As printed: nothing but the trainer's step comes before the fanout of its version."""
     episode = "\n".join(printed.block(printed.TALK, "async def generate_episode(", "Episode(response, reward_value)"))
     loop = "\n".join(printed.block(printed.TALK, "async def synchronous_rl(", "version += 1"))

@@ -39,7 +39,7 @@ def functions_of(path: Path) -> set[str]:
     return {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
 
 
-def test_the_page_is_that_of_its_rows():
+def test_page_matches_its_rows():
     text = maker.PAGE.read_text()
     assert text == maker.page(text), "run python docs/make_compatibility.py"
 
@@ -49,7 +49,7 @@ def test_every_number_of_the_documents_has_one_row():
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.get('numbers', '')} {row['document']}"[:40])
-def test_a_row_names_tests_that_exist_or_why_there_are_none(row):
+def test_rows_name_existing_tests(row):
     assert row.keys() <= {"numbers", "document", "here", "shown", "not run"}
     assert row.get("shown") or row["not run"]
     for test in row.get("shown", ()):

@@ -23,7 +23,7 @@ from forge.recipes.rl_config import RLConfig
 from forge.recipes.sft import SFTConfig
 from tests.seeds import printed
 
-pytestmark = pytest.mark.skipif(printed.MISSING, reason="the documents are not beside the checkout")
+pytestmark = pytest.mark.skipif(printed.MISSING, reason="the documents are not alongside the checkout")
 ROOT = Path(__file__).parents[2]
 SIZES = {"hidden_size": 16, "layers": 1, "heads": 2, "kv_heads": 1}
 CPU = [argument for name in ("generator", "trainer") for argument in (f"--services.{name}.with_gpus", "false")]

@@ -43,7 +43,7 @@ def test_a_gpu_that_was_promised_and_is_not_there(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
-def test_a_run_that_a_scheduler_promised_a_gpu_ends_in_one_line(tmp_path):
+def test_missing_promised_gpu_raises_one_line(tmp_path):
     """As under Slurm with a build of torch for CPUs: it trained on the CPU without a word."""
     words = ["-m", "apps.sft.main", "--config", "apps/sft/tiny.yaml", "--services.trainer.with_gpus", "true"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0,1"}

@@ -150,7 +150,7 @@ def test_a_checkpoint_and_an_export_leave_the_earlier_one(left: int, disk: Small
     assert [*folder.iterdir()] == [first]
     if left < len(exported):
         needed, _ = fails(disk.path / "model", lambda: checkpoint.export_model(trainer, disk.path / "model", model))
-        assert 0 <= len(exported) - needed < 20_000  # a header, beside the tensors
+        assert 0 <= len(exported) - needed < 20_000  # a header, alongside the tensors
     assert (disk.path / "model" / "model.safetensors").read_bytes() == exported
     assert not (disk.path / "model.unfinished").exists()
     check_files(disk.path / "model")

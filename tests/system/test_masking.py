@@ -72,7 +72,7 @@ def test_a_value_is_masked_by_its_name(name: str):
 
 
 @pytest.mark.parametrize("name", PLAIN_NAMES)
-def test_a_harmless_name_is_left_alone(name: str):
+def test_harmless_names_are_not_masked(name: str):
     for value in ("plain", 7, ["a", "b"], {"a": "b"}, True):
         assert without_secrets({name: value}) == {name: value}
 
@@ -102,13 +102,13 @@ def test_a_long_text_takes_a_time_in_proportion_to_its_length():
 
 
 @pytest.mark.parametrize("text", PLAIN_TEXTS)
-def test_a_harmless_text_is_left_alone(text: str):
+def test_harmless_texts_are_not_masked(text: str):
     assert mask_secrets(text) == text
     assert without_secrets({"system_prompt": [text]}) == {"system_prompt": [text]}
 
 
 @pytest.mark.parametrize("place", ["env", "environment", "environ", "headers", "extra_headers", "env_vars", "cookies"])
-def test_all_values_of_an_environment_or_of_headers_are_masked(place: str):
+def test_environment_and_header_values_are_masked(place: str):
     values = {"A": "S3K", "B": 3, "C": True, "D": None, "E": ["S3K", {"F": "S3K"}]}
     hidden = {"A": MASK, "B": MASK, "C": MASK, "D": None, "E": [MASK, {"F": MASK}]}
     assert without_secrets({"x": [{place: values}]}) == {"x": [{place: hidden}]}
@@ -137,7 +137,7 @@ def shown_in(folder: Path, secret: str) -> list[str]:
     return [str(path.relative_to(folder)) for path in files if secret.encode() in path.read_bytes()]
 
 
-def test_a_run_folder_has_no_secret_and_is_its_owners_alone(tmp_path: Path):
+def test_run_folder_is_private_and_without_secrets(tmp_path: Path):
     config = {
         "run": {"name": "one"}, "services": {"reward": {"env": {"MY_TOKEN": "SEKRET"}}},
         "reward": {"judges": [{"url": "https://user:SEKRET@host/v1", "api_key_env": "KEY"}]},
@@ -176,7 +176,7 @@ def test_a_resumed_run_is_not_given_a_mask(tmp_path: Path):
     assert config.services.reward.env == {"MY_TOKEN": "SEKRET"}
 
 
-def test_what_is_masked_is_no_change_of_a_run():
+def test_masked_values_do_not_change_config():
     before = {"services.reward.env.A": MASK, "reward.api_key": MASK, "seed": 1}
     config = build(RLConfig, a_config(services={"reward": {"env": {"A": "SEKRET"}}}, seed=2))
     names = [name for name, _, _ in find_changes(before, config)]
@@ -241,6 +241,6 @@ launch.launch(None, None, [])
     assert "SEKRET@" not in done.stderr.replace('"no answer of https://user:SEKRET@host"', "")
 
 
-def test_what_a_variable_of_the_environment_holds_is_masked(monkeypatch: pytest.MonkeyPatch):
+def test_environment_values_are_masked_in_text(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MY_API_KEY", "quite-ordinary")
     assert mask_secrets("no answer with quite-ordinary") == f"no answer with {MASK}"

@@ -26,7 +26,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where `sweep` looks, beside the usual folders."""
+    """Where `sweep` looks, alongside the usual folders."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     return tmp_path
 
@@ -38,7 +38,7 @@ def begin(base: Path, how: str) -> tuple[subprocess.Popen, Path]:
     return process, Path(process.stdout.readline().strip())
 
 
-def test_what_a_dead_process_left_is_removed_and_nothing_else(base: Path):
+def test_only_folders_of_dead_processes_are_removed(base: Path):
     dead, left = begin(base, "killed")
     assert dead.wait() == -signal.SIGKILL
     living, used = begin(base, "lives")
@@ -61,7 +61,7 @@ def test_folders_of_other_hosts_and_of_earlier_versions_stay(base: Path):
         assert (base / name).is_dir()
 
 
-def test_a_folder_goes_with_close(base: Path):
+def test_close_removes_folder(base: Path):
     scratch = Scratch("forge-trackers-", base)
     assert scratch.path.name.startswith(f"forge-trackers-{os.getpid()}-{MACHINE}-")
     scratch.close()
@@ -98,7 +98,7 @@ def test_odd_things_in_a_left_folder_are_removed_and_links_not_followed(base: Pa
 
 
 def mounted(kept: Path, place: Path, command: list[str], base: Path) -> subprocess.CompletedProcess:
-    """A command where `kept` is mounted at a place, for this command alone."""
+    """A command where `kept` is mounted at a place, for this command only."""
     script = 'mount --bind "$1" "$2" || exit 77; shift 2; exec "$@"'
     words = ["unshare", "--mount", "--propagation=private", "sh", "-c", script, "sh", str(kept), str(place), *command]
     done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"TMPDIR": str(base)}, check=False)
@@ -108,7 +108,7 @@ def mounted(kept: Path, place: Path, command: list[str], base: Path) -> subproce
 
 
 @pytest.mark.parametrize("where", ["a/b", ".", "a b\nc"])
-def test_what_is_mounted_in_a_left_folder_stays(base: Path, where: str):
+def test_mounts_in_abandoned_folder_are_kept(base: Path, where: str):
     kept, left = base / "kept", base / f"forge-run-1-{MACHINE}-x"
     kept.mkdir()
     (left / where).mkdir(parents=True, exist_ok=True)

@@ -72,7 +72,7 @@ def test_a_page_of_another_site_opens_no_socket():
     served(work)
 
 
-def test_with_a_key_the_key_decides():
+def test_key_decides_access():
     async def work(http, url):
         for given, status in (
             ({}, 401),
@@ -126,7 +126,7 @@ def test_a_malformed_request_is_answered_and_not_logged(head, caplog):
     ],
     ids=lambda value: str(value)[:16],
 )
-def test_what_is_no_json_is_one_line(body, charset, says):
+def test_invalid_json_body_gets_one_line(body, charset, says):
     async def read(request: web.Request) -> web.Response:
         try:
             return web.json_response(await access.json_of(request))

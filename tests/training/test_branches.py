@@ -85,7 +85,7 @@ Shape = list[tuple[list[int], set[int]]]
 
 
 def groups_of(shape: Shape, split: bool) -> list[Group]:
-    """Two conversations a group; the last one is alone if their number is odd."""
+    """Two conversations a group; the last one is only if their number is odd."""
     episodes = [
         conversation(turns, splits if split else set(), seed, weight=1.0 + seed % 3)
         for seed, (turns, splits) in enumerate(shape)
@@ -144,9 +144,7 @@ def test_splitting_an_episode_changes_no_gradient(name: str, aggregation: Aggreg
     [GSPOLoss(), RLOOLoss(), RLOOLoss(beta=0.1, entropy_coef=0.1), GRPOLoss(correction=Correction(level="sequence"))],
     ids=["gspo", "rloo", "rloo with KL", "a sequence's correction"],
 )
-def test_where_the_policy_sampled_sequence_ratios_are_one_and_splitting_changes_nothing(
-    algorithm: Algorithm, shape: Shape
-) -> None:
+def test_sampled_sequence_ratios_are_one_and_split_invariant(algorithm: Algorithm, shape: Shape) -> None:
     batches = (batch_of(shape, split, algorithm, "sequence_mean") for split in (False, True))
     whole, split = (gradient(batch, algorithm, drift=0.0) for batch in batches)
     np.testing.assert_allclose(split, whole, rtol=1e-6, atol=1e-9)  # shares of branches are float32

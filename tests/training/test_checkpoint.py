@@ -21,7 +21,7 @@ from tests.training.ranks import LOSS
 
 
 @pytest.mark.parametrize("which", ["model", "untied"])
-def test_training_goes_on_bit_by_bit(which: str, tmp_path: Path, request: pytest.FixtureRequest):
+def test_checkpoint_resumes_bit_for_bit(which: str, tmp_path: Path, request: pytest.FixtureRequest):
     folder = request.getfixturevalue(which)
     trainer = make_trainer(folder)
     for seed in range(3):
@@ -76,7 +76,7 @@ def test_the_newest_stay(model: Path, tmp_path: Path):
     assert checkpoint.load_checkpoint(trainer, only) == {"again": True}
 
 
-def test_what_is_not_complete_is_neither_listed_nor_loaded(model: Path, tmp_path: Path):
+def test_incomplete_checkpoint_is_ignored(model: Path, tmp_path: Path):
     trainer = make_trainer(model)
     first = checkpoint.save_checkpoint(trainer, tmp_path)
     trainer.train_step(example(), LOSS)
@@ -96,7 +96,7 @@ def test_what_is_not_complete_is_neither_listed_nor_loaded(model: Path, tmp_path
     assert checkpoint.list_checkpoints(tmp_path / "nowhere") == []
 
 
-def test_a_copy_is_written_while_training_goes_on(model: Path, tmp_path: Path):
+def test_background_save_does_not_block_training(model: Path, tmp_path: Path):
     trainer = make_trainer(model)
     trainer.train_step(example(0), LOSS)
     expected = checkpoint.save_checkpoint(trainer, tmp_path / "waited for", extra={"name": "x"})
@@ -164,7 +164,7 @@ def test_an_export_loads_in_transformers_with_equal_logits(which: str, tmp_path:
     assert "forge" not in (tmp_path / "model" / "config.json").read_text()
 
 
-def test_an_export_does_not_replace_what_is_no_model(model: Path, tmp_path: Path):
+def test_export_does_not_replace_other_folders(model: Path, tmp_path: Path):
     (tmp_path / "notes.txt").write_text("keep me")
     with pytest.raises(FileExistsError, match="is not a model"):
         checkpoint.export_model(make_trainer(model), tmp_path, model)

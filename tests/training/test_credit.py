@@ -104,7 +104,7 @@ def test_a_critics_advantages_are_gae_and_its_returns_are_kept():
         (GRPOLoss(beta=0.1, kl_in="reward"), "logprobs"),
     ],
 )
-def test_what_is_missing_is_named(algorithm, name: str):
+def test_missing_credit_input_is_named(algorithm, name: str):
     packed = batch([2, 2], [1.0, 0.0], algorithm)
     if name == "logprobs":
         packed.logprobs[packed.mask] = math.nan
@@ -134,7 +134,7 @@ LOSSES = [
 
 @pytest.mark.parametrize("algorithm", LOSSES, ids=lambda a: type(a).__name__)
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "fixed_horizon"])
-def test_what_is_skipped_would_have_changed_nothing(algorithm, aggregation):
+def test_skipped_groups_do_not_change_gradient(algorithm, aggregation):
     """The same loss and gradient with and without the sequences whose advantage is 0."""
     episodes = credit.learnable_episodes(groups(), algorithm)
     whole = pack(episodes, aggregation=aggregation, horizon=8 if aggregation == "fixed_horizon" else None)
@@ -239,7 +239,7 @@ def test_a_group_is_as_old_as_its_oldest_known_sampler(versions: list[list[int]]
     assert whole.version == oldest
 
 
-def test_an_episode_whose_arrays_disagree_is_refused():
+def test_episode_with_unequal_arrays_raises():
     for tokens, mask, logprobs, versions, made, problem in (
         ([1, 2], [False, True], [0.0, -1.0], [-1], [Turn(1, 2, 0, "stop")], "one length"),
         ([1, 2], [False, True], [0.0, -1.0], [-1, -1], [Turn(1, 2, 0, "stop")], "mask and versions"),

@@ -175,7 +175,7 @@ class Attribute:
         return getattr, (Metadata, "__init__")
 
 
-def test_no_attribute_of_a_class_is_reached(tmp_path: Path):
+def test_unpickler_reaches_no_class_attributes(tmp_path: Path):
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Attribute()))
     with pytest.raises(UnsafeCheckpoint, match=r"names an attribute '__init__'"):
         Reader(tmp_path).read_metadata()

@@ -144,7 +144,7 @@ def test_the_host_waits_a_fixed_number_of_times_an_update(which: str, mild: dict
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gemma3"])
-def test_so_it_does_in_another_family(family: str, mild: dict[str, Path]):
+def test_emulated_device_matches_in_other_family(family: str, mild: dict[str, Path]):
     check_waits(mild[family])
 
 

@@ -49,7 +49,7 @@ def gap(folder: Path, batch: Batch) -> float:
     return float(np.abs(scores - batch.logprobs)[batch.mask].mean())
 
 
-def test_the_engine_says_which_experts_it_took(mixture: Path):
+def test_engine_records_chosen_experts(mixture: Path):
     """Those of transformers' own routers, but where they were not computed."""
     plain = AutoModelForCausalLM.from_pretrained(mixture, attn_implementation="eager")
     for prefill_tokens in (4096, 3):
@@ -102,7 +102,7 @@ def test_a_step_with_the_experts_that_routers_choose_anyway_is_the_same(mixture:
 
 
 def test_replayed_experts_are_those_that_compute_and_learn(mixture: Path):
-    """The gates of others than the routers' own, by hand, and gradients for the routers and for these experts alone."""
+    """The gates of others than the routers' own, by hand, and gradients for the routers and for these experts only."""
     batch, trainer = example(0, [(3, 5)]), make_trainer(mixture)
     batch.experts = np.broadcast_to(np.array([4, 1], np.uint8), (len(batch.tokens), 2, 2))
     scores = trainer.logprobs(batch)
@@ -129,7 +129,7 @@ def test_replayed_experts_are_those_that_compute_and_learn(mixture: Path):
     assert metrics["experts/entropy_1"] == pytest.approx(math.log(2))
 
 
-def test_the_routers_loss_and_load_are_those_of_transformers(mixture: Path):
+def test_router_loss_and_load_match_transformers(mixture: Path):
     """Over the real tokens of a pack, of which there are no multiple of 64."""
     batch = example(0, [(3, 5), (1, 9), (6, 2)])
     plain = AutoModelForCausalLM.from_pretrained(mixture, attn_implementation="eager")
@@ -180,7 +180,7 @@ def test_several_turns_have_the_experts_that_drew_each():
     assert branch.experts[:, 0, 0].tolist() == [1, 1, 1, 2, 2, UNKNOWN_EXPERT]
 
 
-def test_what_does_not_fit_is_one_line(mixture: Path, model: Path, tmp_path: Path):
+def test_mismatched_experts_raise_one_line(mixture: Path, model: Path, tmp_path: Path):
     with pytest.raises(ValueError, match="router_replay needs a mixture of experts, this is qwen3"):
         EmbeddedEngine(model, router_replay=True)
     with pytest.raises(ValueError, match="router_replay is of the other engine"):

@@ -56,7 +56,7 @@ def assert_same_model(ours: Path, theirs: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_is_what_transformers_writes(name: str, tmp_path: Path):
+def test_export_matches_transformers(name: str, tmp_path: Path):
     family, of_model, settings = CASES[name]
     model = write_model(tmp_path / "from", family, **of_model)
     trainer = make_trainer(model, **settings)

@@ -29,7 +29,7 @@ LENGTHS = [(3, 5), (1, 9), (6, 2), (7, 12)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_step_is_that_of_plain_transformers_and_adamw(tmp_path: Path, family: str):
+def test_family_step_matches_transformers_and_adamw(tmp_path: Path, family: str):
     write_model(tmp_path, family, tied=family != "olmo2")
     batch = example(0, LENGTHS)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
@@ -82,7 +82,7 @@ def test_an_export_opens_with_transformers_and_the_engine(tmp_path: Path, family
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "olmoe"])
-def test_a_scalar_head_is_that_of_transformers(tmp_path: Path, family: str):
+def test_scalar_head_matches_transformers(tmp_path: Path, family: str):
     write_model(tmp_path, family)
     batch = example(0, [(2, 10)])
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=1, attn_implementation="eager")

@@ -40,7 +40,7 @@ def expected(model: torch.nn.Module, head: Head, batch) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_a_packed_pass_is_that_of_plain_transformers(classifier: Path, head: Head):
+def test_packed_scalar_head_matches_transformers(classifier: Path, head: Head):
     batch, model = targets(), plain(classifier)
     ours, theirs = ScalarModel.from_pretrained(classifier, head), expected(model, head, batch)
     torch.testing.assert_close(ours(batch).values, theirs, rtol=0, atol=1e-5)
@@ -77,7 +77,7 @@ def test_a_head_that_is_not_there_is_made_the_same_everywhere(
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_the_step_is_that_of_plain_transformers_and_adamw(classifier: Path, head: Head):
+def test_scalar_head_step_matches_transformers_and_adamw(classifier: Path, head: Head):
     batch, model = targets(), plain(classifier)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.0)
     wanted = torch.from_numpy(batch.returns[batch.mask])
@@ -93,7 +93,7 @@ def test_the_step_is_that_of_plain_transformers_and_adamw(classifier: Path, head
     assert largest_difference(weights_of(trainer), moved) < 1e-4
 
 
-def test_what_the_critic_said_before_and_should_have_said_reach_the_loss_by_name(classifier: Path):
+def test_critic_loss_gets_old_values_and_returns(classifier: Path):
     batch, seen = targets(), {}
     batch.values = np.arange(len(batch.tokens), dtype=np.float32)
 
@@ -135,7 +135,7 @@ def test_an_export_is_a_classifier_with_equal_scores(model: Path, tmp_path: Path
     np.testing.assert_allclose(again.predict(batch)[batch.mask], ours, atol=1e-5)
 
 
-def test_what_is_no_such_model_is_refused(model: Path, tmp_path: Path):
+def test_model_without_head_raises(model: Path, tmp_path: Path):
     with pytest.raises(ValueError, match="head must be policy, value or reward, got 'critic'"):
         load_model(model, "critic")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="has 3 classes: a reward model has one scalar per token"):

@@ -41,7 +41,7 @@ def degrees_of(*values: int | None) -> Parallelism:
     ],
     ids=str,
 )
-def test_degrees_that_will_not_do(degrees: Parallelism, ranks: int, message: str):
+def test_invalid_degrees_raise(degrees: Parallelism, ranks: int, message: str):
     with pytest.raises(ValueError, match=message):
         degrees.over(ranks)
 
@@ -100,7 +100,7 @@ def test_experts_that_cannot_be_divided(
         Parallelism(**degrees).over(ranks).check_experts(config)
 
 
-def test_experts_are_divided_by_torchtitan_alone(tmp_path: Path):
+def test_only_torchtitan_divides_experts(tmp_path: Path):
     model = write_model(tmp_path, "qwen3_moe")
     with pytest.raises(ValueError, match="expert_parallel_degree does nothing with"):
         make_trainer(model, Ranks(0, 2, CPU, None, experts=2))

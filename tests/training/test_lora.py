@@ -23,7 +23,7 @@ def base_of(folder: Path) -> dict[str, torch.Tensor]:
     return {n: p.detach() for n, p in AutoModelForCausalLM.from_pretrained(folder).named_parameters()}
 
 
-def test_it_begins_as_the_model_that_it_adapts(untied: Path):
+def test_adapter_starts_as_base_model(untied: Path):
     trainer = make_trainer(untied, lora=LORA)
     np.testing.assert_array_equal(trainer.logprobs(example()), make_trainer(untied).logprobs(example()))
     assert largest_difference(weights_of(trainer), base_of(untied)) == 0.0
@@ -39,8 +39,8 @@ def test_it_begins_as_the_model_that_it_adapts(untied: Path):
 
 
 @pytest.mark.parametrize("family", ["model", "untied"])
-def test_its_steps_are_those_of_plain_transformers_with_merged_weights(family: str, request: pytest.FixtureRequest):
-    """W + alpha / rank B A written out, differentiated by autograd, and AdamW over the factors alone."""
+def test_adapter_steps_match_merged_transformers(family: str, request: pytest.FixtureRequest):
+    """W + alpha / rank B A written out, differentiated by autograd, and AdamW over the factors only."""
     folder = request.getfixturevalue(family)
     settings = {"rank": 3, "alpha": 6.0, "targets": ["q_proj", "down_proj"]}
     trainer = make_trainer(folder, lora=settings, learning_rate=1e-2, epsilon=1e-4)
@@ -75,7 +75,7 @@ def test_its_steps_are_those_of_plain_transformers_with_merged_weights(family: s
     assert largest_difference(now, base) > 1e-2
 
 
-def test_all_else_stays_to_the_bit_but_a_head_of_its_own(model: Path):
+def test_frozen_weights_keep_their_bits(model: Path):
     policy, critic = (make_trainer(model, head=head, lora=LORA) for head in ("policy", "value"))
     for trainer, loss in ((policy, LOSS), (critic, regression)):
         before = {name: parameter.detach().clone() for name, parameter in trainer.policy.model.named_parameters()}
@@ -104,7 +104,7 @@ def test_an_export_is_an_ordinary_model_with_the_adapters_merged(
     assert np.abs(make_trainer(folder).logprobs(batch)[2:] - logp.numpy()).max() > 1e-2
 
 
-def test_a_checkpoint_has_the_factors_alone_and_continues_to_the_bit(untied: Path, tmp_path: Path):
+def test_adapter_checkpoint_holds_only_factors(untied: Path, tmp_path: Path):
     trainer, full = make_trainer(untied, lora=LORA), make_trainer(untied)
     for seed in range(2):
         trainer.train_step(example(seed), LOSS)
@@ -133,6 +133,6 @@ LAYERS = r"\['down_proj', 'gate_proj', 'k_proj', 'o_proj', 'q_proj', 'up_proj', 
         ({"targets": ["q_proj", "lm_head", "qkv"]}, rf"no linear layers \['lm_head', 'qkv'\]; .* are {LAYERS}"),
     ],
 )
-def test_what_cannot_be_adapted_is_refused_with_what_can(untied: Path, settings: dict, message: str):
+def test_unadaptable_layers_raise(untied: Path, settings: dict, message: str):
     with pytest.raises(ValueError, match=message):
         make_trainer(untied, lora=settings)

@@ -46,7 +46,7 @@ def numbered(rows: list[Episode]) -> list[Episode]:
     return rows
 
 
-def test_one_update_is_what_a_step_was(model: Path):
+def test_single_update_equals_step(model: Path):
     plain, named = make_trainer(model), make_trainer(model, mini_batches=1, epochs=1)
     for seed in range(2):
         metrics = plain.train_step(example(seed), LOSS)
@@ -79,7 +79,7 @@ def test_the_updates_of_a_step_are_steps_on_its_parts(model: Path):
     assert metrics["entropy"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_order_is_drawn_anew_each_step_and_is_the_same_after_a_resume(model: Path, tmp_path: Path):
+def test_order_changes_each_step_and_survives_resume(model: Path, tmp_path: Path):
     batch = pack(numbered(episodes(LENGTHS)))
     trainer, first, second = make_trainer(model, mini_batches=3), Recorder(), Recorder()
     trainer.train_step(batch, first)
@@ -118,7 +118,7 @@ def _runs(advantages: np.ndarray) -> list[float]:
     return [a for i, a in enumerate(advantages.tolist()) if i == 0 or a != advantages[i - 1]]
 
 
-def test_what_belongs_together_stays_together_and_weighs_what_the_batch_weighs():
+def test_units_stay_whole_and_keep_weights():
     batch = pack(numbered(episodes([*LENGTHS, (2, 2), (5, 1)])), unit=2, aggregation="sequence_mean")
     seen = []
     for part in mini_batches(batch, 3, (0, 0)):
@@ -165,6 +165,6 @@ def test_an_update_that_is_not_finite_leaves_those_before_it(model: Path):
 
 
 @pytest.mark.parametrize("settings", [{"mini_batches": 0}, {"epochs": 0}])
-def test_settings_that_mean_nothing_are_refused(model: Path, settings: dict[str, int]):
+def test_invalid_mini_batch_settings_raise(model: Path, settings: dict[str, int]):
     with pytest.raises(ValueError, match=r"(mini_batches|epochs) must be at least 1, got 0"):
         make_trainer(model, **settings)

@@ -37,7 +37,7 @@ def test_cosine_schedule():
         ({"max_grad_norm": -1.0}, "must be at least 0"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(settings: dict, message: str):
+def test_invalid_optimizer_settings_raise(settings: dict, message: str):
     with pytest.raises(ValueError, match=message):
         OptimizerSettings(**settings)
 

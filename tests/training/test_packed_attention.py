@@ -61,7 +61,7 @@ def test_a_sequence_does_not_feel_its_neighbours():
 
 
 @pytest.mark.parametrize("window", [1, 2, 6, 11])
-def test_windows_are_those_of_transformers(window: int):
+def test_windows_match_transformers(window: int):
     """Sequences shorter and longer than the window, of as many whole windows and of some more."""
     model = tiny_model("qwen2", use_sliding_window=True, sliding_window=window, max_window_layers=1)
     batch = batch_of([1, 6, 12, 17, 17, 23])

@@ -37,7 +37,7 @@ def pairs() -> Batch:
 
 @pytest.mark.parametrize("weights_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_first_loss_of_dpo_is_that_of_a_coin(tmp_path: Path, family: str, weights_dtype: str) -> None:
+def test_first_dpo_loss_is_log_2(tmp_path: Path, family: str, weights_dtype: str) -> None:
     settings = {"dtype": "bfloat16", "weights_dtype": weights_dtype}
     write_model(tmp_path, family, tied=family not in ("llama", "olmo2"))
     batch, trainer = pairs(), make_trainer(tmp_path, seq_len=40, **settings)

@@ -43,7 +43,7 @@ def test_a_layout_trains_as_one_process_does(request: pytest.FixtureRequest, mod
 
 
 @pytest.mark.full
-def test_a_checkpoint_goes_on_in_every_layout(four_ranks: Outcome, models: dict[str, Path]):
+def test_checkpoint_resumes_in_every_layout(four_ranks: Outcome, models: dict[str, Path]):
     written, onto_square, onto_other = four_ranks("saved"), four_ranks("of one rank"), four_ranks("of another layout")
     losses = [metrics["loss"] for metrics in written[0]["after"]]
     for result in written:
@@ -57,7 +57,7 @@ def test_a_checkpoint_goes_on_in_every_layout(four_ranks: Outcome, models: dict[
 
 
 @pytest.mark.full
-def test_what_is_published_is_whole(four_ranks: Outcome, published: VersionStore):
+def test_published_weights_are_complete(four_ranks: Outcome, published: VersionStore):
     results = four_ranks("stored")
     assert [result["version"] for result in results] == [2] * 4
     assert_same_weights(results[0]["weights"], published.get("policy", version=2), 0.0)

@@ -91,7 +91,7 @@ def test_every_sequence_is_the_path_to_its_last_run(trees, saved: int):
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_scores_and_gradients_in_float64_are_those_of_separate_sequences(family: str, seed: int, monkeypatch):
+def test_shared_prefix_matches_separate_sequences(family: str, seed: int, monkeypatch):
     monkeypatch.setattr(training_policy, "find_prefixes", partial(find_prefixes, saved=1 + 7 * (seed % 2)))
     model = in_float64(family)
     plain = copy.deepcopy(model)
@@ -118,7 +118,7 @@ def test_scores_and_gradients_in_float64_are_those_of_separate_sequences(family:
 
 @pytest.mark.parametrize("prompt", [3, 30, 41])
 @pytest.mark.parametrize("family", ["mistral", "gemma3", "phi3", "olmoe"])
-def test_windows_and_experts_are_those_of_separate_sequences(family: str, prompt: int, monkeypatch):
+def test_shared_prefix_windows_and_experts_match(family: str, prompt: int, monkeypatch):
     """Prefixes shorter and longer than a window of 4 or 5, and 20 tokens at most with Phi-3's frequencies."""
     prompt = min(prompt, 9) if family == "phi3" else prompt
     rows = sampled(prompts=2, samples=4, prompt=prompt, answer=5, seed=prompt)

@@ -59,7 +59,7 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def test_no_tensor_is_larger_than_a_chunk_of_logits():
+def test_logits_are_computed_in_chunks():
     tokens, dim, vocab, chunk = 100, 4, 300, 8
     hidden, weight, labels, *_ = inputs(tokens, dim, vocab)
     with LargestTensor() as naive:
@@ -86,7 +86,7 @@ def test_gradients_under_autocast_belong_to_the_logits_of_the_forward_pass():
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_what_a_gpu_computes_in_one_pass(temperature: float):
+def test_fused_logprobs_match_on_gpu(temperature: float):
     """The functions that are compiled there, in host memory: scores, and the gradient of logits by autograd."""
     hidden, weight, labels, to_logprobs, to_entropy = inputs()
     logits = (hidden @ weight.T).detach().double().requires_grad_()

@@ -108,7 +108,7 @@ def test_a_token_loss_gets_its_tensors_by_name_in_any_order():
     assert Reordered()(**arguments, weights=weights) == pytest.approx(float(plain))
 
 
-def test_a_name_that_is_no_tensor_is_one_line():
+def test_unknown_tensor_name_raises_one_line():
     class Wrong(Algorithm):
         def token_loss(self, ratio, logprobs, advantages, token_ids):
             return -ratio * advantages

@@ -34,7 +34,7 @@ def on_policy(batch: Batch) -> Batch:
     ],
     ids=str,
 )
-def test_how_a_step_is_computed_does_not_change_it(model: Path, settings: dict[str, Any]):
+def test_micro_batching_does_not_change_step(model: Path, settings: dict[str, Any]):
     expected, got = five_steps(join_ranks(), model), five_steps(join_ranks(), model, **settings)
     for a, b in zip(got["metrics"], expected["metrics"], strict=True):
         a.pop("micro_batches")
@@ -42,7 +42,7 @@ def test_how_a_step_is_computed_does_not_change_it(model: Path, settings: dict[s
     assert largest_difference(got["weights"], expected["weights"]) < 1e-4
 
 
-def test_the_step_is_that_of_plain_transformers_and_adamw(model: Path):
+def test_step_matches_transformers_and_adamw(model: Path):
     batch = example(0, [(3, 5)])
     plain = AutoModelForCausalLM.from_pretrained(model)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.0)
@@ -89,7 +89,7 @@ def test_a_user_written_loss_of_the_documents_has_the_batch_for_its_mean(model: 
         assert largest_difference(weights_of(trainer), weights_of(runs[0])) < 1e-4
 
 
-def test_a_loss_that_needs_what_is_not_there_is_told(model: Path):
+def test_missing_loss_input_is_named(model: Path):
     def needy(logprobs: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         return (logprobs - values).sum()
 

@@ -161,7 +161,7 @@ def test_a_request_whose_answer_was_lost_is_not_done_twice(make: Make, tmp_path:
         assert_same(trainer, calm)
 
 
-def test_a_checkpoint_elsewhere_is_what_is_restored_once_it_was_loaded(make: Make, tmp_path: Path):
+def test_loaded_checkpoint_becomes_recovery_point(make: Make, tmp_path: Path):
     """And one that is saved elsewhere is not: it may be gone by the time that it is needed."""
     other = make(0, tmp_path / "earlier")
     for seed in range(2):

@@ -141,7 +141,7 @@ def test_an_export_of_two_ranks_is_the_trained_model(two_ranks: TwoRanks):
     assert AutoTokenizer.from_pretrained(result["model"]).decode([3, 4]) == "ab"
 
 
-def test_one_rank_needs_no_process_group():
+def test_single_rank_has_no_process_group():
     ranks_ = join_ranks()
     assert (ranks_.rank, ranks_.world_size, ranks_.mesh) == (0, 1, None)
     assert torch.equal(ranks_.sum(torch.ones(2)), torch.ones(2))

@@ -61,7 +61,7 @@ class Adam:
 
 
 def steps_of(layer: nn.Linear, settings: OptimizerSettings, state: torch.dtype) -> tuple[Any, Adam]:
-    """Fifty updates of a layer without its bias, beside those by hand."""
+    """Fifty updates of a layer without its bias, alongside those by hand."""
     random, optimizer = torch.Generator().manual_seed(1), build_optimizer(layer, settings)
     by_hand = Adam(layer.weight.detach(), state)
     for _ in range(50):

@@ -60,19 +60,20 @@ class DatasetActor(ForgeActor):
 
     @endpoint
     def sample(self) -> Sample:
-        """The next `(prompt, target)`. Rows left out on the way are counted in `data/skipped`."""
+        """Return the next `(prompt, target)`. Rows left out on the way are counted in `data/skipped`."""
         sample = self.again.popleft() if self.again else self._take_next("sample", "prompts")
         self.issued.append(sample)
         return sample
 
     @endpoint
     def supervised(self, n: int) -> list[Episode]:
-        """The next n episodes to be imitated; fewer where the last epoch ends."""
+        """Return the next n episodes to be imitated; fewer where the last epoch ends."""
         return self._draw_items(n, "supervised", "supervised")
 
     @endpoint
     def pairs(self, n: int) -> list[Episode]:
-        """The next n pairs as 2n episodes: chosen, rejected, chosen, rejected; fewer where the last epoch ends."""
+        """Return the next n pairs as 2n episodes: chosen, rejected, chosen, rejected; fewer where the last epoch
+        ends."""
         drawn: list[Pair] = self._draw_items(n, "pairs", "preferences")
         return [episode for pair in drawn for episode in pair]
 
@@ -89,7 +90,7 @@ class DatasetActor(ForgeActor):
 
     @endpoint
     def state_dict(self, seen: Seen | None = None) -> dict[str, Any]:
-        """The position in the stream, and the samples before it that may have to be handed out again.
+        """Return the position in the stream, and the samples before it that may have to be handed out again.
 
         Args:
             seen: the indices that are done with; their samples are forgotten.

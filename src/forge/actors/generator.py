@@ -40,7 +40,7 @@ class Generator(ForgeActor):
     Args:
         model: Hugging Face folder or hub id to start from (version 0), and what adapters are merged into.
         store: where new versions come from; None for a policy that never changes.
-        weights_key: under which; that of their trainer.
+        weights_key: under which; their trainer's.
         temperature, top_p, top_k, max_tokens, stop_token_ids: defaults of `generate`.
         sampling: further ones, fields of `forge.types.Sampling`.
         settings: fields of `forge.engines.EngineSettings`: engine, slots, max_seq_len, dtype, on_update, vllm.
@@ -68,8 +68,10 @@ class Generator(ForgeActor):
         self.weights_key = weights_key
         self.settings = EngineSettings(**settings)
         self.store: Store | None = None
+
         # Updates under way, requested so far, and the latest of them that was loaded.
         self.updating = self.asked = self.loaded = 0
+
         # requests, and when the span of the trace began
         self.running = 0
         self.since = 0.0
@@ -80,7 +82,7 @@ class Generator(ForgeActor):
 
     @classmethod
     def place(cls, options: Options, kwargs: dict[str, Any]) -> tuple[Options, dict[str, Any]]:
-        """One model over `procs` devices is one process that sees them all: vLLM starts its workers itself."""
+        """Return one model over `procs` devices is one process that sees them all: vLLM starts its workers itself."""
         engine_settings = {name: value for name, value in kwargs.items() if name in EngineSettings.model_fields}
         settings = EngineSettings(**engine_settings).over(options.procs)
         if options.procs == 1:
@@ -101,7 +103,7 @@ class Generator(ForgeActor):
             publish_before_updates(store, service, kwargs.get("weights_key", POLICY))
 
     def setup(self) -> None:
-        """Build the engine and load the newest published weights, or those of the model's folder."""
+        """Build the engine and load the newest published weights, or the model folder's."""
         import torch
         from transformers import AutoConfig
 
@@ -147,15 +149,18 @@ class Generator(ForgeActor):
         for completion, text in zip(completions, texts, strict=True):
             completion.text, completion.sampled_by = text, str(self.context)
         prompt_length = len(completions[0].prompt_ids)
+
         lengths = [len(c.token_ids) for c in completions]
         attended = count_causal(prompt_length) + sum(count_causal(length, prompt_length) for length in lengths)
         flops = forward_flops(self.architecture, prompt_length + sum(lengths), attended, sum(lengths))
         record_metric("generator/tokens", sum(lengths), Reduce.SUM)
+
         for completion in completions:
             # The token that ends an answer is meant to be one.
             ids = completion.token_ids[: -1 if completion.finish == "stop" else None]
             if ids:
                 record_metric("generation/special_tokens", sum(token in self.special for token in ids) / len(ids))
+
         record_metric("generator/flops", flops, Reduce.SUM)
         return completions[0] if n is None else completions
 
@@ -179,7 +184,7 @@ class Generator(ForgeActor):
 
     @endpoint
     async def next_pieces(self, stream: int) -> list[tuple[int, Completion]]:
-        """New tokens since the last call: (sample, piece) pairs, at most one of each sample, without text.
+        """Return new tokens since the last call: (sample, piece) pairs, at most one of each sample, without text.
 
         Empty if there were none for a second. `finish` is "" except in the last piece of a sample.
 
@@ -218,6 +223,7 @@ class Generator(ForgeActor):
             raise ValueError(
                 "this generator has no weight store to update from: start it with store=VersionStore.create()"
             )
+
         self.updating += 1
         self.asked += 1
         try:
@@ -229,6 +235,7 @@ class Generator(ForgeActor):
                 await asyncio.wrap_future(swapped)
         finally:
             self.updating -= 1
+
         # What the engine decodes with says which version it is: not what was asked for.
         if self.engine.version <= version and (self.engine.version, self.engine.identity) != (version, digest):
             difference = describe_difference(self.store, version, self.engine.version, self.weights_key)
@@ -236,11 +243,12 @@ class Generator(ForgeActor):
                 f"{self.context} was given version {version} ({digest}) and serves version {self.engine.version} "
                 f"({self.engine.identity or 'unknown'}){difference}"
             )
+
         return self.engine.version
 
     @contextmanager
     def _trace_busy(self) -> Iterator[None]:
-        """Spans in the trace while at least one request runs: a new one whenever a request ends."""
+        """Yield spans in the trace while at least one request runs: a new one whenever a request ends."""
         if not self.running:
             self.since = time.time()
         self.running += 1
@@ -265,7 +273,7 @@ class Generator(ForgeActor):
 
     def _load_version(self, store: Store, version: int, number: int) -> tuple[str, Future[None]] | None:
         """Read and check a version while decoding continues; only the swap is left to the engine. None if a later
-        request came first: an abandoned one must not bring old weights back. A version of adapters alone is merged
+        request came first: an abandoned one must not bring old weights back. A version of adapters only is merged
         into the weights that this generator started from."""
         from ..engines.weights import read_checkpoint
 
@@ -291,17 +299,17 @@ class Generator(ForgeActor):
 
     @endpoint
     async def held(self) -> list[int]:
-        """Seeds of the requests that wait for other weights by their schedules, while nothing else runs."""
+        """Return seeds of the requests that wait for other weights by their schedules, while nothing else runs."""
         return self.engine.held()
 
     @endpoint
     async def get_version(self) -> int:
-        """The version of the weights that this replica decodes with now."""
+        """Return the version of the weights that this replica decodes with now."""
         return self.engine.version
 
     @endpoint
     async def stats(self) -> dict[str, Any]:
-        """Counters of the engine."""
+        """Return counters of the engine."""
         return self.engine.stats()
 
     def _check_current(self) -> None:
@@ -309,7 +317,7 @@ class Generator(ForgeActor):
             check_current(self.store, self.engine.version, str(self.context), self.weights_key)
 
     def _merge_sampling(self, prompt: Prompt | str | Sequence[int], sampling: dict[str, Any]) -> dict[str, Any]:
-        """The settings of a request over this generator's; a conversation has tokens that end it."""
+        """Return the settings of a request over this generator's; a conversation has tokens that end it."""
         settings = {**self.defaults, **sampling}
         # Of the prompt, as one run may have conversations and plain texts.
         if isinstance(prompt, Prompt) and prompt.stop_ids:

@@ -45,7 +45,7 @@ class Identities:
                 raise UnknownWeights(self._explain_unknown(origin))
 
     def recent(self, version: int, max_policy_age: int | None) -> dict[int, set[str]]:
-        """The versions that tokens which have yet to train may state, for a checkpoint at `version`."""
+        """Return the versions that tokens which have yet to train may state, for a checkpoint at `version`."""
         published = self._store.identities(self._key)
         oldest = version - max(RECENT, max_policy_age or 0)
         return {number: digests for number, digests in published.items() if number >= oldest}
@@ -64,7 +64,7 @@ class Identities:
         if not same_weights:
             return f"{claim}, but its weights (checksum {origin.identity}) were never published"
         tensor = describe_difference(self._store, origin.version, same_weights[-1], self._key)
-        return f"{claim}, but its weights are those of version {same_weights[-1]}{tensor}"
+        return f"{claim}, but its weights equal version {same_weights[-1]}{tensor}"
 
 
 def check_current(store: VersionStore, version: int, who: str, key: str = POLICY) -> None:
@@ -78,7 +78,8 @@ def check_current(store: VersionStore, version: int, who: str, key: str = POLICY
 
 
 def describe_difference(store: Store, version: int, second_version: int, key: str = POLICY) -> str:
-    """The tensor in which two versions differ, as the end of a sentence; empty if one of them is no longer stored."""
+    """Return the tensor in which two versions differ, as the end of a sentence; empty if one of them is no longer
+    stored."""
     try:
         tensor = store.manifest(key, version).first_difference(store.manifest(key, second_version))
     except MissingVersion:

@@ -43,12 +43,12 @@ class Ledger:
 
     @property
     def repeated(self) -> bool:
-        """Whether the request that is being served was done before."""
+        """Return whether the request that is being served was done before."""
         return request_id() in self._answers
 
     @property
     def answer(self) -> Any:
-        """The recorded answer to the request that is being served."""
+        """Return the recorded answer to the request that is being served."""
         return self._answers[request_id()]  # type: ignore[index]
 
     def complete(self, change: Any, answer: Any) -> Any:
@@ -85,6 +85,7 @@ class Ledger:
         """
         if self._path is None:
             raise Unrecoverable(f"{self._owner.context} was replaced and {self._lost}")
+
         try:
             for kind, head, body in self._open_journal.replay():
                 self._records += 1

@@ -1,4 +1,4 @@
-"""Publishing on demand, for loops like those of the torchforge documents, which never publish themselves:
+"""Publishing on demand, for loops as in the torchforge documents, which never publish themselves:
 
     await trainer.train_step.call(batch)
     await policy.update_weights.fanout(version + 1)     # publishes the trainer's step first

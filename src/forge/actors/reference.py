@@ -21,10 +21,10 @@ class ReferenceModel(ForgeActor):
 
     Args:
         model: Hugging Face folder or hub id.
-        temperature: that of the sampler, as in the trainer.
+        temperature: the sampler's, as in the trainer.
         parallelism: how several `procs` share the model, fields of `forge.training.settings.Parallelism`.
         sharded: the policy that it is compared with is sharded. In bfloat16 that decides what is rounded: FSDP2 rounds
-            all weights, autocast in one process the inputs of products alone.
+            all weights, autocast in one process the inputs of products only.
         settings: `seq_len`, `dtype` and `weights_dtype` of `forge.training.settings.PassSettings`, as of the policy.
     """
 
@@ -67,6 +67,7 @@ class ReferenceModel(ForgeActor):
         else:
             store = process_store(context.rendezvous, context.world_size, context.rank)
             self.ranks = join_ranks(context.rank, context.world_size, store, self.layout)
+
         self.dtype = dtype = resolve_dtype(self.passes.dtype, self.ranks.device)
         self.rounded = self.sharded or self.ranks.mesh is not None
         weights_dtype = dtype if self.rounded else getattr(torch, self.passes.weights_dtype)
@@ -81,18 +82,18 @@ class ReferenceModel(ForgeActor):
         """Leave the process group."""
         from ..training.distributed import leave_ranks
 
-        if self.context.world_size > 1:  # else a group is that of a trainer in the same process
+        if self.context.world_size > 1:  # else the group belongs to a trainer in the same process
             leave_ranks()
 
     @endpoint
     def logprobs(self, batch: Batch) -> np.ndarray:
-        """Log-probabilities of the batch's trained tokens, [tokens], 0 elsewhere."""
+        """Return log-probabilities of the batch's trained tokens, [tokens], 0 elsewhere."""
         from ..training.build import precision_context
         from ..training.distributed import reshard_model
         from ..training.step import score_tokens
 
         with phase("reference") if self.context.rank == 0 else nullcontext():
-            batch = replace(batch, experts=None)  # those of another model
+            batch = replace(batch, experts=None)  # of another model
             with nullcontext() if self.rounded else precision_context(self.ranks, self.dtype):
                 logprobs = score_tokens(
                     lambda part: self.policy(part, self.temperature).logprobs,

@@ -72,6 +72,7 @@ class ReplayBuffer(ForgeActor):
         ):
             if optional is not None:
                 check_whole(optional, name, least)
+
         if order not in ("fifo", "random"):
             raise ValueError(f"order must be fifo or random, got {order!r}")
         self.capacity = capacity
@@ -80,6 +81,7 @@ class ReplayBuffer(ForgeActor):
         self.staleness = Staleness(max_policy_age)
         self.batch_size = batch_size
         self.steps = steps
+
         self.served = start
         self.admitted = start * (batch_size or 0)
         self.items: list[Item] = []
@@ -88,6 +90,7 @@ class ReplayBuffer(ForgeActor):
         self.outcomes: dict[int, list[float]] = {}  # rewards of groups since `take_outcomes`
         self.random = random.Random(seed)
         self.version = 0  # the weights that train next: an item that is too old for them stays too old
+
         self.replaced = 0
         self.keep_dropped = keep_dropped
         self.keep_outcomes = keep_outcomes
@@ -125,10 +128,12 @@ class ReplayBuffer(ForgeActor):
                 # With what is dropped as well: a prompt that is solved by all answers may have no signal.
                 if self.keep_outcomes:
                     self.outcomes[index] = [reward for reward in _item_rewards(item) if reward is not None]
+
             if reason is not None:
                 self.replaced += reason == "no_signal"
                 self._drop_items(reason, [item])
                 return False
+
             scored = _keep_scored(item)
             assert scored is not None
             if isinstance(item, Group) and isinstance(scored, Group):
@@ -137,6 +142,7 @@ class ReplayBuffer(ForgeActor):
                 self._count_dropped("unscored_episodes", len(lost))
                 if lost:
                     self._keep_dropped_item("unscored", _select_samples(item, lost))
+
             self.items.append(scored)
             self.changed.notify_all()
             return True
@@ -178,31 +184,31 @@ class ReplayBuffer(ForgeActor):
 
     @endpoint
     async def take_dropped(self) -> list[tuple[str, Group]]:
-        """Groups that were dropped since the last call, each with its reason; at most `keep_dropped`."""
+        """Return groups that were dropped since the last call, each with its reason; at most `keep_dropped`."""
         dropped = self.kept
         self.kept = []
         return dropped
 
     @endpoint
     async def handled(self) -> Seen:
-        """The indices of all groups that ever came in, kept or not."""
+        """Return the indices of all groups that ever came in, kept or not."""
         return Seen(self.seen.low, set(self.seen.above))
 
     @endpoint
     async def take_outcomes(self) -> dict[int, list[float]]:
-        """The rewards of all groups that came in since the last call, kept or not, by index."""
+        """Return the rewards of all groups that came in since the last call, kept or not, by index."""
         outcomes = self.outcomes
         self.outcomes = {}
         return outcomes
 
     @endpoint
     async def counts(self) -> dict[str, int]:
-        """Items held, and items dropped since the start by reason."""
+        """Return items held, and items dropped since the start by reason."""
         return {"size": len(self.items), **self.dropped}
 
     @endpoint
     async def state_dict(self) -> dict[str, Any]:
-        """Everything held, the counters and the random state."""
+        """Return everything held, the counters and the random state."""
         return {
             "items": list(self.items),
             "dropped": dict(self.dropped),
@@ -217,7 +223,7 @@ class ReplayBuffer(ForgeActor):
 
     @endpoint
     async def load_state_dict(self, state: dict[str, Any], forgotten: Sequence[int] = ()) -> int:
-        """Restore a saved state in place of the current one; returns how many items it holds.
+        """Restore a saved state instead of the current one; returns how many items it holds.
 
         Args:
             forgotten: indices of groups that can no longer come in, counted as dropped.
@@ -245,7 +251,7 @@ class ReplayBuffer(ForgeActor):
         return self.admitted < self.batch_size * (steps if self.steps is None else min(steps, self.steps))
 
     def _reason_to_drop(self, item: Item) -> str | None:
-        """The reason for which `add` would drop an item now; None if it would keep it."""
+        """Return the reason for which `add` would drop an item now; None if it would keep it."""
         index = _item_index(item)
         scored = _keep_scored(item)
         if index is not None and index in self.seen:
@@ -293,7 +299,7 @@ def _item_rewards(item: Item) -> list[float | None]:
 
 
 def _keep_scored(item: Item) -> Item | None:
-    """The item with its scored episodes alone; None if too few remain of a policy."""
+    """Return the item with its scored episodes only; None if too few remain of a policy."""
     if isinstance(item, Episode):
         return item if item.reward is not None else None
     if not isinstance(item, Group):
@@ -307,5 +313,5 @@ def _keep_scored(item: Item) -> Item | None:
 
 
 def _select_samples(group: Group, samples: list[int]) -> Group:
-    """Some episodes of a group, by their numbers."""
+    """Return some episodes of a group, by their numbers."""
     return replace(group, episodes=[group.episodes[i] for i in samples], samples=tuple(samples))

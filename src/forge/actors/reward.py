@@ -80,12 +80,12 @@ class RewardActor(ForgeActor):
 
     @endpoint
     async def evaluate_group(self, prompt: Any, responses: Sequence[str], target: str) -> list[float | None]:
-        """The rewards of the responses of one prompt; None for those that could not be scored."""
+        """Return the rewards of the responses of one prompt; None for those that could not be scored."""
         return [score.reward for score in await self.score(prompt, responses, target)]
 
     @endpoint
     async def evaluate_response(self, prompt: Any, response: str | Completion, target: str) -> float | None:
-        """The reward of one response; None if it could not be scored."""
+        """Return the reward of one response; None if it could not be scored."""
         completion = response if isinstance(response, Completion) else Completion(response)
         return (await self.reward.score(prompt, [completion.text], target, [completion]))[0].reward
 
@@ -93,12 +93,12 @@ class RewardActor(ForgeActor):
 
     @endpoint
     async def is_correct(self, prompt: Any, response: str, target: str) -> bool | None:
-        """Whether a response is right by the accuracy function; None if it could not be scored."""
+        """Return whether a response is right by the accuracy function; None if it could not be scored."""
         return (await self.reward.judge(prompt, [response], target))[0]
 
     @endpoint
     async def state_dict(self) -> dict[str, Any] | None:
-        """The state of the scorer that learns in this replica; None if none does."""
+        """Return the state of the scorer that learns in this replica; None if none does."""
         if self.reward.learner is None:
             return None
         return {"replica": self.context.replica, **await self.reward.learner.state_dict()}

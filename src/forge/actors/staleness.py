@@ -33,8 +33,8 @@ class Staleness:
         return float("inf") if self.max_policy_age is None else served + self.max_policy_age + 1
 
     def fresh(self, item: Episode | Group, version: int) -> bool:
-        """Whether an item may train weights `version`, by its oldest token, or by the `policy_version` that an item of
-        another class states."""
+        """Return whether an item may train weights `version`, by its oldest token, or by the `policy_version` that an
+        item of another class states."""
         if self.max_policy_age is None:
             return True
         oldest = item.version if hasattr(item, "version") else getattr(item, "policy_version", None)
@@ -54,6 +54,7 @@ class Staleness:
             return
         oldest = int(known_versions.min())
         newest = int(known_versions.max())
+
         for extreme, is_wrong, reason in (
             (oldest, oldest < version - self.max_policy_age, f"max_policy_age is {self.max_policy_age}"),
             (newest, newest > version, "that is in the future"),

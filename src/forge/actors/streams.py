@@ -100,7 +100,7 @@ class _Stream:
         return list(pieces.items())
 
     def _take_some(self) -> dict[int, Completion]:
-        """The tokens that one call returns."""
+        """Return the tokens that one call returns."""
         pieces: dict[int, Completion] = {}
         room = MOST
         while self.pieces and room > 0:

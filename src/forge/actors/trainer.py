@@ -47,7 +47,7 @@ class Trainer(ForgeActor):
         loss: a callable over named tensors, see `forge.losses`.
         store: where versions are published; None for a trainer that does not. `push_weights` publishes one, and so does
             a fanout of `Generator.update_weights` with the number of the trainer's step.
-        weights_key: under which; that of the generators.
+        weights_key: under which; the generators'.
         optimizer: fields of `forge.training.settings.OptimizerSettings`.
         aggregation: how tokens share the loss when a batch arrives as episodes or tensors, see
             `forge.data.packing.pack`; None: the loss's own, or "token_mean" if it has none.
@@ -55,15 +55,15 @@ class Trainer(ForgeActor):
         parallelism: fields of `forge.training.settings.Parallelism`; by default all ranks share the weights.
         recovery: the checkpoint folder from which a replaced trainer restores itself, on a file system that all ranks
             share: it loads the checkpoint that was last saved there, or restored, and trains the batches since then
-            again, from a journal beside it. None makes the loss of a process the end of the run.
+            again, from a journal alongside it. None makes the loss of a process the end of the run.
         report: what its metrics and its time are called: `<report>/loss`.
         max_policy_age: the most versions (steps) that a trained token may be old; None is any age. A batch with an
             older one is an error.
         colocated: leave the device to others whenever a call is done: what it holds goes to host memory.
         publish_dtype: of published weights, float32 or bfloat16, where a GPU casts them: half the bytes for engines
-            that compute in bfloat16. Adapters stay as they are. None: that of the weights.
+            that compute in bfloat16. Adapters stay as they are. None: the weights'.
         **settings: further settings of `forge.training.trainer.PolicyTrainer`: `head` ("policy", "value" or "reward"),
-            `backend`, `lora` (train adapters alone), `temperature`, and the fields of
+            `backend`, `lora` (train adapters only), `temperature`, and the fields of
             `forge.training.settings.PassSettings`, such as `seq_len`, `dtype` and `mini_batches`.
     """
 
@@ -95,6 +95,7 @@ class Trainer(ForgeActor):
         self.store_ref = store
         self.weights_key = weights_key
         self.horizon = horizon
+
         loss_aggregation: Aggregation = getattr(loss, "aggregation", "token_mean")
         self.aggregation: Aggregation = aggregation or loss_aggregation
         self.optimizer = OptimizerSettings(**(optimizer or {}))
@@ -103,6 +104,7 @@ class Trainer(ForgeActor):
         self.staleness = Staleness(max_policy_age)
         self.report = report
         self.colocated = colocated
+
         self.unit = getattr(loss, "unit", 1)
         if self.aggregation != loss_aggregation and getattr(loss, "fixed_aggregation", False):
             raise ValueError(
@@ -115,6 +117,7 @@ class Trainer(ForgeActor):
                 f"aggregation fixed_horizon, and no other, needs a horizon of at least 1: got {self.aggregation} and "
                 f"{horizon}"
             )
+
         self.recovery = None if recovery is None else Path(recovery).resolve()
         lost = "what it had learned is lost: set checkpoint.every, or give Trainer a recovery= folder"
         journal = None if self.recovery is None else str(self.recovery / JOURNAL)
@@ -147,12 +150,13 @@ class Trainer(ForgeActor):
         ranks = join_ranks(
             context.rank, context.world_size, store, self.layout, cpu_offload=cpu_offload, mesh=in_bfloat16
         )
+
         with self._on_device():
             self.trainer = PolicyTrainer(self.model, ranks, self.optimizer, **self.settings)
 
     @cached_property
     def architecture(self) -> Any:
-        """The model's transformers configuration."""
+        """Return the model's transformers configuration."""
         from transformers import AutoConfig
 
         return AutoConfig.from_pretrained(self.model, trust_remote_code=False)
@@ -188,7 +192,7 @@ class Trainer(ForgeActor):
         targets: Sequence[Mapping[str, Any]] | None = None,
         same_step: bool = False,
     ) -> dict[str, float] | float:
-        """One step, of one update or several; its metrics as `<report>/<name>`, see `PolicyTrainer.train_step`.
+        """Return one step, of one update or several; its metrics as `<report>/<name>`, see `PolicyTrainer.train_step`.
 
         Episodes and groups are packed here, with the branches of each episode; one without an advantage trains on
         all that it earned (REINFORCE without a baseline). `train_step(inputs, targets)` takes dicts of tensors, see
@@ -205,6 +209,7 @@ class Trainer(ForgeActor):
         """
         if self.ledger.repeated:
             return self.ledger.answer
+
         # The ranks train at the same time: only rank 0 records the time of the phase.
         with phase(self.report) if self.context.rank == 0 else nullcontext():
             batch = self._pack_items(batch, targets)
@@ -216,21 +221,23 @@ class Trainer(ForgeActor):
                 self.identities.check(batch)
             with self._on_device():
                 results = self.trainer.train_step(batch, self.loss, same_step=same_step)
+
         results["flops"] = 3 * self.trainer.passes.epochs * forward_flops(self.architecture, *_count_work(batch))
         metrics = {f"{self.report}/{name}": value for name, value in results.items()}
+
         # After the step, not before it: a batch that kills the trainer must not kill every trainer that follows.
         answer = metrics if targets is None else results["loss"]
         return self.ledger.complete((batch, answer, same_step), answer)
 
     @endpoint
     def recorded(self) -> dict[str, np.ndarray] | None:
-        """Numbers that the last step computed for the tokens that its batch lists in `recorded`, see
+        """Return numbers that the last step computed for the tokens that its batch lists in `recorded`, see
         `forge.training.step.TokenRecord`; None: it lists none."""
         return self.trainer.recorded if self.context.rank == 0 else None
 
     @endpoint
     def logprobs(self, batch: Batch) -> np.ndarray:
-        """Log-probabilities of the batch's trained tokens under the current weights, [tokens], 0 elsewhere.
+        """Return log-probabilities of the batch's trained tokens under the current weights, [tokens], 0 elsewhere.
 
         ValueError: this trainer has no policy head.
         """
@@ -239,7 +246,7 @@ class Trainer(ForgeActor):
 
     @endpoint
     def predict(self, batch: Batch) -> np.ndarray:
-        """Predictions of a value or reward head for the batch's trained tokens, [tokens], 0 elsewhere.
+        """Return predictions of a value or reward head for the batch's trained tokens, [tokens], 0 elsewhere.
 
         ValueError: this trainer has a policy head.
         """
@@ -304,6 +311,7 @@ class Trainer(ForgeActor):
             if Path(folder).resolve() == self.recovery:
                 self.ledger.restart(str(Path(path).resolve()), path)
             self._prune_checkpoints(write, path)
+
         return path
 
     @endpoint
@@ -387,6 +395,6 @@ class Trainer(ForgeActor):
 
 
 def _count_work(batch: Batch) -> tuple[float, float, float]:
-    """Tokens, tokens attended to, and tokens predicted, of a forward pass."""
+    """Return tokens, tokens attended to, and tokens predicted, of a forward pass."""
     lengths = batch.lengths.astype(float)
     return float(lengths.sum()), float((lengths * (lengths + 1) / 2).sum()), float(batch.mask.sum())

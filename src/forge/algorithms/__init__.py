@@ -1,4 +1,4 @@
-"""Algorithms: one file each, with its formula. Needs torch alone.
+"""Algorithms: one file each, with its formula. Needs torch only.
 
 A loss is a callable that takes what it needs by name, each a tensor of one shape, [batch, seq] or packed [tokens]:
 

@@ -25,13 +25,13 @@ def group_relative(
         rewards: the rewards of one prompt's samples, [samples].
         normalize: divide by the group's standard deviation; False gives Dr.GRPO's centred rewards (Liu et al. 2025),
             which do not over-weight groups that are nearly all right or all wrong.
-        epsilon: added to the standard deviation. Rewards that differ by rounding alone have advantages of 0.
+        epsilon: added to the standard deviation. Rewards that differ by rounding only have advantages of 0.
         std: "sample" is the unbiased estimate (n - 1), "population" the deviation of the samples themselves (n).
 
     Raises:
         ValueError: fewer than two rewards, as a group of one has no baseline; or a reward that is not finite.
     """
-    # Rewards that differ by rounding alone are equal.
+    # Rewards that differ by rounding only are equal.
     centred = _subtract_mean(rewards)
     if not normalize:
         return centred
@@ -50,7 +50,8 @@ def check_std(std: str, epsilon: float) -> None:
 
 
 def leave_one_out(rewards: Sequence[float]) -> list[float]:
-    """Each reward against the mean of the others (Kool et al. 2019; Ahmadian et al. 2024, RLOO): an unbiased baseline.
+    """Return each reward against the mean of the others (Kool et al. 2019; Ahmadian et al. 2024, RLOO): an unbiased
+    baseline.
 
     Equal to `(r_i - mean) * n / (n - 1)`. `rewards` are of one prompt's samples, [samples].
 
@@ -61,7 +62,7 @@ def leave_one_out(rewards: Sequence[float]) -> list[float]:
 
 
 def against_batch(groups: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Each reward against the mean of the whole batch, [groups][samples]; groups may have one sample."""
+    """Return each reward against the mean of the whole batch, [groups][samples]; groups may have one sample."""
     mean = _exact_mean([reward for group in groups for reward in group])
     return [[reward - mean for reward in group] for group in groups]
 
@@ -74,7 +75,7 @@ def _subtract_mean(rewards: Sequence[float]) -> list[float]:
 
 
 def _exact_mean(rewards: Sequence[float]) -> float:
-    """The mean; of equal rewards without rounding, so that they have no advantage over one another."""
+    """Return the mean; of equal rewards without rounding, so that they have no advantage over one another."""
     if not all(map(math.isfinite, rewards)):
         raise ValueError(f"rewards must be finite, got {list(rewards)}: an unscored episode has the reward None")
     return min(max(math.fsum(rewards) / len(rewards), min(rewards)), max(rewards))

@@ -94,12 +94,12 @@ class Algorithm:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss reads `ref_logprobs`."""
+        """Return whether the loss reads `ref_logprobs`."""
         return self.needs_teacher or self.beta > 0
 
     def advantages(self, rewards: Sequence[Sequence[float]]) -> Any:
-        """One advantage per episode from the rewards of a batch, both [groups][samples], or a list with one for each
-        trained token of an episode. The default is GRPO's.
+        """Return one advantage per episode from the rewards of a batch, both [groups][samples], or a list with one for
+        each trained token of an episode. The default is GRPO's.
 
         An override may also name `episodes`, [groups][samples] of `forge.types.Episode`, and gets them.
         """
@@ -110,7 +110,7 @@ class Algorithm:
         return importance_ratio(logprobs, old_logprobs)
 
     def token_loss(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
-        """The loss of every token, to be minimised; all tensors of one shape.
+        """Return the loss of every token, to be minimised; all tensors of one shape.
 
         An override gets what its parameters name: of these, `behaviour_logprobs`, further tensors of `forge.algorithms`
         such as `tokens` and `positions`.
@@ -119,12 +119,12 @@ class Algorithm:
 
     @property
     def further(self) -> tuple[str, ...]:
-        """The names of the further tensors that `token_loss` takes."""
+        """Return the names of the further tensors that `token_loss` takes."""
         return tuple(name for name in self._parameter_names if name not in ("ratio", "logprobs", "advantages"))
 
     @property
     def _parameter_names(self) -> tuple[str, ...]:
-        """The names of the parameters of `token_loss`, in any order."""
+        """Return the names of the parameters of `token_loss`, in any order."""
         parameters = inspect.signature(self.token_loss).parameters.values()
         return tuple(p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
 
@@ -145,7 +145,7 @@ class Algorithm:
         sequences: Tensor | None = None,
         **further: Tensor,
     ) -> Tensor:
-        """The loss, a scalar.
+        """Return the loss, a scalar.
 
         All tensors have one shape, [batch, seq] or packed [tokens]. `sequences` [tokens] is required where tokens are
         packed and a term is taken over sequences. `proximal_logprobs` None is the current policy. `further` has what
@@ -159,6 +159,7 @@ class Algorithm:
         advantages = where_trained(advantages, weights)
         behaviour = where_trained(behaviour_logprobs, weights)
         old = self._old_logprobs(logprobs, behaviour, proximal_logprobs, weights)
+
         # What an override names besides may be an argument of this call, or a further tensor.
         ratio = self.ratio(logprobs, old, weights, sequences)
         tensors: dict[str, Any] = {
@@ -172,20 +173,24 @@ class Algorithm:
             "ref_logprobs": ref_logprobs,
             **further,
         }
+
         # By name, as a parameter in another place would silently get another tensor.
         per_token = self.token_loss(**{name: tensors[name] for name in self._parameter_names})
         if self.correction is not None:
             importance = self.correction.ratio(old, behaviour, weights, sequences)
             per_token = per_token * self.correction.bounded(importance)
+
         # Two further terms, each with its weight.
         if self.beta and self.kl_in == "loss":
             if ref_logprobs is None:
                 raise ValueError("beta > 0 needs ref_logprobs: start a reference model, or set grpo.beta to 0")
             per_token = per_token + self.beta * kl(logprobs, where_trained(ref_logprobs, weights), self.kl)
+
         if self.entropy_coef:
             if entropy is None:
                 raise ValueError("entropy_coef > 0 needs the policy's entropy")
             per_token = per_token - self.entropy_coef * where_trained(entropy, weights)
+
         return weighted_sum(per_token, weights)
 
     @torch.no_grad()
@@ -243,12 +248,12 @@ class OwnLoss(Algorithm):
 
     @property
     def aggregation(self) -> Aggregation:  # type: ignore[override]
-        """The function's own `aggregation`, where it has one."""
+        """Return the function's own `aggregation`, where it has one."""
         return getattr(self.function, "aggregation", Algorithm.aggregation)
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the function requires `ref_logprobs`, or has a `beta` above 0."""
+        """Return whether the function requires `ref_logprobs`, or has a `beta` above 0."""
         return self._requires_reference or self.beta > 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -256,5 +261,5 @@ class OwnLoss(Algorithm):
 
     @property
     def metrics(self) -> Any:  # type: ignore[override]
-        """The function's own `metrics`, where it has them."""
+        """Return the function's own `metrics`, where it has them."""
         return self.function.metrics  # type: ignore[attr-defined]

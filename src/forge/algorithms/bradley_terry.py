@@ -40,7 +40,7 @@ class BradleyTerryLoss:
             raise ValueError(f"center must be at least 0 and finite, got {self.center}")
 
     def __call__(self, values: Tensor, weights: Tensor, sequences: Tensor | None = None) -> Tensor:
-        """Both tensors [batch, seq], or packed [tokens] with `sequences`. Returns a scalar.
+        """Return both tensors [batch, seq], or packed [tokens] with `sequences`. Returns a scalar.
 
         Raises:
             ValueError: an odd number of sequences, packed tokens without `sequences`, or several trained tokens in a

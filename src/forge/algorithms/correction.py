@@ -54,7 +54,7 @@ class Correction:
 
     @torch.no_grad()
     def ratio(self, logprobs: Tensor, behaviour_logprobs: Tensor, weights: Tensor, sequences: Tensor | None) -> Tensor:
-        """The unbounded weights, of the shape of `logprobs`; `weights` and `sequences` as in `terms`."""
+        """Return the unbounded weights, of the shape of `logprobs`; `weights` and `sequences` as in `terms`."""
         # Of tokens that are not trained the ratio is 1, also within a sequence.
         logs = where_trained(log_ratio(logprobs, behaviour_logprobs), weights)
         if self.level == "sequence":

@@ -19,7 +19,7 @@ class DecoupledPPO(Clipped, GroupRelative):
         per token:  -(pi_prox / pi_behaviour) * min(ratio * A, clip(ratio) * A),   ratio = pi / pi_prox
 
     The clip holds the policy near the proximal one, which the step starts from; the weight in front accounts for what
-    sampled, however old that is. In a step of one update the ratio is 1 and the weight alone remains: the two policies
+    sampled, however old that is. In a step of one update the ratio is 1 and only the weight remains: the two policies
     are for several updates (`training.mini_batches`, `training.epochs`).
 
     Args:

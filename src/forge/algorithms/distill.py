@@ -65,7 +65,7 @@ class Distill(Algorithm):
         proximal_logprobs: Tensor | None = None,
         sequences: Tensor | None = None,
     ) -> Tensor:
-        """All tensors of one shape; `ref_logprobs` are the teacher's. Returns a scalar."""
+        """Return all tensors of one shape; `ref_logprobs` are the teacher's. Returns a scalar."""
         # Each token's advantage follows from the two models: the batch's is not read.
         advantages = where_trained(log_ratio(ref_logprobs, logprobs.detach()), weights)
         return super().__call__(
@@ -88,7 +88,8 @@ class Distill(Algorithm):
         proximal_logprobs: Tensor | None = None,
         sequences: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Metrics of `Algorithm`, and per token `reverse_kl`: the student's log-probability less the teacher's (k1)."""
+        """Return metrics of `Algorithm`, and per token `reverse_kl`: the student's log-probability less the teacher's
+        (k1)."""
         reward = log_ratio(ref_logprobs, logprobs)
         metrics = super().metrics(logprobs, behaviour_logprobs, reward, weights, proximal_logprobs, sequences)
         return metrics | {"reverse_kl": -reward}

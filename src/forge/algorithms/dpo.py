@@ -48,7 +48,7 @@ class DPOLoss:
     def __call__(
         self, logprobs: Tensor, ref_logprobs: Tensor, weights: Tensor, sequences: Tensor | None = None
     ) -> Tensor:
-        """All tensors [batch, seq], or packed [tokens] with `sequences`. Returns a scalar.
+        """Return all tensors [batch, seq], or packed [tokens] with `sequences`. Returns a scalar.
 
         Raises:
             ValueError: an odd number of sequences, or packed tokens without `sequences`.

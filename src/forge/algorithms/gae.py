@@ -14,7 +14,7 @@ ROUNDING = 1e-6
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, *, discount: float = 1.0, trace: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns (Schulman et al. 2016, eq. 16).
+    """Return advantages and returns (Schulman et al. 2016, eq. 16).
 
         delta_t = r_t + discount * V_next - V_t,   A_t = delta_t + discount * trace * A_next,   return_t = A_t + V_t
 
@@ -47,7 +47,7 @@ def gae(
 
 def whiten_values(values: Tensor, *, epsilon: float = 1e-8) -> Tensor:
     """`(values - mean) / sqrt(variance + epsilon)`, [tokens], with the variance of a sample (n - 1); 0 where the values
-    differ by rounding alone."""
+    differ by rounding only."""
     # Equal values up to rounding have no spread to divide by.
     wide = values.double()
     if len(values) < 2 or wide.std() <= ROUNDING * wide.abs().max():
@@ -56,10 +56,10 @@ def whiten_values(values: Tensor, *, epsilon: float = 1e-8) -> Tensor:
 
 
 def pad_sequences(values: Tensor, counts: list[int]) -> Tensor:
-    """Packed [tokens] with `counts` tokens a sequence as [sequences, longest], zeros on the right."""
+    """Return packed [tokens] with `counts` tokens a sequence as [sequences, longest], zeros on the right."""
     return pad_sequence(list(values.split(counts)), batch_first=True)
 
 
 def pack_sequences(values: Tensor, counts: list[int]) -> Tensor:
-    """The inverse of `padded`: [tokens]."""
+    """Return the inverse of `padded`: [tokens]."""
     return torch.cat([row[:count] for row, count in zip(values, counts, strict=True)])

@@ -54,7 +54,7 @@ class SimpleGRPOLoss(nn.Module):
         padding_mask: Tensor,
         weights: Tensor | None = None,
     ) -> Tensor:
-        """All tensors [batch, seq]; `weights` replaces the default aggregation. Returns a scalar."""
+        """Return all tensors [batch, seq]; `weights` replaces the default aggregation. Returns a scalar."""
         weights = sequence_mean_weights(padding_mask) if weights is None else weights
         logprobs = where_trained(logprobs, weights)
         ratio = torch.exp(logprobs - logprobs.detach())

@@ -26,7 +26,7 @@ class GSPO(Clipped, GroupRelative):
         per token:  -min(s * A, clip(s, 1 - clip_low, 1 + clip_high) * A)
 
     The reward belongs to the sequence, so the clip keeps or drops a sequence as a whole. Each token's ratio has the
-    value of `s` and the gradient of `s * log pi`, which is that of `s` where a sequence's tokens share one advantage
+    value of `s` and the gradient of `s * log pi`, which equals `s`'s where a sequence's tokens share one advantage
     and one weight. The bounds are much narrower than a token's, because a mean over tokens varies less.
 
     Of an episode with branches each is a sequence: s is the mean over the tokens of one branch, which the clip keeps or

@@ -39,13 +39,13 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 
 
 def load_algorithm(algorithm: Any, *, known: Iterable[str] = (), **settings: Any) -> Algorithm:
-    """An algorithm of this library by name, or one of your own, by `package.module:Name` or as an object.
+    """Return an algorithm of this library by name, or one of your own, by `package.module:Name` or as an object.
 
     Your own is an `Algorithm` (class or instance), an `nn.Module` (class or instance) or a function over named tensors,
     see `forge.algorithms`. A plain loss is trained with GRPO's advantages.
 
     Args:
-        known: further keys that stand beside the settings in a file, for the hint of an error.
+        known: further keys that stand alongside the settings in a file, for the hint of an error.
         settings: fields of the algorithm, arguments of the module's constructor, or further arguments of the function.
 
     Raises:
@@ -57,11 +57,13 @@ def load_algorithm(algorithm: Any, *, known: Iterable[str] = (), **settings: Any
         similar = difflib.get_close_matches(algorithm, ALGORITHMS, n=1, cutoff=0.5)
         hint = f"did you mean {similar[0]!r}?" if similar else f"there are {', '.join(ALGORITHMS)}"
         raise ValueError(f"unknown algorithm {algorithm!r}: {hint}; your own is written package.module:Name")
+
     target: Any = algorithm
     if isinstance(algorithm, str):
         target = ALGORITHMS[algorithm] if algorithm in ALGORITHMS else resolve(algorithm, "algorithm")
     if not callable(target):
         raise ValueError(f"algorithm {algorithm!r} is neither a class nor a function")
+
     # A class is constructed with the settings, all of which it must have.
     if inspect.isclass(target):
         settable = [*vars(target).get("__dataclass_fields__", settings)]
@@ -71,6 +73,7 @@ def load_algorithm(algorithm: Any, *, known: Iterable[str] = (), **settings: Any
             )
         target = construct(target, settings, "grpo", known)
         settings = {}
+
     if isinstance(target, Algorithm):
         if settings:
             raise ValueError(f"{subject} is an object and has its settings: omit {', '.join(settings)}")
@@ -80,6 +83,7 @@ def load_algorithm(algorithm: Any, *, known: Iterable[str] = (), **settings: Any
                 f"{', '.join(TENSORS)}"
             )
         return target
+
     # A function: parameters that are not tensors of a batch are its settings.
     call = getattr(target, "forward", target)
     if not callable(call):
@@ -91,19 +95,21 @@ def load_algorithm(algorithm: Any, *, known: Iterable[str] = (), **settings: Any
     if unknown := [name for name in settings if name not in {p.name for p in arguments}]:
         names = ", ".join(p.name for p in arguments) or "none"
         raise ValueError(f"{subject} has no setting {unknown[0]!r}: it has {names}")
+
     if missing := [p.name for p in arguments if p.default is p.empty and p.name not in settings]:
         raise ValueError(
             f"{subject} needs {missing[0]!r}, which is not a tensor of a batch ({', '.join(TENSORS)}): set it under "
             "grpo, or name one of these"
         )
+
     if len(arguments) == len(parameters):
         raise ValueError(f"{subject} takes no tensor of a batch: name its parameters {', '.join(TENSORS[:6])}, ...")
     return OwnLoss(target, settings)
 
 
 def setting_names(algorithm: Any) -> frozenset[str]:
-    """The names of the settings that an algorithm has, of a loss also those of the tensors that it takes; none where
-    nothing of this name is found."""
+    """Return the names of the settings that an algorithm has, of a loss also those of the tensors that it takes; none
+    where nothing of this name is found."""
     target = algorithm
     if isinstance(algorithm, str):
         try:
@@ -116,7 +122,7 @@ def setting_names(algorithm: Any) -> frozenset[str]:
 
 
 def _hint_algorithms(name: str, settable: list[str]) -> str:
-    """The end of the error about an unknown setting: the algorithms that have it, or the nearest name."""
+    """Return the end of the error about an unknown setting: the algorithms that have it, or the nearest name."""
     # A setting of other algorithms is rarely a typing error.
     owners = [owner for owner in ALGORITHMS if name in setting_names(owner)]
     if not owners:

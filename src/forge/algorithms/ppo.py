@@ -44,14 +44,14 @@ class PPO(Clipped):
             raise ValueError(f"discount and trace must be in [0, 1], got {self.discount} and {self.trace}")
 
     def advantages(self, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
-        """The rewards themselves: `credit.assign` makes advantages of them with the critic's values."""
+        """Return the rewards themselves: `credit.assign` makes advantages of them with the critic's values."""
         return [list(group) for group in rewards]
 
 
 @dataclass(eq=False)
 class ValueLoss:
-    """The critic's part: half the squared error to the returns, at least that of a value that moved by `clip` (Schulman
-    et al. 2016, eq. 28, clipped as in the reference code of PPO; Engstrom et al. 2020, section 3).
+    """The critic's part: half the squared error to the returns, at least what `clip` leaves of a move (Schulman et al.
+    2016, eq. 28, clipped as in the reference code of PPO; Engstrom et al. 2020, section 3).
 
         per token:  max((V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2) / 2
 
@@ -69,7 +69,7 @@ class ValueLoss:
             raise ValueError(f"clip must be None or above 0, and finite, got {self.clip}")
 
     def __call__(self, values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor) -> Tensor:
-        """All tensors of one shape, [batch, seq] or packed [tokens]. Returns a scalar."""
+        """Return all tensors of one shape, [batch, seq] or packed [tokens]. Returns a scalar."""
         values, old, returns = (where_trained(x, weights) for x in (values, old_values, returns))
         # A value that moved too far has the larger of the two errors, and no gradient.
         error = (values - returns) ** 2

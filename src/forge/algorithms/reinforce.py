@@ -44,7 +44,7 @@ class Reinforce(Algorithm):
         self.on_policy = self.clip_ratio is None and self.correction is None
 
     def advantages(self, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
-        """Rewards, minus the mean of the batch where `baseline` is batch."""
+        """Return rewards, minus the mean of the batch where `baseline` is batch."""
         return against_batch(rewards) if self.baseline == "batch" else [list(group) for group in rewards]
 
     def token_loss(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
@@ -70,8 +70,8 @@ class Reinforce(Algorithm):
         proximal_logprobs: Tensor | None = None,
         sequences: Tensor | None = None,
     ) -> Tensor:
-        """All tensors of one shape. The policy that sampled is `behaviour_logprobs`, or else `ref_logprobs`. Returns a
-        scalar."""
+        """Return all tensors of one shape. The policy that sampled is `behaviour_logprobs`, or else `ref_logprobs`.
+        Returns a scalar."""
         return super().__call__(
             logprobs,
             ref_logprobs if behaviour_logprobs is None else behaviour_logprobs,

@@ -43,7 +43,7 @@ class ReinforcePlusPlus(Clipped):
         super().__post_init__()
 
     def advantages(self, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
-        """Rewards, minus the mean of the group where `group_baseline` is set; whitened over the batch later."""
+        """Return rewards, minus the mean of the group where `group_baseline` is set; whitened over the batch later."""
         if not self.group_baseline:
             return [list(group) for group in rewards]
         return [advantage for group in rewards for advantage in against_batch([group])]

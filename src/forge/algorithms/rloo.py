@@ -28,7 +28,7 @@ class RLOO(Clipped):
         R = product over the sequence's tokens of pi / old
         per sequence:  -min(R * A, clip(R, 1 - clip_low, 1 + clip_high) * A)
 
-    A completion is one action: where pi is the old policy the gradient is that of `-A * sum of log pi`, the mean over
+    A completion is one action: where pi is the old policy the gradient equals `-A * sum of log pi`'s, the mean over
     sequences of sums over tokens. KL and entropy are means over a sequence's tokens, as in the other losses.
 
     Each branch of an episode is a separate action: R is over its tokens, and its sum over tokens weighs as much as

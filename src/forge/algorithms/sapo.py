@@ -1,4 +1,4 @@
-"""SAPO: a smooth gate in place of the clip."""
+"""SAPO: a smooth gate instead of the clip."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SAPO(GroupRelative):
         A_i = (r_i - mean(r)) / (std(r) + std_epsilon)  over the rewards r of a prompt's samples
         per token:  -(4 / tau) * sigmoid(tau * (ratio - 1)) * A,   tau = tau_positive where A > 0, else tau_negative
 
-    The gradient fades as the ratio leaves 1 and is never cut off; at ratio 1 it is that of ratio * A. A larger
+    The gradient fades as the ratio leaves 1 and is never cut off; at ratio 1 it equals ratio * A's. A larger
     `tau_negative` makes tokens with negative advantages fade sooner, since these push probability to all other tokens.
 
     Args:

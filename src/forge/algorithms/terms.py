@@ -19,7 +19,7 @@ BOUND = 20.0
 
 
 def to_wide(values: Tensor) -> Tensor:
-    """Half precision raised to float32; float32 and float64 as they are."""
+    """Return half precision raised to float32; float32 and float64 as they are."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
@@ -84,7 +84,7 @@ def weighted_gradient(ratio: Tensor, logprobs: Tensor, advantages: Tensor, high:
 
 
 def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Per-token estimate of KL(policy || reference), non-negative and unbiased for samples of the policy.
+    """Return per-token estimate of KL(policy || reference), non-negative and unbiased for samples of the policy.
 
     `exp(d) - 1 - d` with `d = ref - logp` (Schulman 2020, "Approximating KL divergence", k3).
     """
@@ -94,8 +94,8 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: Estimator) -> Tensor:
-    """Per-token estimate of KL(policy || reference) from samples of the policy (Schulman 2020), with
-    `d = ref - logp`: k1 is `-d` (unbiased, of either sign), k2 is `d^2 / 2` (low variance, biased), k3 see `kl_k3`.
+    """Return per-token estimate of KL(policy || reference) from samples of the policy (Schulman 2020), with `d = ref -
+    logp`: k1 is `-d` (unbiased, of either sign), k2 is `d^2 / 2` (low variance, biased), k3 see `kl_k3`.
 
     As a loss they differ in their gradients: that of k1 is 0 in expectation and does nothing but add noise, that of k2
     is the gradient of the reverse KL, that of k3 comes near it where the two policies are close.
@@ -113,7 +113,7 @@ def kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: Estimator) -> Tensor:
 
 
 def sequence_sums(values: Tensor, sequences: Tensor | None) -> Tensor:
-    """The sum over each sequence's tokens, [sequences].
+    """Return the sum over each sequence's tokens, [sequences].
 
     Raises:
         ValueError: packed values without `sequences`.
@@ -133,13 +133,13 @@ def over_tokens(values: Tensor, like: Tensor, sequences: Tensor | None) -> Tenso
 
 
 def sequence_means(values: Tensor, weights: Tensor, sequences: Tensor | None) -> Tensor:
-    """The mean over each sequence's trained tokens, [sequences]; 0 for a sequence without any."""
+    """Return the mean over each sequence's trained tokens, [sequences]; 0 for a sequence without any."""
     trained = (weights != 0).to(values.dtype)
     return sequence_sums(values * trained, sequences) / sequence_sums(trained, sequences).clamp(min=1.0)
 
 
 def sum_pairs(values: Tensor, sequences: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Sums over sequences that come in pairs, the preferred one first: ([pairs], [pairs]).
+    """Return sums over sequences that come in pairs, the preferred one first: ([pairs], [pairs]).
 
     Raises:
         ValueError: an odd number of sequences.
@@ -161,7 +161,7 @@ def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
 
 
 def sequence_mean_weights(padding_mask: Tensor) -> Tensor:
-    """Weights [batch, seq] with which every sequence counts the same and its tokens share its part.
+    """Return weights [batch, seq] with which every sequence counts the same and its tokens share its part.
 
     A sequence without trained tokens counts as a sequence of loss zero.
     """
@@ -170,6 +170,6 @@ def sequence_mean_weights(padding_mask: Tensor) -> Tensor:
 
 
 def token_mean_weights(padding_mask: Tensor) -> Tensor:
-    """Weights of any shape with which every trained token counts the same."""
+    """Return weights of any shape with which every trained token counts the same."""
     mask = padding_mask.float()
     return mask / mask.sum().clamp(min=1.0)

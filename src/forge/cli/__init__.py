@@ -25,11 +25,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         folder = os.getcwd()
     except FileNotFoundError:
         raise SystemExit("error: the working folder was removed: change to another one") from None
+
     # As with `python -m`: a reward of this folder is named by its module.
     if not {"", folder} & {*sys.path}:
         sys.path.insert(0, folder)
     words = sys.argv[1:] if argv is None else argv
     args = make_parser(words).parse_args(argv)
+
     try:
         args.run(args)
     except KeyboardInterrupt:  # of a command without handlers, or a second one
@@ -62,6 +64,7 @@ def make_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in MODULES:
         module.add_to(commands)
+
     # Only the command that is called, if it is one of these: importing all of them takes seconds.
     points = {point.name: point.value for point in entry_points(group=GROUP)}
     if words and (words[0] in points or (words[0] in commands.choices)):
@@ -71,6 +74,7 @@ def make_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
             import_module(path).add_to(commands)
         except ImportError as error:  # an optional package is missing
             commands.add_parser(name, help=f"unavailable: {error}").set_defaults(run=_make_unavailable(error))
+
     return parser
 
 

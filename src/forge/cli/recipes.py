@@ -34,9 +34,7 @@ def add_to(commands: Subparsers) -> None:
         parser = commands.add_parser(
             name, help=text, description=text, epilog=f"example: forge {name} {EXAMPLES[name]} --training.steps 50"
         )
-        parser.add_argument(
-            "config", help="YAML file, see docs/configuration.md; apps/... are those of the installed recipes"
-        )
+        parser.add_argument("config", help="YAML file, see docs/configuration.md; apps/... names an installed recipe")
         parser.add_argument("overrides", nargs=argparse.REMAINDER, help="--section.key VALUE, --resume RUN|auto")
         parser.set_defaults(run=run, recipe=name)
 
@@ -54,6 +52,7 @@ def run(args: argparse.Namespace) -> None:
         read_file(find_bundled(Path(args.config)))  # before imports that take seconds, and the first process
     except ConfigError as error:
         raise SystemExit(f"error: {error}") from None
+
     from ..runtime.controller import forked_processes
 
     module, config, _ = RECIPES[args.recipe]

@@ -48,16 +48,19 @@ class Arguments:
                 option = arguments.overrides[-1][0] if arguments.overrides else ""
                 word = without_secrets(name, option)
                 raise ConfigError(f"did not understand {word!r}: overrides are written --section.key VALUE")
+
             if not equals:
                 if not words:
                     raise ConfigError(f"{name} needs a value")
                 value = words.pop(0)
+
             if name == "--config":
                 arguments.config = find_bundled(Path(value))
             elif name == "--resume":
                 arguments.resume = value
             else:
                 arguments.overrides.append((name[2:], value))
+
         return arguments
 
 
@@ -182,7 +185,7 @@ def _find_type(cls: Type, path: list[str]) -> Type:
 
 
 def check_whole(value: object, name: str, least: int = 1) -> int:
-    """The value, if it is a whole number of at least `least`. ValueError: it is not; names the setting."""
+    """Return the value, if it is a whole number of at least `least`. ValueError: it is not; names the setting."""
     # A bool passes as an int, and True as 1.
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         remedy = ": remove the quotes" if isinstance(value, str) and value.strip().isdigit() else ""

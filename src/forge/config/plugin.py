@@ -76,7 +76,7 @@ def construct(
 
     Args:
         key: the configuration key, for errors.
-        more_keys: keys that are allowed beside the settings, for the hint of an error.
+        more_keys: keys that are allowed alongside the settings, for the hint of an error.
 
     Raises:
         ValueError: an unknown or missing setting, a wrong type, or what `target` itself raises (ValueError, TypeError).
@@ -89,6 +89,7 @@ def construct(
     )
     parameters: dict[str, inspect.Parameter] = {}
     hints: dict[str, Type] = {}
+
     for call in calls:
         signature_parameters = inspect.signature(call).parameters.values()
         named = [p for p in signature_parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -97,15 +98,18 @@ def construct(
         hints = _type_hints(target if dataclasses.is_dataclass(target) else call) | hints
         if all(p.kind is not p.VAR_KEYWORD for p in signature_parameters):
             break
+
     unknown = [name for name in settings if name not in parameters]
     if unknown:
         raise ValueError(
             f"unknown key {f'{key}.{unknown[0]}'!r}{nearest_setting(unknown[0], [*parameters, *more_keys])}"
         )
+
     missing = [n for n, p in parameters.items() if p.default is p.empty and n not in settings]
     if missing:
         raise ValueError(f"{f'{key}.{missing[0]}'!r} must be set")
     values: dict[str, Any] = {}
+
     for name, value in settings.items():
         adapter = TypeAdapter(hints.get(name, Any), config=ConfigDict(strict=True, arbitrary_types_allowed=True))
         try:
@@ -116,6 +120,7 @@ def construct(
             raise ValueError(
                 f"{key}.{name}: {problem['msg']}, got {without_secrets(problem['input'], name)!r:.80}"
             ) from None
+
     try:
         return target(**values)
     except (ValueError, TypeError) as error:

@@ -37,7 +37,7 @@ class UnknownKey(ConfigError, TypeError):
 
 
 class _OneLineErrors(ModelMetaclass):
-    """Makes errors of sections that Python code constructs look like those of files.
+    """Makes errors of sections that Python code constructs look like file errors.
 
     It has to be a metaclass: pydantic raises its ValidationError, a report of several lines, out of the constructor,
     and `__init__` and validators run inside of it.
@@ -99,14 +99,14 @@ class Section(BaseModel, metaclass=_OneLineErrors):
         return values
 
     def keys(self) -> Iterator[str]:
-        """Names of the fields, for unpacking with `**`."""
+        """Return names of the fields, for unpacking with `**`."""
         return iter(type(self).model_fields)
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
 
     def differs(self, *names: str) -> bool:
-        """Whether any of these fields differs from its default."""
+        """Return whether any of these fields differs from its default."""
         return any(self[name] != type(self).model_fields[name].get_default(call_default_factory=True) for name in names)
 
     def only(self, settings: type[Section]) -> dict[str, Json]:
@@ -219,9 +219,11 @@ def _describe_error(cls: Type, errors: ValidationError, key: str = "") -> str:
     error: Mapping[str, Json] = min(errors.errors(), key=lambda error: error["type"] not in UNKNOWN)
     kind = error["type"]
     hint = cls
+
     value = without_secrets(error["input"], ".".join(map(str, error["loc"])))
     if kind == "invalid_key":
         error = {**error, "loc": (*error["loc"][:-1], str(value))}
+
     # The location is followed through the sections, so that the key is as a file has it, and the type is known.
     for item in error["loc"]:
         section = section_in(hint)
@@ -239,6 +241,7 @@ def _describe_error(cls: Type, errors: ValidationError, key: str = "") -> str:
             if candidates:
                 return f"unknown key {item!r}; did you mean {' or '.join(map(repr, candidates))}?"
             return f"unknown key {_join_key(key, item)!r}{hint_nearest(name, keys_of(section))}"
+
         # All other items name members of unions.
     if kind == "missing":
         return f"{key!r} must be set{_describe_form(key, hint)}"
@@ -246,6 +249,7 @@ def _describe_error(cls: Type, errors: ValidationError, key: str = "") -> str:
         text = mask_secrets(str(error["ctx"]["error"]))
         return text if text.startswith(key) else f"{key}: {text}"
     expected = f"of another kind ({error['msg']})"
+
     if kind in TYPES:
         expected = TYPES[kind]
     elif kind in LIMITS:
@@ -258,6 +262,7 @@ def _describe_error(cls: Type, errors: ValidationError, key: str = "") -> str:
         choices = choices_in(hint)
         similar = hint_nearest(value, choices).partition("; known here")[0]  # the choices are listed already
         return f"{key} must be one of {', '.join(map(str, choices))}; got {value!r}{similar}"
+
     form = _describe_form(key, hint, value) if kind == "model_type" else ""
     return f"{key or 'the configuration'} must be {expected}, got {value!r:.80}{form}"
 
@@ -270,7 +275,7 @@ def _leaf_names(name: str, value: Json) -> list[str]:
 
 
 def _locate_error(error: Mapping[str, Json], key: str) -> str:
-    """The dotted name of the key that an error is about."""
+    """Return the dotted name of the key that an error is about."""
     return ".".join(filter(None, (key, *map(str, error["loc"]))))
 
 

@@ -13,7 +13,7 @@ from ..system.files import read_text
 # Remedies for malformed YAML by PyYAML's description of the fault; the first match counts.
 REMEDIES = {
     "is also in line": "remove one",
-    "escape character": r"write \\ for \, or single quotes in place of double ones",
+    "escape character": r"write \\ for \, or single quotes instead of double ones",
     "found '<scalar>'": "quote the whole text, and write a quote within it twice",
     "entries are not|keys are not|line break": "quote text that begins with -, ?, > or |",
     "quoted scalar": "close the quote",
@@ -64,6 +64,7 @@ def _describe_fault(error: yaml.MarkedYAMLError) -> str:
             problem += f" ({error.context}, from line {error.context_mark.line + 1})"
         text = f"{error.context} {problem}"
         problem += next((f": {remedy}" for fault, remedy in REMEDIES.items() if re.search(fault, text)), "")
+
     return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
 
 

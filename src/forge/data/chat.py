@@ -1,7 +1,7 @@
 """Conversations to tokens and a mask of the assistant's turns, through the tokenizer's chat template.
 
 The whole conversation is rendered and tokenized once, and the mask follows from character positions. Nothing is
-tokenized in pieces, so that the tokens are those of inference.
+tokenized in pieces, so that the tokens match inference.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def read_messages(row: Row, field: str) -> list[Message]:
-    """The conversation in a field of a row, written as {role, content} or {from, value}, as {role, content}; other keys
-    of a message stay.
+    """Return the conversation in a field of a row, written as {role, content} or {from, value}, as {role, content};
+    other keys of a message stay.
 
     Raises:
         ValueError: no such field, not a list of messages, an unknown role, content that is not text, or values that are
@@ -45,10 +45,12 @@ def read_messages(row: Row, field: str) -> list[Message]:
     if not isinstance(row[field], list) or not row[field]:
         raise ValueError(f"field {field!r} must be a list of messages, got {str(row[field])[:60]!r}")
     conversation = []
+
     for number, entry in enumerate(row[field], 1):
         location = f"{field}, message {number}"
         if not isinstance(entry, Mapping):
             raise ValueError(f"{location} must be a message {{role, content}}, not {type(entry).__name__}")
+
         # Columnar files give every message the keys of all others, as None.
         message = {name: value for name, value in entry.items() if value is not None}
         check_values(message, location)
@@ -62,6 +64,7 @@ def read_messages(row: Row, field: str) -> list[Message]:
         if not isinstance(message.get("content"), str):
             raise ValueError(f"{location} must have text as its content, not {type(message.get('content')).__name__}")
         conversation.append(message)
+
     return conversation
 
 
@@ -72,7 +75,7 @@ class ChatFormat:
         tokenizer: for `encode` a fast one, which knows the characters of its tokens.
         template: True is the tokenizer's chat template; else the text of a jinja template, or a file with it.
         options: further arguments of the template, such as enable_thinking.
-        thoughts: those of earlier turns, which many templates omit once later messages follow. "keep": each turn stays
+        thoughts: of earlier turns, which many templates omit once later messages follow. "keep": each turn stays
             as it was when it was the last, so that all are trained (`forge.data.turns`); "template": as the template
             writes them, an error in `encode` where it trains such turns.
 
@@ -106,6 +109,7 @@ class ChatFormat:
             raise ValueError(
                 "the tokenizer has no chat template: use a chat model's, or set chat_template to a jinja template"
             )
+
         self._special = SpecialTokens(tokenizer)
         self._begin_text()
 
@@ -116,28 +120,32 @@ class ChatFormat:
         self.turns = Turns(self.render, self.writer, self._special)
 
     def with_tools(self, tools: object) -> ChatFormat:
-        """The format of a conversation that offers these tools, a list of schemas in OpenAI's format or its JSON text;
-        without tools it is this one. ValueError: they are neither."""
+        """Return the format of a conversation that offers these tools, a list of schemas in OpenAI's format or its JSON
+        text; without tools it is this one. ValueError: they are neither."""
         if isinstance(tools, str):
             try:
                 tools = json.loads(tools or "null")
             except ValueError as error:
                 raise ValueError(f"the tools of a conversation are not JSON: {error}") from None
+
         if not tools:
             return self
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise ValueError(f"the tools of a conversation must be a list of schemas, not {type(tools).__name__}")
         check_values(tools, "tools")
         _ = self._untrimmed_tokenizer  # shared by all
+
         # A copy of this format: only what depends on the tools is made again.
         offering = copy.copy(self)
         offering.options = {**self.options, "tools": tools}
         offering._begin_text()
+
         return offering
 
     def render(self, conversation: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-        """The text of a conversation. ValueError: the template raises an error, or has no place for tool calls."""
-        # What others wrote ends no turn and begins none; an assistant may write special tokens, such as those of calls.
+        """Return the text of a conversation. ValueError: the template raises an error, or has no place for tool
+        calls."""
+        # What others wrote ends no turn and begins none; an assistant may write special tokens, such as a call's.
         plain = (m if m["role"] == "assistant" else self._special.inert_values(m) for m in conversation)
         return self._render_text(list(map(self.writer.message, plain)), add_generation_prompt=add_generation_prompt)
 
@@ -170,6 +178,7 @@ class ChatFormat:
         text = self.render(conversation)
         encoding = self._untrimmed_tokenizer.encode(text, add_special_tokens=False)
         tokens, offsets = encoding.ids, encoding.offsets
+
         # The template marks what the assistant writes, or it follows from the texts before and after each turn.
         if _MARK.search(self.template):
             if turns != [len(conversation) - 1]:
@@ -184,6 +193,7 @@ class ChatFormat:
                 spans = [self._encode_answer(conversation, turn, text, closers) for turn in turns]
             except Rewritten as error:
                 rewritten = error
+
             omitted = any(thought_of(conversation[i])[0] not in text for i in turns)
             if self.thoughts == "keep" and (rewritten or omitted):
                 try:
@@ -195,11 +205,12 @@ class ChatFormat:
                 tokens, offsets = encoding.ids, encoding.offsets
             elif rewritten:
                 raise rewritten
+
         return tokens, [any(begin < last and end > first for first, last in spans) for begin, end in offsets]
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """The tokens that end a turn: of text, with tool calls, and eos."""
+        """Return the tokens that end a turn: of text, with tool calls, and eos."""
         ends = [self.turns.closer, self.turns.closer_of_calls]
         ids = [self.tokenizer.convert_tokens_to_ids(end) for end in ends if end]
         eos = self.tokenizer.eos_token_id
@@ -207,7 +218,7 @@ class ChatFormat:
 
     @cached_property
     def _untrimmed_tokenizer(self) -> Any:
-        """The tokenizer with untrimmed offsets: some tokenizers exclude spaces from them."""
+        """Return the tokenizer with untrimmed offsets: some tokenizers exclude spaces from them."""
         from tokenizers import processors
 
         if not self.tokenizer.is_fast:
@@ -219,7 +230,7 @@ class ChatFormat:
         return backend
 
     def _encode_context(self, conversation: Sequence[Message], turn: int, text: str) -> str:
-        """The policy's prompt for this turn."""
+        """Return the policy's prompt for this turn."""
         context = self.render(conversation[:turn], add_generation_prompt=True)
         if not text.startswith(context):
             last_turn_fault = (
@@ -238,21 +249,24 @@ class ChatFormat:
         if not text.startswith(upto) or not upto.startswith(context):
             raise Rewritten(f"message {turn + 1}: the chat template renders it differently {_REWRITES}")
         answer = upto[len(context) :]
+
         if answer == conversation[turn]["content"]:
             raise ValueError(
                 f"message {turn + 1}: the chat template writes nothing after an assistant's turn, so the policy would "
                 "not learn to end it: use a template that closes it, as with {{ eos_token }}"
             )
+
         # Generation stops at a special token. Many templates add a line break after it, and some the header of the next
         # turn, which are not generated.
         closer, tail = self.turns.ending(conversation, turn)
         if closer and answer.endswith(closer + tail):
             return len(context), len(upto) - len(tail)
         closed = len(context) + len(answer.rstrip())
+
         return len(context), closed if closed in closers else len(upto)
 
     def _find_marked(self, conversation: Sequence[Message]) -> list[Span]:
-        """The character spans that the template marks."""
+        """Return the character spans that the template marks."""
         # return_assistant_tokens_mask would lose turns that begin with a space if the tokenizer trims its offsets.
         from transformers.utils.chat_template_utils import render_jinja_template
 

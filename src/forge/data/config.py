@@ -17,7 +17,7 @@ class RowsConfig(Section):
 
     path: str | Rows | None = None
     """.json, .jsonl or .parquet file, a folder that `datasets` loads, or a hub id
-    (`pip install datasets` for all but JSON). In columns, null keys within a column are absent: they are those of
+    (`pip install datasets` for all but JSON). In columns, null keys within a column are absent: they belong to
     other rows."""
     task: str | None = None
     """Instead of a path, a procedural task."""
@@ -42,7 +42,7 @@ class RowsConfig(Section):
     choices_field: str | list[str] | None = None
     """For multiple choice: the column with the list of options, or the columns of the options, which are shuffled by
     the question. `{choices}` in the template stands for them, one a line, lettered from A; the target is the letter. A
-    list's target is a letter, a position from 0 or an option, that of columns an option."""
+    list's target is a letter, a position from 0 or an option, a column's an option."""
     chat_template: bool | str = False
     """True renders through the tokenizer's chat template; a text with braces, or a file, is a separate template."""
     system_prompt: str | None = None
@@ -73,7 +73,7 @@ class RowsConfig(Section):
             raise ConfigError(message)
 
     def within(self, key: str, limit: int) -> Self:
-        """A copy of which `key` is at most `most`, here and in every source."""
+        """Return a copy of which `key` is at most `most`, here and in every source."""
         sources = self.sources and [
             {**source, key: min(source[key], limit)} if source.get(key) else source for source in self.sources
         ]
@@ -82,14 +82,14 @@ class RowsConfig(Section):
 
     @property
     def files(self) -> list[str]:
-        """Paths and chat templates, which may be local files."""
+        """Return paths and chat templates, which may be local files."""
         sections = [{"path": self.path, "chat_template": self.chat_template}, *(self.sources or ())]
         values = [source.get(key) for key in ("path", "chat_template") for source in sections]
         return [name for name in values if isinstance(name, str)]
 
     @property
     def procedural(self) -> bool:
-        """Whether all rows come from tasks, which have test splits."""
+        """Return whether all rows come from tasks, which have test splits."""
         if self.sources is not None:
             return self.path is None and not any(isinstance(source.get("path"), str) for source in self.sources)
         return self.task is not None
@@ -118,7 +118,7 @@ class DatasetConfig(RowsConfig):
     too_long: Literal["skip", "error"] = "skip"
     """Longer prompts are skipped and counted, or an error."""
     sampler: Any = None
-    """In place of the shuffled order, one that follows from what came of the rows before: curriculum, frontier, retire
+    """Instead of the shuffled order, one that follows from what came of the rows before: curriculum, frontier, retire
     or package.module:Class, by name or as `{use: name, <settings>}` ([samplers.md](samplers.md)). Needs a recipe
     that samples groups, and stored rows."""
 

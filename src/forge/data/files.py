@@ -23,7 +23,7 @@ _FILE_SUFFIXES = {*_BUILDERS, ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow", "
 
 
 class Rows(Sequence[Row]):
-    """Rows from Python in place of a path: mappings, or a `datasets.Dataset`."""
+    """Rows from Python instead of a path: mappings, or a `datasets.Dataset`."""
 
     def __init__(self, rows: Iterable[Row]) -> None:
         # An iterator may have no end, and a sequence of the user's own may never raise IndexError.
@@ -47,7 +47,7 @@ class Rows(Sequence[Row]):
         return self._rows[index]
 
     def describe(self) -> str:
-        """Number and digest, for a run's config.yaml."""
+        """Return number and digest, for a run's config.yaml."""
         digest = hashlib.sha256(json.dumps(self._rows, default=str).encode()).hexdigest()
         return f"<{len(self)} rows from Python, sha256 {digest[:16]}>"
 
@@ -69,8 +69,8 @@ class StoredColumns(Sequence[Row]):
 
 
 def from_columns(row: Row) -> Row:
-    """A row as it was before it was stored in columns, where every mapping within it has the keys of all rows: those
-    that are null are absent. A column that is null stays."""
+    """Return a row as it was before it was stored in columns, where every mapping within it has the keys of all rows:
+    those that are null are absent. A column that is null stays."""
     return {name: _drop_nulls(value) for name, value in row.items()}
 
 
@@ -100,7 +100,8 @@ def check_values(value: object, location: str) -> None:
 
 
 def open_rows(path: str | Rows, *, split: str, subset: str | None = None) -> Sequence[Row]:
-    """All rows of a .json, .jsonl or .parquet file (`split` does not apply), a folder or a hub id, with random access.
+    """Return all rows of a .json, .jsonl or .parquet file (`split` does not apply), a folder or a hub id, with random
+    access.
 
     A folder is one written by `datasets` or one of data files.
 
@@ -110,6 +111,7 @@ def open_rows(path: str | Rows, *, split: str, subset: str | None = None) -> Seq
     if isinstance(path, Rows):
         return list(path)
     file = _local_path(path)
+
     # Folders and hub ids are read by `datasets`, files by this module.
     rows: Sequence[Row]
     if file is None or file.is_dir():
@@ -124,6 +126,7 @@ def open_rows(path: str | Rows, *, split: str, subset: str | None = None) -> Seq
             raise ValueError(f"{file} is not a parquet file: {error}") from error
     else:
         rows = _read_json(file)
+
     if not len(rows):
         raise ValueError(f"{path} is empty: it has no rows")
     return rows
@@ -144,7 +147,7 @@ def open_stream(path: str, *, split: str, subset: str | None = None) -> Iterable
 
 
 def _local_path(path: str) -> Path | None:
-    """The file or folder of a path, or None if it is a hub id."""
+    """Return the file or folder of a path, or None if it is a hub id."""
     file = Path(path).expanduser()
     if file.is_dir():
         return file
@@ -152,6 +155,7 @@ def _local_path(path: str) -> Path | None:
         if file.suffix not in _BUILDERS:
             raise ValueError(f"{file} has the unknown extension {file.suffix!r}: use {', '.join(_BUILDERS)}")
         return file
+
     # A misspelt path must not be taken for a hub id.
     if file.exists():
         raise ValueError(f"{file} is neither a file nor a folder, but a pipe or a device: write its rows to a file")
@@ -160,11 +164,12 @@ def _local_path(path: str) -> Path | None:
         similar = difflib.get_close_matches(file.name, siblings, n=1)
         hint = f"; did you mean {file.parent / similar[0]}?" if similar else ""
         raise FileNotFoundError(f"no such file: {file} (in {Path.cwd()}){hint}")
+
     return None
 
 
 def _read_json(file: Path) -> list[Row]:
-    """The rows of a .jsonl file, one object a line, or of a .json file, a list of objects."""
+    """Return the rows of a .jsonl file, one object a line, or of a .json file, a list of objects."""
     if file.suffix == ".jsonl":
         numbered: list[tuple[str, Any]] = []
         with file.open(encoding="utf-8-sig") as lines:
@@ -188,13 +193,16 @@ def _read_json(file: Path) -> list[Row]:
             raise ValueError(f"{file} is nested too deeply") from None
         except ValueError as error:
             raise ValueError(f"{file}: not JSON: {error} (one object a line belongs in a .jsonl file)") from error
+
         if not isinstance(listed, list):
             raise ValueError(f"{file} must hold a list of objects, not {type(listed).__name__}")
         numbered = [(f"row {number}", row) for number, row in enumerate(listed, 1)]
+
     # A row is an object in either form.
     for location, row in numbered:
         if not isinstance(row, dict):
             raise ValueError(f"{file}, {location}: a row must be an object, not {type(row).__name__}")
+
     return [row for _, row in numbered]
 
 
@@ -221,6 +229,7 @@ def _load_dataset(path: str, folder: Path | None, *, split: str, subset: str | N
                 raise ValueError(f"{path} has no split {split!r}: it has {', '.join(saved)}")
             saved = saved[split]
         return saved.to_iterable_dataset() if streaming else saved
+
     # Data files or a hub id; an unreachable hub is the most frequent error.
     source = str(folder) if folder else path
     try:

@@ -51,17 +51,17 @@ class Mixture(Generic[T]):
 
     @property
     def served(self) -> int:
-        """Items given so far."""
+        """Return items given so far."""
         return sum(self.counts)
 
     @property
     def skipped(self) -> int:
-        """Rows that all sources left out."""
+        """Return rows that all sources left out."""
         return sum(source.skipped for source in self.sources)
 
     @property
     def size(self) -> int | None:
-        """Number of items until the next source in turn has ended; None: endless, or unknown."""
+        """Return number of items until the next source in turn has ended; None: endless, or unknown."""
         counts, sizes = [0] * len(self.sources), [source.size for source in self.sources]
         if all(size is None for size in sizes):
             return None
@@ -70,7 +70,7 @@ class Mixture(Generic[T]):
         return sum(counts)
 
     def has(self, item: object) -> bool:
-        """Whether an item is one of a source's."""
+        """Return whether an item is one of a source's."""
         return any(source.has(item) for source in self.sources)
 
     def __iter__(self) -> Iterator[T]:
@@ -83,7 +83,7 @@ class Mixture(Generic[T]):
         return item
 
     def held_out(self, n: int) -> list[T]:
-        """A fixed list for evaluation, of every source its share. ValueError: a source has too few."""
+        """Return a fixed list for evaluation, of every source its share. ValueError: a source has too few."""
         counts, order = [0] * len(self.sources), []
         for _ in range(n):
             order.append(self._next_source(counts))
@@ -92,11 +92,11 @@ class Mixture(Generic[T]):
         return [_renumber_item(next(streams[number]), index) for index, number in enumerate(order)]
 
     def targets(self) -> Iterator[str]:
-        """The targets of all sources that have some."""
+        """Return the targets of all sources that have some."""
         return chain.from_iterable(source.targets() for source in self.sources if isinstance(source, PromptDataset))
 
     def state_dict(self) -> Position:
-        """The position in all sources, as plain JSON."""
+        """Return the position in all sources, as plain JSON."""
         return {
             "shares": [str(share) for share in self.shares],
             "counts": list(self.counts),
@@ -113,7 +113,7 @@ class Mixture(Generic[T]):
         self.counts = list(state["counts"])
 
     def _next_source(self, counts: Sequence[int]) -> int:
-        """The source with the earliest deadline among those that are not too far ahead of their share."""
+        """Return the source with the earliest deadline among those that are not too far ahead of their share."""
         slack = Fraction(1, max(2, 2 * len(counts) - 2))
         now = sum(counts) + 1
         ready = [i for i, share in enumerate(self.shares) if share * now - counts[i] >= slack]
@@ -157,8 +157,10 @@ def load_data(
         raise ValueError(
             "with sources there is no dataset.sampler: put all rows into one file, and use the sampler mix"
         )
+
     if settings.get("path") is not None or settings.get("task") is not None:
         raise ValueError("with sources, path and task belong to each of them")
+
     # Each source's settings override the common ones; its errors name it.
     opened: list[Any] = []
     for number, source in enumerate(sources, 1):
@@ -169,4 +171,5 @@ def load_data(
             raise ValueError(f"source {number}: {error}") from error
         except (FileNotFoundError, ImportError) as error:
             raise type(error)(f"source {number}: {error}") from error
+
     return Mixture(opened, [source.get("weight", 1.0) for source in sources])

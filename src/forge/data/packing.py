@@ -28,7 +28,7 @@ def pack(
             token counts 1 / (episodes * `horizon`), however long its episode is (Liu et al. 2025, Dr.GRPO). An
             episode's `weight` multiplies its tokens' shares; in the two means they are taken over weighted tokens or
             episodes.
-        horizon: a number of tokens, for `fixed_horizon` alone; 1 gives sums over tokens.
+        horizon: a number of tokens, for `fixed_horizon` only; 1 gives sums over tokens.
         unit: number of neighbouring sequences that are never separated, such as the 2 of a preference pair.
 
     Raises:
@@ -40,6 +40,7 @@ def pack(
         raise ValueError("cannot pack an empty list of episodes")
     branches = {id(branch) for episode in episodes for branch in episode.branches}
     episodes = [episode for episode in episodes if id(episode) not in branches]
+
     # One row for each branch, with the episode that it belongs to.
     rows: list[Episode] = []
     advantages: list[float | Sequence[float]] = []
@@ -52,9 +53,11 @@ def pack(
                 raise ValueError(f"episode {number} has no context before its first trained token")
             rows.append(row)
             advantages.append(advantage)
+
     row_episodes = np.repeat(np.arange(len(episodes)), [len(episode.branches) + 1 for episode in episodes])
     if len(rows) % unit:
         raise ValueError(f"{len(rows)} episodes cannot be packed in units of {unit}")
+
     # Shares of the loss, which an episode's branches divide.
     counts = np.array([sum(row.mask) for row in rows])
     episode_counts = np.bincount(row_episodes, counts)
@@ -70,6 +73,7 @@ def pack(
     logprobs = (
         [math.nan if trained else 0.0 for trained in row.mask] if row.logprobs is None else row.logprobs for row in rows
     )
+
     return Batch(
         tokens=flatten_columns((row.tokens for row in rows), np.int64),
         lengths=lengths,
@@ -128,6 +132,7 @@ def pack_tensors(
         raise ValueError(f"train_step needs as many inputs as targets, got {len(inputs)} and {len(targets)}")
     episodes: list[Episode] = []
     columns: dict[str, list[np.ndarray]] = {"advantages": [], "ref_logprobs": [], "behaviour_logprobs": []}
+
     for number, (source, target) in enumerate(zip(inputs, targets, strict=True)):
         for name, tensors, needed, optional in (
             ("inputs", source, {"tokens"}, {"mask"}),
@@ -136,18 +141,22 @@ def pack_tensors(
             if keys := (needed - tensors.keys()) or (tensors.keys() - needed - optional):
                 fault = "needs" if needed - tensors.keys() else "has an unknown key"
                 raise ValueError(f"{name}[{number}] {fault} {min(keys)!r}")
+
         tokens = np.asarray(source["tokens"])
         response = np.asarray(target["response"])
         present = np.asarray(source.get("mask", np.ones_like(tokens))).astype(bool)
         trained = np.asarray(target["padding_mask"]).astype(bool)
+
         if tokens.ndim != 2 or present.shape != tokens.shape or response.shape != trained.shape:
             raise ValueError(
                 f"batch {number}: tokens {tokens.shape} and mask {present.shape} must be [rows, length], response "
                 f"{response.shape} and padding_mask {trained.shape} [rows, length of the response]"
             )
+
         start = tokens.shape[1] - response.shape[1]
         if start < 1 or len(tokens) != len(response) or (tokens[:, start:] != response)[trained].any():
             raise ValueError(f"targets[{number}]['response'] is not the end of inputs[{number}]['tokens']")
+
         # Padding goes, and so does all that comes after a row's last trained token.
         present[:, start:] &= np.flip(np.maximum.accumulate(np.flip(trained, 1), 1), 1)
         for row in np.flatnonzero(trained.any(1)):
@@ -158,6 +167,7 @@ def pack_tensors(
                 padded = np.zeros(tokens.shape, np.float32)
                 padded[:, start:] = np.where(trained, np.asarray(target[name], np.float32), 0.0)
                 rows.append(padded[trained.any(1)][present[trained.any(1)]])
+
     batch = pack(episodes, aggregation=aggregation, horizon=horizon, unit=unit)
     if aggregation != "token_mean":
         # Rows without a trained token are not packed, and count in the mean.
@@ -170,11 +180,12 @@ def pack_tensors(
         batch.ref_logprobs = np.concatenate(columns["ref_logprobs"])
     if columns["behaviour_logprobs"]:
         batch.logprobs = np.concatenate(columns["behaviour_logprobs"])
+
     return batch
 
 
 def split_batch(batch: Batch, *, ranks: int, max_tokens: int, at_least: int = 1) -> list[list[Batch]]:
-    """One list of micro-batches for each data-parallel rank, all of the same length.
+    """Return one list of micro-batches for each data-parallel rank, all of the same length.
 
     Units that begin with the same prompt stay together where they can, so that it is computed once. The longest go
     first into the lightest micro-batch: ranks get about the same number of tokens to compute. If there are fewer than
@@ -183,7 +194,7 @@ def split_batch(batch: Batch, *, ranks: int, max_tokens: int, at_least: int = 1)
 
     Args:
         ranks: number of data-parallel ranks.
-        max_tokens: maximum tokens of one micro-batch, those of a shared prompt counted once.
+        max_tokens: maximum tokens of one micro-batch; a shared prompt's count once.
         at_least: minimum number of micro-batches a rank.
 
     Raises:
@@ -194,16 +205,19 @@ def split_batch(batch: Batch, *, ranks: int, max_tokens: int, at_least: int = 1)
     if longest > max_tokens:
         subject = "a sequence" if batch.unit == 1 else f"{batch.unit} sequences that belong together, in all"
         raise ValueError(f"{subject} of {longest} tokens does not fit into training.seq_len = {max_tokens}")
-    # Units by the run that their first sequence begins with: those of one prompt.
+
+    # Units by the run that their first sequence begins with: one prompt's.
     tree = find_prefixes(prefix_ids(batch), batch.lengths)
     by_prompt: dict[int, list[int]] = {}
     for unit in range(len(lengths)):
         by_prompt.setdefault(tree.root(unit * batch.unit), []).append(unit)
+
     # As few micro-batches as the units fit into.
     per_rank = max(at_least, math.ceil(len(tree.source) / (ranks * max_tokens)))
     while (bins := _fill_bins(batch, tree, list(by_prompt.values()), ranks * per_rank, max_tokens)) is None:
         per_rank += 1
     micro_batches = []
+
     for units in bins:
         selected = np.array(sorted(units) or [int(lengths.argmin())])
         micro_batch = batch.select((selected[:, None] * batch.unit + np.arange(batch.unit)).ravel())
@@ -212,6 +226,7 @@ def split_batch(batch: Batch, *, ranks: int, max_tokens: int, at_least: int = 1)
             micro_batch.mask = np.zeros_like(micro_batch.mask)
             micro_batch.weights = np.zeros_like(micro_batch.weights)
         micro_batches.append(micro_batch)
+
     return [micro_batches[rank::ranks] for rank in range(ranks)]
 
 
@@ -241,6 +256,7 @@ def _rewards_of_tokens(episodes: Sequence[Episode]) -> np.ndarray | None:
         rewards = [branch.reward for branch in branches if branch.reward is not None]
         if len(rewards) < len(branches):
             return None
+
         # The reward of a branch is what was still to come when it began: the next one has a part of it.
         for branch, remaining in zip(branches, -np.diff([*rewards, 0.0]), strict=True):
             row = np.zeros(len(branch.tokens), np.float32)
@@ -250,6 +266,7 @@ def _rewards_of_tokens(episodes: Sequence[Episode]) -> np.ndarray | None:
             if any(branch.mask):
                 row[max(i for i, trained in enumerate(branch.mask) if trained)] += remaining
             rows.append(row)
+
     return np.concatenate(rows)
 
 
@@ -280,6 +297,7 @@ def _fill_bins(
     # Halve the units of a prompt until they fit, so that its tokens are repeated as rarely as possible.
     pieces: list[tuple[int, list[int]]] = []
     pending = by_prompt[::-1]
+
     while pending:
         units = pending.pop()
         tokens = cost_of(units)
@@ -287,6 +305,7 @@ def _fill_bins(
             pending += [units[len(units) // 2 :], units[: len(units) // 2]]
         else:
             pieces.append((tokens, units))
+
     # The longest first, each into the lightest bin.
     bins: list[list[int]] = [[] for _ in range(count)]
     load = [0] * count
@@ -296,4 +315,5 @@ def _fill_bins(
         if load[lightest] > max_tokens:
             return None
         bins[lightest] += units
+
     return bins

@@ -65,6 +65,7 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
         self._prompt_field = self._set_fields.get("prompt_field") or next(
             (n for n in QUESTION_FIELDS if n in row), None
         )
+
         # Conversations, a prompt with two texts, or two texts; a setting without effect on the form is an error.
         if self._has_tokens:
             named = {
@@ -86,7 +87,7 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
             check_effects(self._set_fields, (), "texts without a prompt")
 
     def make(self, number: int, row: Row, index: int) -> Pair | None:
-        """The pair of a row; None if it is skipped: too long, or both answers equal."""
+        """Return the pair of a row; None if it is skipped: too long, or both answers equal."""
         if (task := self._task) is not None:
             wrong = task.wrong(row["answer"], Random(f"{task.name}/{self.seed}/{number}"))
             row = {**row, "chosen": row["answer"], "rejected": wrong}
@@ -102,7 +103,7 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
         return Pair(Episode.given(chosen[0], masks[0]), Episode.given(rejected[0], masks[1]))
 
     def _encode_pair(self, row: Row) -> tuple[Marked, Marked] | None:
-        """Both answers in their context; None if they are equal."""
+        """Return both answers in their context; None if they are equal."""
         if self._has_tokens:
             return self._read_answer_ids(row, "chosen_ids"), self._read_answer_ids(row, "rejected_ids")
         if self._chat is not None:
@@ -110,6 +111,7 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
             if chosen == rejected:
                 return None
             return self._chat.encode(chosen, since=since), self._chat.encode(rejected, since=since)
+
         prompt = self._format.render(row)[0] if self._format is not None else ""
         chosen_text, rejected_text = (read_text_field(row, name) for name in self._fields)
         if chosen_text == rejected_text:
@@ -119,21 +121,23 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
         first, second = encode_document(chosen_text, self.tokenizer), encode_document(rejected_text, self.tokenizer)
         if first == second:
             return None
+
         # Both end with eos, so they differ before the end of the shorter one.
         shared = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), len(first))
         if not shared:
             raise ValueError("chosen and rejected share no beginning that could be their prompt: name a prompt_field")
         first_mask, second_mask = ([False] * shared + [True] * (len(tokens) - shared) for tokens in (first, second))
+
         return (first, first_mask), (second, second_mask)
 
     def _read_answer_ids(self, row: Row, name: str) -> Marked:
-        """An answer of tokens in its context."""
+        """Return an answer of tokens in its context."""
         prompt = token_ids(row, "prompt_ids", self.tokenizer)
         answer_ids = token_ids(row, name, self.tokenizer)
         return [*prompt, *answer_ids], [False] * len(prompt) + [True] * len(answer_ids)
 
     def _read_conversations(self, row: Row) -> tuple[list[Message], list[Message], int]:
-        """Both conversations, and the number of messages that they begin with in common."""
+        """Return both conversations, and the number of messages that they begin with in common."""
         chosen, rejected = (self._read_conversation(row, name) for name in self._fields)
         alike = (i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b)
         since = next(alike, min(len(chosen), len(rejected)))
@@ -146,11 +150,13 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
         return chosen, rejected, since
 
     def _read_conversation(self, row: Row, name: str) -> list[Message]:
-        """The whole conversation; an answer alone follows the prompt. ValueError: it begins with another prompt."""
+        """Return the whole conversation; a bare answer follows the prompt. ValueError: it begins with another
+        prompt."""
         conversation, field = read_messages(row, name), self._prompt_field
         answer_only = conversation[0]["role"] == "assistant"
         if field is None or not (answer_only or "prompt_field" in self._set_fields):
             return conversation
+
         # The prompt may be text or messages, with a system message or without.
         listed = isinstance(row.get(field), list)
         prompt = read_messages(row, field) if listed else [{"role": "user", "content": read_text_field(row, field)}]
@@ -159,6 +165,7 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
         first = next((i for i, message in enumerate(conversation) if message["role"] not in _SYSTEM), 0)
         start = 0 if prompt[0]["role"] in _SYSTEM else first
         beginning = [(m["role"], m["content"].strip()) for m in conversation[start : start + len(prompt)]]
+
         if beginning != [(m["role"], m["content"].strip()) for m in prompt]:
             raise ValueError(f"{name} does not begin with what field {field!r} holds: omit prompt_field")
         return conversation

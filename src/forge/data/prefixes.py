@@ -37,7 +37,7 @@ class PrefixTree:
     #     sequence 2: P P P P          run 2: b c        parent  0
     #     sequence 3: Q Q              run 3: Q Q        parent -1
     #
-    #     source     11 12 13 14 4 9 10 15 16    one `P P P P`, that of sequence 2: 0 to 3 and 5 to 8 are not computed
+    #     source     11 12 13 14 4 9 10 15 16    one `P P P P`, sequence 2's: 0 to 3 and 5 to 8 are not computed
     #     positions   0  1  2  3 4 4  5  0  1
     #     last        1  2  0  3                 the run that each sequence ends with
 
@@ -50,8 +50,8 @@ class PrefixTree:
     saved: int
 
     def cost(self, sequences: Iterable[int]) -> int:
-        """Maximum tokens that a model computes for these sequences alone: a run that saves too little among them is
-        repeated."""
+        """Return maximum tokens that a model computes for these sequences only: a run that saves too little among them
+        is repeated."""
         users: dict[int, int] = {}
         for sequence in sequences:
             run = self.last[sequence]
@@ -64,7 +64,7 @@ class PrefixTree:
         )
 
     def root(self, sequence: int) -> int:
-        """The run that a sequence begins with."""
+        """Return the run that a sequence begins with."""
         run = self.last[sequence]
         while self.parents[run] >= 0:
             run = self.parents[run]
@@ -72,7 +72,7 @@ class PrefixTree:
 
 
 def find_prefixes(tokens: np.ndarray, lengths: np.ndarray, saved: int = SAVED) -> PrefixTree:
-    """The tree of sequences that lie back to back.
+    """Return the tree of sequences that lie back to back.
 
     Args:
         tokens: [tokens] ids.
@@ -82,11 +82,13 @@ def find_prefixes(tokens: np.ndarray, lengths: np.ndarray, saved: int = SAVED) -
     ends = np.cumsum(lengths)
     starts = ends - lengths
     rows = [tokens[start:end] for start, end in zip(starts, ends, strict=True)]
+
     # Big-endian bytes sort as the tokens do, a prefix before what continues it.
     keys = [row.astype(">u4").tobytes() for row in rows]
     order = sorted(range(len(rows)), key=keys.__getitem__)
     common = np.array([_common_length(rows[a], rows[b]) for a, b in itertools.pairwise(order)], np.int64)
     runs: list[tuple[list[int], int, int, int]] = []  # its sequences, first and last position, parent
+
     # Intervals of `order`, with the tokens of theirs that are in a run already, and the run that ends there. Each
     # becomes a run of its common tokens, if that saves enough, and is divided where its sequences first differ.
     intervals = [(0, len(order), 0, -1)]
@@ -100,17 +102,20 @@ def find_prefixes(tokens: np.ndarray, lengths: np.ndarray, saved: int = SAVED) -
         if high - low > 1:
             cuts = [low, *(low + 1 + np.flatnonzero(common[low : high - 1] == depth)).tolist(), high]
             intervals += [(a, b, covered, parent) for a, b in itertools.pairwise(cuts)]
+
     # In the order of the batch: without a shared run they are its sequences as they are. Parents still come first.
     ranking = sorted(range(len(runs)), key=lambda run: (min(runs[run][0]), run))
     rank = {run: i for i, run in enumerate(ranking)}
     index = np.empty(len(tokens), np.int64)
     pieces = []
     computed = 0
+
     for sequences, begin, end, _ in (runs[run] for run in ranking):
         pieces.append(np.arange(begin, end) + starts[sequences[0]])
         for sequence in sequences:
             index[starts[sequence] + begin : starts[sequence] + end] = np.arange(computed, computed + end - begin)
         computed += end - begin
+
     source = np.concatenate(pieces)
     token_runs = np.repeat(np.arange(len(ranking)), [len(piece) for piece in pieces])
     return PrefixTree(
@@ -125,7 +130,8 @@ def find_prefixes(tokens: np.ndarray, lengths: np.ndarray, saved: int = SAVED) -
 
 
 def prefix_ids(batch: Batch) -> np.ndarray:
-    """Ids [tokens] that are equal where sequences share a prefix: tokens, combined with their recorded experts."""
+    """Return ids [tokens] that are equal where sequences share a prefix: tokens, combined with their recorded
+    experts."""
     if batch.experts is None:
         return batch.tokens
     columns = [batch.tokens.astype("<i8")[:, None].view(np.uint8), batch.experts.reshape(len(batch.tokens), -1)]
@@ -134,7 +140,7 @@ def prefix_ids(batch: Batch) -> np.ndarray:
 
 
 def _common_length(a: np.ndarray, b: np.ndarray) -> int:
-    """Length of the common prefix."""
+    """Return length of the common prefix."""
     shorter = min(len(a), len(b))
     differ = a[:shorter] != b[:shorter]
     return int(differ.argmax()) if differ.any() else shorter

@@ -58,6 +58,7 @@ class PromptFormat:
             self.chat = ChatFormat(self.tokenizer, self.chat_template, self.chat_options)
         elif self.system_prompt or self.chat_options:
             raise ValueError("system_prompt and chat_options need chat_template: true")
+
         if self.target_pattern is not None:
             if self.target_field is None:
                 raise ValueError("target_pattern needs a target_field")
@@ -69,6 +70,7 @@ class PromptFormat:
                 ) from error
             if groups < 1:
                 raise ValueError(f"target_pattern {self.target_pattern!r} needs a group (...) around the target")
+
         if (self.choices_field is not None) != ("choices" in self._column_names()):
             raise ValueError("choices_field and {choices} in the prompt_template need each other")
 
@@ -86,7 +88,8 @@ class PromptFormat:
         return names
 
     def fields(self, row: Iterable[str]) -> dict[str, str]:
-        """The row's field for every name in the template. ValueError: one is missing; lists the existing ones."""
+        """Return the row's field for every name in the template. ValueError: one is missing; lists the existing
+        ones."""
         has = list(row)
         question = self.prompt_field or next((name for name in QUESTION_FIELDS if name in has), "question")
         template_fields = {
@@ -102,7 +105,7 @@ class PromptFormat:
         return template_fields
 
     def is_conversation(self, row: Row) -> bool:
-        """Whether the prompt of a row is a list of messages. ValueError: a setting does nothing for it."""
+        """Return whether the prompt of a row is a list of messages. ValueError: a setting does nothing for it."""
         name = self.prompt_field or next((name for name in QUESTION_FIELDS if name in row), "")
         if not isinstance(row.get(name), list):
             return False
@@ -111,7 +114,7 @@ class PromptFormat:
         return True
 
     def render(self, row: Row) -> tuple[str, str]:
-        """The user's text and the target of a row; of a conversation the text of its last message. ValueError: a
+        """Return the user's text and the target of a row; of a conversation the text of its last message. ValueError: a
         missing or empty field, or no match."""
         if self.is_conversation(row):
             name = self.fields(row)["question"]
@@ -126,7 +129,7 @@ class PromptFormat:
         return text, self._read_target(row, options)
 
     def _read_target(self, row: Row, options: list[str]) -> str:
-        """The target of a row, or the part that the pattern selects; of options the letter."""
+        """Return the target of a row, or the part that the pattern selects; of options the letter."""
         if self.target_field is None:
             return ""
         target = read_text_field(row, self.target_field)
@@ -140,8 +143,8 @@ class PromptFormat:
         return self._find_letter(row[self.target_field], target, options) if options else target
 
     def _read_options(self, row: Row) -> list[str]:
-        """The options of multiple choice in the order of their letters; empty without `choices_field`. ValueError: two
-        are equal, or one is empty."""
+        """Return the options of multiple choice in the order of their letters; empty without `choices_field`.
+        ValueError: two are equal, or one is empty."""
         # One letter must be right: equal or empty options would make it two.
         options = self._list_options(row)
         if len(set(options)) < len(options) or not all(options):
@@ -165,8 +168,8 @@ class PromptFormat:
         return options
 
     def _find_letter(self, value: object, target: str, options: list[str]) -> str:
-        """The letter of the option that a target names: by its position from 0 if the row's value is a whole number, by
-        its letter or text otherwise."""
+        """Return the letter of the option that a target names: by its position from 0 if the row's value is a whole
+        number, by its letter or text otherwise."""
         target = target.strip()
         if isinstance(self.choices_field, str):
             if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(options):
@@ -180,14 +183,15 @@ class PromptFormat:
         return LETTERS[options.index(target)]
 
     def chat_of(self, row: Row) -> ChatFormat | None:
-        """The chat format of a row, with the tools that it offers; None without a chat template. ValueError: the tools
-        are not a list of schemas."""
+        """Return the chat format of a row, with the tools that it offers; None without a chat template. ValueError: the
+        tools are not a list of schemas."""
         if self.chat is None or self.tools_field is None:
             return self.chat
         return self.chat.with_tools(row.get(self.tools_field))
 
     def dialogue(self, row: Row) -> tuple[list[Message], ChatFormat]:
-        """The messages of a prompt that is a conversation, and the format that renders them with the row's tools.
+        """Return the messages of a prompt that is a conversation, and the format that renders them with the row's
+        tools.
 
         Raises:
             ValueError: something other than messages, an answer at their end, or a tokenizer without a chat template.
@@ -204,12 +208,12 @@ class PromptFormat:
         return talk, self._dialogue_chat.with_tools(row.get(self.tools_field or "tools"))
 
     def rendered(self, talk: Sequence[Message], chat: ChatFormat) -> tuple[str, tuple[int, ...]]:
-        """The text and token ids of a conversation, up to where the policy answers."""
+        """Return the text and token ids of a conversation, up to where the policy answers."""
         text = chat.render(talk, add_generation_prompt=True)
         return text, tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def encode(self, text: str, chat: ChatFormat | None = None) -> tuple[str, tuple[int, ...]]:
-        """The policy's prompt as text and token ids.
+        """Return the policy's prompt as text and token ids.
 
         Args:
             chat: the format with a row's tools; None: this one's, if it has a chat template.
@@ -230,7 +234,7 @@ class PromptFormat:
         return encode_supervised(Sample(Prompt(*self.encode(text)), answer), self.tokenizer)
 
     def conversation(self, text: str, answer: str | None = None) -> list[Message]:
-        """The messages of the system prompt, the user's text and the answer, where there is one."""
+        """Return the messages of the system prompt, the user's text and the answer, where there is one."""
         system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         answers = [{"role": "assistant", "content": answer}] if answer is not None else []
         return [*system, {"role": "user", "content": text}, *answers]
@@ -248,7 +252,7 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
         self.check()
 
     def targets(self) -> Iterator[str]:
-        """The targets of `rows`, without bad rows of a stream."""
+        """Yield the targets of `rows`, without bad rows of a stream."""
         for row in self.rows():
             with suppress(ValueError):
                 yield self._format.render(with_ground_truth(row))[1]
@@ -265,14 +269,16 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
             self._format.target_field = column
 
     def make(self, number: int, row: Row, index: int) -> Sample | None:
-        """Prompt and target of a row; None if the prompt is too long."""
+        """Return prompt and target of a row; None if the prompt is too long."""
         row = with_ground_truth(row)
         for name in self.settings.required_columns:
             if name not in row:
                 has = ", ".join(row)
                 raise ValueError(f"no column {name!r}, which the reward takes: it has {has}{hint_similar(name, row)}")
+
         text, target = self._format.render(row)
         columns = plain_columns(row, self.settings.columns, self.settings.required_columns)
+
         # A conversation ends where its template ends a turn, whatever the other prompts of a run are.
         if self._format.is_conversation(row):
             talk, chat = self._format.dialogue(row)
@@ -283,12 +289,13 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
             talk = self._format.conversation(text) if chat_format is not None else []
             text, ids = self._format.encode(text, chat_format)
             prompt = Prompt(text, ids, index, columns, tuple(talk))
+
         return Sample(prompt, target) if self.fits(len(prompt.token_ids)) else None
 
 
 def with_ground_truth(row: Row) -> Row:
-    """A row of verl's form, whose column `reward_model` holds the target, with a column `ground_truth`; any other row
-    as it is."""
+    """Return a row of verl's form, whose column `reward_model` holds the target, with a column `ground_truth`; any
+    other row as it is."""
     model = row.get("reward_model")
     if "ground_truth" in row or not isinstance(model, Mapping) or "ground_truth" not in model:
         return row
@@ -296,7 +303,7 @@ def with_ground_truth(row: Row) -> Row:
 
 
 def plain_columns(row: Row, names: Sequence[str] | None, required: Sequence[str]) -> dict[str, Any]:
-    """The columns of a row that rewards get, as plain data: of all those that are, or of those that are named.
+    """Return the columns of a row that rewards get, as plain data: of all those that are, or of those that are named.
 
     Args:
         names: None: all.
@@ -316,7 +323,8 @@ def plain_columns(row: Row, names: Sequence[str] | None, required: Sequence[str]
 
 
 def plain_value(value: object) -> Any:
-    """Text, numbers, lists and mappings as a checkpoint holds them. ValueError: something else, such as a date."""
+    """Return text, numbers, lists and mappings as a checkpoint holds them. ValueError: something else, such as a
+    date."""
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return value
     if isinstance(value, Mapping):
@@ -329,14 +337,14 @@ def plain_value(value: object) -> Any:
 
 
 def hint_similar(name: str, names: Iterable[str]) -> str:
-    """The hint that names the nearest of some columns; empty where none is near."""
+    """Return the hint that names the nearest of some columns; empty where none is near."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.7)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def stop_ids(settings: RowsConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The tokens that end answers to prompts of these settings: those that end a turn in their chat templates. Empty
-    without one, where eos alone ends an answer."""
+    """Return the tokens that end answers to prompts of these settings: those that end a turn in their chat templates.
+    Empty without one, where only eos ends an answer."""
     ids: dict[int, None] = {}
     # Each source may have another template, with other tokens at the end of a turn.
     for source in settings.sources or [{}]:
@@ -349,7 +357,7 @@ def stop_ids(settings: RowsConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[
 
 
 def with_one_bos(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokens of a text that may begin with the text of the token that the tokenizer puts before it as well."""
+    """Return tokens of a text that may begin with the text of the token that the tokenizer puts before it as well."""
     return ids[1:] if ids[:2] == [tokenizer.bos_token_id] * 2 else ids
 
 
@@ -364,7 +372,7 @@ def encode_supervised(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> tup
 
 
 def read_text_field(row: Row, name: str) -> str:
-    """A field of a row as text. ValueError: it is missing, or neither text nor a number."""
+    """Return a field of a row as text. ValueError: it is missing, or neither text nor a number."""
     if name not in row:
         raise ValueError(f"no field {name!r}: it has {', '.join(row)}")
     value = row[name]

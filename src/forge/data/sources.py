@@ -35,7 +35,7 @@ class StoredRows:
         self.load({"epoch": 0, "position": 0})
 
     def read(self) -> Numbered | None:
-        """The next row with its number; None ends an epoch."""
+        """Return the next row with its number; None ends an epoch."""
         if self._position == len(self._order):
             self.load({"epoch": self.epoch + 1, "position": 0})
             return None
@@ -45,11 +45,11 @@ class StoredRows:
         return index + 1, self.rows[index]
 
     def scan(self) -> Iterator[Numbered]:
-        """All rows in order, with their numbers from 1."""
+        """Return all rows in order, with their numbers from 1."""
         return enumerate(self.rows, 1)
 
     def state(self) -> Position:
-        """The position, for a checkpoint."""
+        """Return the position, for a checkpoint."""
         return {"epoch": self.epoch, "position": self._position}
 
     def load(self, state: Position) -> None:
@@ -75,7 +75,7 @@ class SampledRows:
         self._excluded: set[int] = set()
 
     def read(self) -> Numbered:
-        """The row that the sampler draws. ValueError: it draws none that can be used, or none that exists."""
+        """Return the row that the sampler draws. ValueError: it draws none that can be used, or none that exists."""
         for _ in range(MAX_DRAWS):
             row = self.sampler.draw()
             if not (isinstance(row, int) and 0 <= row < len(self.rows)):
@@ -104,11 +104,11 @@ class SampledRows:
                 self.sampler.observe(row, outcomes[index])
 
     def scan(self) -> Iterator[Numbered]:
-        """All rows in stored order, with their numbers from 1."""
+        """Return all rows in stored order, with their numbers from 1."""
         return enumerate(self.rows, 1)
 
     def state(self) -> Position:
-        """The state of the sampler, and the samples whose outcome it does not know yet."""
+        """Return the state of the sampler, and the samples whose outcome it does not know yet."""
         drawn = {str(index): row for index, row in self._drawn.items()}
         # A copy, as the sampler draws on while a checkpoint is written; and what is not JSON fails here, not at resume.
         return {"sampler": json.loads(json.dumps(self.sampler.state_dict())), "drawn": drawn}
@@ -149,14 +149,14 @@ class StreamedRows:
 
     def _fill_window(self) -> list[Numbered]:
         rows = map(from_columns, itertools.islice(self._rows, self._size))
-        # The order follows from seed, epoch and block alone.
+        # The order follows from seed, epoch and block only.
         block = list(enumerate(rows, self._number * self._size + 1))
         if self._shuffle:
             Random(f"{self._seed}/{self.epoch}/{self._number}").shuffle(block)
         return block
 
     def read(self) -> Numbered | None:
-        """The next row with its number; None ends an epoch."""
+        """Return the next row with its number; None ends an epoch."""
         if self._offset == len(self._block):
             self._start = self._stream.state_dict()
             self._number += 1
@@ -169,11 +169,11 @@ class StreamedRows:
         return self._block[self._offset - 1]
 
     def scan(self) -> Iterator[Numbered]:
-        """All rows in order, with their numbers from 1."""
+        """Return all rows in order, with their numbers from 1."""
         return enumerate(map(from_columns, self._open_dataset()), 1)
 
     def state(self) -> Position:
-        """The position, for a checkpoint: the block and the offset in it."""
+        """Return the position, for a checkpoint: the block and the offset in it."""
         return {"epoch": self.epoch, "block": self._number, "start": self._start, "offset": self._offset}
 
     def load(self, state: Position) -> None:
@@ -192,13 +192,13 @@ class Task(Protocol):
     name: str  # part of a saved position
 
     def row(self, index: int, *, split: str, seed: int, difficulty: int | Sequence[int]) -> Any:
-        """Row `index`. ValueError: unknown split or invalid difficulty."""
+        """Return row `index`. ValueError: unknown split or invalid difficulty."""
 
     def take(self, n: int, *, split: str = "test", seed: int, difficulty: int | Sequence[int]) -> list[Any]:
         """`n` rows with distinct questions, for evaluation. ValueError: the split has fewer."""
 
     def wrong(self, answer: str, rng: Random) -> str:
-        """A plausible wrong answer, for preference pairs."""
+        """Return a plausible wrong answer, for preference pairs."""
 
 
 # Names of earlier versions.
@@ -214,7 +214,7 @@ _MOVED = {
 
 
 def load_task(name: str) -> Task:
-    """The task `package.module:Name`. ValueError: it does not exist or is not a task."""
+    """Return the task `package.module:Name`. ValueError: it does not exist or is not a task."""
     if name in _MOVED:
         raise ValueError(f"task {name!r} is now {_MOVED[name]!r}")
     plugin = resolve(name, "task")
@@ -241,12 +241,12 @@ class TaskRows:
         return index + 1, _as_dict(row)
 
     def read(self) -> Numbered | None:
-        """The next row with its number; never None."""
+        """Return the next row with its number; never None."""
         self._index += 1
         return self._make_row(self._index - 1)
 
     def scan(self) -> Iterator[Numbered]:
-        """All rows in order, without end."""
+        """Return all rows in order, without end."""
         return map(self._make_row, itertools.count())
 
     def held_out(self, n: int) -> Iterator[Numbered]:
@@ -254,7 +254,7 @@ class TaskRows:
         return enumerate(map(_as_dict, self.task.take(n, seed=self.seed, difficulty=self.difficulty)), 1)
 
     def state(self) -> Position:
-        """The position, for a checkpoint."""
+        """Return the position, for a checkpoint."""
         return {"index": self._index}
 
     def load(self, state: Position) -> None:

@@ -19,7 +19,7 @@ _PASSES = 8  # a space may make another special token of the text around it; bou
 
 
 def replace_surrogates(text: str) -> str:
-    """The text with "?" for lone surrogates, which JSON can hold and which have no tokens."""
+    """Return the text with "?" for lone surrogates, which JSON can hold and which have no tokens."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -47,7 +47,7 @@ class SpecialTokens:
         self._pattern = re.compile("|".join(words) or r"(?!)", case)
 
     def find(self, text: str) -> tuple[re.Match[str], str] | None:
-        """The first special token in a text, and all that follow each other from there."""
+        """Return the first special token in a text, and all that follow each other from there."""
         first = self._special.search(text)
         if first is None:
             return None
@@ -57,7 +57,7 @@ class SpecialTokens:
         return first, text[first.start() : end]
 
     def inert(self, text: str) -> str:
-        """The text with a space in each special token, so that it is plain text."""
+        """Return the text with a space in each special token, so that it is plain text."""
         for _ in range(_PASSES):  # a rest may be another one
             text, count = self._pattern.subn(lambda match: f"{match[0][0]} {match[0][1:]}", text)
             if not count:
@@ -90,6 +90,7 @@ def spell_token(tokenizer: Any, token: int) -> tuple[str, bytes]:
     text = tokenizer.decode([token])
     if UNFINISHED not in text:
         return text, text.encode()
+
     # The token is a part of a character: its bytes, as byte fallback or a byte-level tokenizer writes them.
     piece = tokenizer.convert_ids_to_tokens(token)
     if re.fullmatch("<0x[0-9A-F]{2}>", piece):
@@ -98,6 +99,7 @@ def spell_token(tokenizer: Any, token: int) -> tuple[str, bytes]:
         raw = bytes(BYTES[letter] for letter in piece)
     else:
         return text, text.encode()
+
     try:
         return raw.decode(), raw
     except UnicodeDecodeError:

@@ -78,6 +78,7 @@ class RowStream(ABC, Generic[T, C]):
             raise ValueError(
                 f"epochs must be at least 1, got {epochs}" if epochs < 1 else "a task is endless: unset epochs"
             )
+
         self.tokenizer, self.seed, self.epochs = tokenizer, seed, epochs
         self._limit: int | None = section[self.LIMIT]
         self._too_long: str = section["too_long"]
@@ -86,6 +87,7 @@ class RowStream(ABC, Generic[T, C]):
         sampler = getattr(section, "sampler", None)  # of prompts
         if sampler is not None and (section.task is not None or section.streaming or epochs is not None):
             raise ValueError("dataset.sampler needs stored rows without epochs: unset task, streaming and epochs")
+
         # Decides about the rows and their order: a saved position fits no other.
         self._identity: Position = {
             "task": section.task,
@@ -93,6 +95,7 @@ class RowStream(ABC, Generic[T, C]):
             "seed": seed,
             "shuffle": section.shuffle,
         }
+
         # A task is endless, a stream is read as needed, stored rows have random access.
         if section.task is not None:
             self._source = TaskRows(section.task, split=section.split, seed=seed, difficulty=section.difficulty)
@@ -111,6 +114,7 @@ class RowStream(ABC, Generic[T, C]):
             else:
                 self._source = SampledRows(rows, sampler, seed=seed)
             self._identity["rows"] = len(rows)
+
         self.served = 0
         self.skipped = 0
         self.size: int | None = None
@@ -125,12 +129,12 @@ class RowStream(ABC, Generic[T, C]):
 
     @abstractmethod
     def make(self, number: int, row: Row, index: int) -> T | None:
-        """Item `index` (from 0) out of row `number`, or None if it is left out (see `leave_out`). ValueError: the row
-        is malformed."""
+        """Return item `index` (from 0) out of row `number`, or None if it is left out (see `leave_out`). ValueError:
+        the row is malformed."""
 
     @property
     def epoch(self) -> int:
-        """Epochs completed."""
+        """Return epochs completed."""
         return self._source.epoch
 
     def __iter__(self) -> Iterator[T]:
@@ -147,15 +151,18 @@ class RowStream(ABC, Generic[T, C]):
             except BadRow as error:
                 self._leave_out_bad(error)
                 item = None
+
             if item is not None:
                 self._bad = 0
                 if isinstance(self._source, SampledRows):
                     self._source.issue(self.served)
                 self.served += 1
                 return item
+
             self.skipped += 1
             if isinstance(self._source, SampledRows):
                 self._source.exclude()
+
         raise StopIteration
 
     def observe(self, outcomes: Mapping[int, Sequence[float]]) -> None:
@@ -173,8 +180,8 @@ class RowStream(ABC, Generic[T, C]):
             log.warning("left out: %s%s", error, "; further ones are only counted" if self._logged == _LOGGED else "")
 
     def held_out(self, n: int) -> list[T]:
-        """A list for evaluation, the same at every call: the first n rows of the split in stored order, or n distinct
-        questions of a task's test split. ValueError: there are fewer that fit."""
+        """Return a list for evaluation, the same at every call: the first n rows of the split in stored order, or n
+        distinct questions of a task's test split. ValueError: there are fewer that fit."""
         # Tasks have a test split; of stored rows and streams the first ones are held out.
         source = self._source
         rows = source.held_out(n) if isinstance(source, TaskRows) else source.scan()
@@ -183,23 +190,25 @@ class RowStream(ABC, Generic[T, C]):
             item = self._make_item(*numbered, index=len(items))
             if item is not None:
                 items.append(item)
+
         if len(items) < n:
             raise ValueError(
                 f"{self._name}: {n} samples asked for, but only {len(items)} {self.NOUN}s are there"
                 + (f" that are not {' or '.join(self._reasons)}" if self._reasons else "")
                 + f": lower problems to {len(items)} (of eval, or of its set)"
             )
+
         return items
 
     def rows(self) -> Iterator[Row]:
-        """All stored rows in order; of streams and tasks the first 1000."""
+        """Return all stored rows in order; of streams and tasks the first 1000."""
         rows = self._source.scan()
         return (
             row for _, row in (rows if isinstance(self._source, StoredRows | SampledRows) else islice(rows, _PROBE))
         )
 
     def state_dict(self) -> Position:
-        """The position, as plain JSON."""
+        """Return the position, as plain JSON."""
         return {
             "identity": self._identity,
             "source": self._source.state(),
@@ -221,7 +230,8 @@ class RowStream(ABC, Generic[T, C]):
         self.skipped = state["skipped"]
 
     def fits(self, tokens: int) -> bool:
-        """Whether an item with this number of tokens is kept; ValueError if it is not and `too_long` is "error"."""
+        """Return whether an item with this number of tokens is kept; ValueError if it is not and `too_long` is
+        "error"."""
         if self._limit is None or tokens <= self._limit:
             return True
         if self._too_long == "error":
@@ -253,6 +263,7 @@ class RowStream(ABC, Generic[T, C]):
             self.begin(row)
         if self._checked:
             return
+
         # All rows where the number of items matters or a long one is an error; else enough to find a wrong setting.
         stored = isinstance(self._source, StoredRows | SampledRows)
         rows = 0
@@ -261,6 +272,7 @@ class RowStream(ABC, Generic[T, C]):
         unknown = list[tuple[int, str]]()
         fault: BadRow | None = None
         enough: float = _PROBE // 10
+
         if stored:
             needs_all = self.epochs is not None or (self._limit is not None and self._too_long == "error")
             enough = math.inf if needs_all else _CHECKED
@@ -275,6 +287,7 @@ class RowStream(ABC, Generic[T, C]):
                     raise
                 fault = fault or error
                 continue
+
             if item is None:
                 left_out.append(number)
                 continue
@@ -282,6 +295,7 @@ class RowStream(ABC, Generic[T, C]):
             self._items.add(hash(content_of(item)))
             if letters := self._find_unknown(item, row):
                 unknown.append((number, letters))
+
         # Nothing to train on is an error; less than there seemed to be is a warning.
         if not rows:
             raise ValueError(f"{self._name} is empty: it has no rows")
@@ -291,20 +305,22 @@ class RowStream(ABC, Generic[T, C]):
         if left_out:
             counts = self._name, len(left_out), rows, self.NOUN, reasons, left_out[0]
             log.warning("%s: %d of %d %ss are left out, for they are %s (first: row %d)", *counts)
+
         if unknown:
             log.warning(
                 "%s: the tokenizer has no token for what %d of %d %ss hold (first: row %d, %s): they read as unknown",
                 *(self._name, len(unknown), rows, self.NOUN, *unknown[0]),
             )
+
         if stored and self.epochs is not None:
             self.size = items * self.epochs
 
     def has(self, item: object) -> bool:
-        """Whether an item is one of those that were checked."""
+        """Return whether an item is one of those that were checked."""
         return hash(content_of(item)) in self._items
 
     def _find_unknown(self, item: T, row: Row) -> str:
-        """The characters of a row for which the tokenizer has no token; "" where it has all."""
+        """Return the characters of a row for which the tokenizer has no token; "" where it has all."""
         # Some tokenizers use eos or bos as the unknown token, which says nothing.
         unknown = self.tokenizer.unk_token_id
         if unknown is None or unknown in (self.tokenizer.eos_token_id, self.tokenizer.bos_token_id):
@@ -320,14 +336,14 @@ class RowStream(ABC, Generic[T, C]):
 
 
 def content_of(item: Any) -> tuple[tuple[int, ...], ...]:
-    """The tokens of a prompt, of an episode, or of both answers of a pair."""
+    """Return the tokens of a prompt, of an episode, or of both answers of a pair."""
     if isinstance(item, Sample):
         return (tuple(item.prompt.token_ids),)
     return tuple(tuple(episode.tokens) for episode in (item if isinstance(item, Pair) else [item]))
 
 
 def _texts_of(value: object) -> Iterator[str]:
-    """All texts in a row."""
+    """Yield all texts in a row."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list):

@@ -54,6 +54,7 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
         set_fields = {**self._set_fields, **of_turns}
         if self._messages_field is None and self._text_field is None and "prompt_field" not in self._set_fields:
             self._messages_field = next((name for name in MESSAGE_FIELDS if name in row), None)
+
         # One form for all rows; a setting without effect on it is an error.
         if self._has_tokens:
             named = {"text_field": self._text_field, "messages_field": self.settings.messages_field}
@@ -75,7 +76,7 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
             self._format = PromptFormat(self.tokenizer, **fields)
 
     def make(self, number: int, row: Row, index: int) -> Episode | None:
-        """The episode of a row, with a mask of the trained tokens; None if it is skipped."""
+        """Return the episode of a row, with a mask of the trained tokens; None if it is skipped."""
         # Also a row of weight 0 must be valid.
         weight = self._weight_of(row)
         tokens, mask = close_tokens(*self._encode_row(row))
@@ -97,6 +98,7 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
             if len(row["trained"]) != len(tokens):
                 raise ValueError(f"it has {len(tokens)} token_ids, and {len(row['trained'])} values of trained")
             return tokens, list(map(bool, row["trained"]))
+
         if self._format is not None and self._format.is_conversation(row):
             talk, chat = self._format.dialogue(row)
             name = str(self._format.target_field)
@@ -104,12 +106,14 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
             if isinstance(answer, str):
                 answer = [{"role": "assistant", "content": answer}]
             return chat.encode([*talk, *read_messages({name: answer}, name)], since=len(talk))
+
         if self._format is not None:
             return self._format.answered(*self._format.render(row))
         if self._chat is not None:
             talk = read_messages(row, str(self._messages_field))
             return self._chat.with_tools(row.get("tools")).encode(talk, train_on=self.settings.train_on)
         tokens = encode_document(read_text_field(row, str(self._text_field)), self.tokenizer)
+
         return tokens, [False] + [True] * (len(tokens) - 1)
 
     def _weight_of(self, row: Row) -> float:
@@ -136,7 +140,7 @@ def close_tokens(tokens: list[int], mask: list[bool]) -> Marked:
 
 
 def token_ids(row: Row, name: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The token ids in a field. ValueError: they are none, or not of this tokenizer."""
+    """Return the token ids in a field. ValueError: they are none, or not of this tokenizer."""
     ids = row.get(name)
     size = len(tokenizer)
     if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < size for token in ids):
@@ -145,7 +149,7 @@ def token_ids(row: Row, name: str, tokenizer: PreTrainedTokenizerBase) -> list[i
 
 
 def encode_document(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens of a text, closed by eos. ValueError: it is empty, or the tokenizer has no eos token."""
+    """Return the tokens of a text, closed by eos. ValueError: it is empty, or the tokenizer has no eos token."""
     if not text.strip():
         raise ValueError("the text is empty")
     if tokenizer.eos_token_id is None:
@@ -155,7 +159,7 @@ def encode_document(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def find_differing(settings: RowsConfig) -> dict[str, Any]:
-    """The settings of prompts that differ from their defaults."""
+    """Return the settings of prompts that differ from their defaults."""
     fields = type(settings).model_fields
     return {n: settings[n] for n in PROMPT_FIELDS if n in fields and settings[n] != fields[n].default}
 
@@ -167,8 +171,8 @@ def check_effects(settings: Mapping[str, Any], used: tuple[str, ...], form: str)
 
 
 def as_samples(episodes: Sequence[Episode], tokenizer: str) -> list[Sample]:
-    """Samples for evaluation: the last trained span of each episode as the target, without special tokens, and the
-    tokens before it as the prompt.
+    """Return samples for evaluation: the last trained span of each episode as the target, without special tokens, and
+    the tokens before it as the prompt.
 
     Args:
         tokenizer: Hugging Face folder or hub id.

@@ -16,7 +16,8 @@ _ENDING = re.compile(r"(?:<\|[\w:-]{1,30}\|>|</s>|<eos>|<end_of_turn>)\s{0,20}\Z
 
 
 def without_thoughts(text: str, prompt: object = "") -> str:
-    """The text after the last thought, without the tokens that end a turn, stripped; empty while a thought is open.
+    """Return the text after the last thought, without the tokens that end a turn, stripped; empty while a thought is
+    open.
 
     Args:
         prompt: its chat template may have opened the thought. What is not text is ignored.

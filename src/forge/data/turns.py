@@ -33,7 +33,7 @@ class Rewritten(ValueError):
 
 
 def thought_of(message: Mapping[str, Any]) -> tuple[str, str]:
-    """The thought of a message and the rest of its content; the thought is "" where there is none."""
+    """Return the thought of a message and the rest of its content; the thought is "" where there is none."""
     for name in THOUGHTS:
         if isinstance(message.get(name), str):
             return message[name].strip("\n"), message["content"] or ""
@@ -58,12 +58,13 @@ class Writer:
         self._forms: dict[tuple[bool, bool], bool | None] = {}
 
     def message(self, message: Message) -> Message:
-        """ValueError: the template has no place for the tool calls of the message, or not beside its text."""
+        """ValueError: the template has no place for the tool calls of the message, or not alongside its text."""
         calls = message.get("tool_calls")
         thought_fields = [name for name in THOUGHTS if isinstance(message.get(name), str)]
         has_inline_thought = self._fields and not self._splits and "</think>" in (message["content"] or "")
         if message["role"] != "assistant" or not (calls or thought_fields or has_inline_thought):
             return message
+
         # The thought goes into the template's field for it, or between tags into the content.
         message = dict(message)
         if thought_fields or has_inline_thought:
@@ -74,19 +75,21 @@ class Writer:
                 message |= {self._fields[0]: thought, "content": content}
             else:
                 message["content"] = f"<think>\n{thought}\n</think>\n\n{content}" if thought else content
+
         if calls:
             # Calls in the form that this template writes: arguments as an object, or as JSON text.
             as_text = self.form(bool(message["content"]), len(calls) > 1)
             if as_text is None:
                 subject = (
-                    "tool calls" if self.form() is None else f"{len(calls)} tool calls beside the text of a message"
+                    "tool calls" if self.form() is None else f"{len(calls)} tool calls alongside the text of a message"
                 )
                 raise ValueError(f"the chat template has no place for {subject}: take one that writes them")
             message["tool_calls"] = [_make_call(call, as_text) for call in calls]
+
         return message
 
     def form(self, with_text: bool = False, several: bool = False) -> bool | None:
-        """Whether the template reads arguments as JSON text; None: it has no place for tool calls."""
+        """Return whether the template reads arguments as JSON text; None: it has no place for tool calls."""
         if (with_text, several) not in self._forms:
             self._forms[with_text, several] = next(
                 (f for f in (False, True) if self._check_writing(f, with_text, several)), None
@@ -105,7 +108,7 @@ class Writer:
         return all(name + "0" in text for name in names) and not twice and ("qztext" in text) == with_text
 
     def marked(self, message: Message, mark: str = MARK) -> Message:
-        """The message with a mark as the last thing in its turn, and without thoughts."""
+        """Return the message with a mark as the last thing in its turn, and without thoughts."""
         message = {name: value for name, value in message.items() if name not in THOUGHTS}
         calls = message.pop("tool_calls", None)
         if not calls or self.form(several=len(calls) > 1) is None:
@@ -116,7 +119,7 @@ class Writer:
 
 
 def _make_call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
-    """A call in OpenAI's format, which also has what templates ask for: a type, and an id of nine characters."""
+    """Return a call in OpenAI's format, which also has what templates ask for: a type, and an id of nine characters."""
     function = dict(call.get("function") or {"name": call["name"], "arguments": call.get("arguments", {})})
     arguments = call["arguments"] if "arguments" in call else function.get("arguments", {})
     arguments = {} if arguments is None else arguments
@@ -130,7 +133,7 @@ def _make_call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
 
 
 def after_mark(text: str, mark: str = MARK) -> str:
-    """The text after the only mark. Rewritten: it is gone."""
+    """Return the text after the only mark. Rewritten: it is gone."""
     _, present, after = text.rpartition(mark)
     if not present:
         raise Rewritten("the chat template leaves out or changes what the assistant wrote")
@@ -141,7 +144,7 @@ class Turns:
     """The turns of conversations in one template.
 
     Args:
-        render: of the template; the messages are those of `writer`.
+        render: of the template; the messages come from `writer`.
         writer: of the template.
         special: the tokenizer's special tokens.
     """
@@ -151,18 +154,18 @@ class Turns:
 
     @cached_property
     def plain_tail(self) -> str:
-        """The template's text after a last turn of text. ValueError: it renders no such turn."""
+        """Return the template's text after a last turn of text. ValueError: it renders no such turn."""
         return self.tail([{"role": "user", "content": "ask"}, {"role": "assistant", "content": ""}], 1)
 
     @cached_property
     def closer(self) -> str:
-        """The special token that ends a turn of text; "" if none does."""
+        """Return the special token that ends a turn of text; "" if none does."""
         match = self._special.find(self.plain_tail)
         return "" if match is None else match[0][0]
 
     @cached_property
     def closer_of_calls(self) -> str:
-        """The special token that ends a turn with a tool call; "" if the template writes no calls."""
+        """Return the special token that ends a turn with a tool call; "" if the template writes no calls."""
         if self._writer.form() is None:
             return ""
         call = {"role": "assistant", "content": "", "tool_calls": [{"name": "tool", "arguments": {}}]}
@@ -170,7 +173,7 @@ class Turns:
 
     @cached_property
     def _closes_last_alone(self) -> bool:
-        """Whether a turn that others follow ends without a special token, or with none but the one that begins a
+        """Return whether a turn that others follow ends without a special token, or with none but the one that begins a
         conversation, which the policy does not write."""
         question = {"role": "user", "content": MARK + "asked"}
         answer = {"role": "assistant", "content": MARK}
@@ -180,6 +183,7 @@ class Turns:
             between = self._render([question, answer, question]).split(MARK)[2]
         except (ValueError, IndexError):  # IndexError: it leaves out what was said
             return False
+
         following = self._special.find(between)
         if not self.closer or following is None:
             return bool(self.closer)
@@ -187,6 +191,7 @@ class Turns:
         while (tokens := self._special.find(remaining)) and not (opening and remaining[: tokens[0].start()].strip()):
             opening += tokens[1]
             remaining = remaining[tokens[0].start() + len(tokens[1]) :]
+
         return self.closer not in following[1] and following[0][0] in opening
 
     def check_ends(self) -> None:
@@ -195,7 +200,7 @@ class Turns:
             raise Rewritten("the chat template ends an assistant's turn with a special token in the last message only")
 
     def end(self, text: str) -> Span | None:
-        """The token that ends a turn in the text that follows its words; None: there is none.
+        """Return the token that ends a turn in the text that follows its words; None: there is none.
 
         It is the one that ends a turn of text, or of a turn with tool calls the first special token.
         """
@@ -210,24 +215,25 @@ class Turns:
         return start, start + len(self.closer)
 
     def tail(self, conversation: Sequence[Message], turn: int) -> str:
-        """The template's text after the words of a turn that is the last message."""
+        """Return the template's text after the words of a turn that is the last message."""
         marked = self._writer.marked(conversation[turn])
         return after_mark(self._render([*conversation[:turn], marked]))
 
     def ending(self, conversation: Sequence[Message], turn: int) -> tuple[str, str]:
-        """The token that ends a turn that is the last message, and the text that follows; "" if there is none."""
+        """Return the token that ends a turn that is the last message, and the text that follows; "" if there is
+        none."""
         tail = self.tail(conversation, turn)
         span = self.end(tail)
         return ("", "") if span is None else (tail[slice(*span)], tail[span[1] :])
 
     def between(self, conversation: Sequence[Message], turn: int, later: Sequence[Message], continued: bool) -> str:
-        """The text from the token that ends a turn on, that token included, with later messages; `more`: up to the
-        beginning of the next turn."""
+        """Return the text from the token that ends a turn on, that token included, with later messages; `more`: up to
+        the beginning of the next turn."""
         messages = [*conversation[:turn], self._writer.marked(conversation[turn]), *later]
         return after_mark(self._render(messages, add_generation_prompt=continued))
 
     def following(self, messages: Sequence[Message]) -> str:
-        """The text from the token that ends a turn up to the next turn, for any turn that these messages follow.
+        """Return the text from the token that ends a turn up to the next turn, for any turn that these messages follow.
 
         Raises:
             Rewritten: it depends on the turn, or what precedes the turn changes once messages follow.
@@ -248,7 +254,7 @@ class Turns:
         return after[span[0] :]
 
     def kept(self, conversation: Sequence[Message]) -> tuple[str, dict[int, Span]]:
-        """The text of a conversation with all its thoughts, and the characters of each turn.
+        """Return the text of a conversation with all its thoughts, and the characters of each turn.
 
         Raises:
             Rewritten: the template changes more than thoughts once later messages follow.
@@ -259,6 +265,7 @@ class Turns:
             raise ValueError("a conversation begins with a message that the assistant answers")
         if turns != [len(conversation) - 1]:
             self.check_ends()
+
         # What the template writes before the first turn, between turns, and after the last one.
         pieces = [self._render(conversation[: turns[0]], add_generation_prompt=True)]
         for turn, following in zip(turns, [*turns[1:], len(conversation)], strict=True):
@@ -267,6 +274,7 @@ class Turns:
             if (end := self.end(piece)) is None:
                 raise Rewritten(f"message {turn + 1}: the chat template does not end its turn with a special token")
             pieces.append(piece[end[1] :])
+
         # The same texts must stand in the whole conversation, or the template changes more than thoughts.
         self._compare_pieces(conversation, turns, pieces)
         text, spans = pieces[0], {}
@@ -275,14 +283,16 @@ class Turns:
             text += self._answer_text(conversation, turn)
             spans[turn] = (begin, len(text))
             text += piece
+
         return text, spans
 
     def _answer_text(self, conversation: Sequence[Message], turn: int) -> str:
-        """The text that the policy writes in its turn, with the token that ends it."""
+        """Return the text that the policy writes in its turn, with the token that ends it."""
         context = self._render(conversation[:turn], add_generation_prompt=True)
         rendered, (closer, suffix) = self._render(conversation[: turn + 1]), self.ending(conversation, turn)
         if not closer or not rendered.endswith(closer + suffix):
             raise Rewritten(f"message {turn + 1}: the end of its turn depends on what it says")
+
         # The words follow the generation prompt, or begin with a thought that the prompt opened.
         words = rendered[: len(rendered) - len(closer + suffix)]
         thought, _ = thought_of(conversation[turn])
@@ -298,6 +308,7 @@ class Turns:
             answer = f"{thought}</think>\n\n{words[len(beginning) :].removeprefix('</think>').lstrip()}"
         else:
             raise Rewritten(f"message {turn + 1}: the generation prompt is not how its answers begin")
+
         return answer + closer
 
     def _compare_pieces(self, conversation: Sequence[Message], turns: list[int], pieces: list[str]) -> None:

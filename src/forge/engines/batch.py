@@ -1,8 +1,7 @@
 """The running batch (continuous batching): one token per step for each sequence in the first rows of the cache.
 
-Active rows are always rows 0 to B - 1, so that a decode step works on views. A waiting sample, or else the last row,
-replaces a finished row. The state of rows is in tensors (`forge.engines.rows`); once a step, or less often, the host
-reads which rows have ended.
+Active rows are rows 0 to B - 1, so that a decode step works on views. A waiting sample, or else the last row, replaces
+a finished row. The state of rows is in tensors (`forge.engines.rows`); once a step the host reads which have ended.
 """
 
 from __future__ import annotations
@@ -48,8 +47,7 @@ class RunningBatch:
     """Runs requests on a decoder with `rounded(slots, WIDTH)` rows.
 
     `prefill_tokens` bounds the prompt tokens of one `admit`: a longer prompt is computed in pieces, one a step.
-    `prefix_bytes` bounds what is kept of computed prompts for later ones that begin with the same tokens. `words` reads
-    the texts of requests that have some.
+    `prefix_bytes` bounds what is kept of computed prompts for later ones. `words` reads the texts of requests.
     """
 
     def __init__(
@@ -76,6 +74,7 @@ class RunningBatch:
         self.state = RowState(round_up(slots, WIDTH), decoder.cache.longest, decoder.vocab, decoder.device)
         self.restrictions = self.state.restrictions
         self.count = torch.zeros((), dtype=torch.long, device=decoder.device)  # of rows, for a captured step
+
         # Properties of all rows that `step` needs; `admit` updates them.
         self._max_offset = 0  # of a row's position from the number of steps
         self._constrained: list[int] = []  # rows with a grammar, and as an index
@@ -87,7 +86,7 @@ class RunningBatch:
 
     @property
     def running(self) -> int:
-        """Number of unfinished rows."""
+        """Return number of unfinished rows."""
         return len(self.rows) - len(self.free_rows)
 
     def release(self, waiting: deque[EngineRequest]) -> None:
@@ -100,8 +99,7 @@ class RunningBatch:
         self.decoder.release()
 
     def switch(self, weights: Weights, waiting: deque[EngineRequest], preempt: bool = False) -> None:
-        """Use other weights from the next step on; computed prompts of waiting requests are dropped. With `preempt`,
-        running rows are preempted to recompute their keys and values."""
+        """Use other weights from the next step on. With `preempt`, running rows recompute their keys and values."""
         if preempt:
             for i in (running := self._running_rows()):
                 self.rows[i].resumed = self._read_completion(i)
@@ -127,7 +125,7 @@ class RunningBatch:
         self.prefill.clear()
 
     def is_scheduled(self, waiting: deque[EngineRequest]) -> bool:
-        """Whether a schedule has tokens left that these weights draw."""
+        """Return whether a schedule has tokens left that these weights draw."""
         version = self.history.current.version
         can_start = any(request.startable(version) for request in waiting if request.sampling.schedule)
         rows = (*map(self.rows.__getitem__, self._running_rows()), *self.preempted)
@@ -154,6 +152,7 @@ class RunningBatch:
         compacted = self.decoder.cache.limit is not None and bool(self.free_rows)
         if compacted:
             self._compact_rows()  # the cache may have fewer rows than before
+
         # A long prompt has its piece first; then samples get rows, as the plan says.
         self._max_length = max((row.max_length for row in self.rows), default=0)
         self.free_rows.sort()
@@ -194,14 +193,12 @@ class RunningBatch:
     def _plan_admissions(
         self, queue: Iterable[EngineRequest | RunningSample], free: list[int], spent: int
     ) -> list[Admission]:
-        """Which samples get which of the `free` rows; `spent` prompt tokens were computed in this step already.
-
-        Changes nothing but the order in which the prefix cache drops blocks.
-        """
+        """Return which samples get which of the `free` rows, after `spent` prompt tokens in this step."""
         admissions: list[Admission] = []
         pending = set[tuple[int, ...]]()  # beginnings that admitted prompts will store; others that share one wait
         count = 0
         longest = self._max_length
+
         for item in queue:
             longest = max(longest, item.max_length)
             room = min(self._row_capacity(longest) - self.running, len(free)) - count
@@ -255,7 +252,8 @@ class RunningBatch:
         missing = [admission for admission in admissions if admission.context and admission.item.prefix is None]
         self.prefill.compute(missing, len(self.rows), self._max_length)
         self.state.place(placed)
-        # Their rows of the cache have the keys and values; those of a prompt are dropped with its last sample.
+
+        # Their rows of the cache have the keys and values; a prompt's are dropped with its last sample.
         for row in placed.values():
             row.prefix = None
             if row.request.admitted == row.request.sampling.n:
@@ -275,18 +273,17 @@ class RunningBatch:
         self._with_top_index = self._make_index(self._with_top) if self._with_top else None
 
     def _make_index(self, rows: list[int]) -> Tensor:
-        """Rows as an index on the device, which a list would become in every step."""
+        """Return rows as an index on the device, which a list would become in every step."""
         return torch.tensor(rows, device=self.decoder.device)
 
     def _row_capacity(self, length: int) -> int:
-        """The number of rows that fit into the cache if one of them grows to `length` positions."""
+        """Return the number of rows that fit into the cache if one of them grows to `length` positions."""
         return self.decoder.cache.capacity(max(length, self.decoder.cache.length))
 
     def _compact_rows(self) -> None:
         """Move the last rows into the free ones, so that all rows in use are the first ones."""
         while self.free_rows:
             last = len(self.rows) - 1
-            # The last row moves into the first free one, with its part of the cache and its state.
             if self.free_rows[-1] != last:
                 free = self.free_rows.pop(0)
                 row = self.rows[free] = self.rows[last]
@@ -316,6 +313,7 @@ class RunningBatch:
             self.free_rows.append(i)
             if len(row.request.completions) == row.request.sampling.n:
                 complete.append(row.request)
+
         self.generated += len(self.rows)
         if self._streamed:
             streamed = [self.rows[i] for i in self._streamed]
@@ -331,6 +329,7 @@ class RunningBatch:
         cache = self.decoder.cache
         length = min(round_up(self._max_offset + self.steps + 1, self.decoder.granule), cache.longest)
         cache.reserve(length, rows, self._max_length)
+
         # At least two rows: other kernels multiply a single one, and round differently.
         width = round_up(rows, WIDTH) if rows > WIDTH else max(rows, 2)
         self.steps += 1
@@ -381,7 +380,7 @@ class RunningBatch:
         return graphs.run((width, length, restricted, self.state.any_greedy), inputs, draw_step)
 
     def _read_completion(self, i: int) -> Completion:
-        """All tokens of the sample in row i until now, including those before it was preempted."""
+        """Return all tokens of the sample in row i until now, including those before it was preempted."""
         row = self.rows[i]
         resumed = row.resumed
         drawn = slice(row.context, row.context + self.steps - row.start)

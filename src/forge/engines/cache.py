@@ -56,8 +56,10 @@ class KeyValueCache:
         self.heads = torch.arange(heads, device=device)
         self.min_length = min(2 * BLOCK, self.longest)
         self.token_bytes = token_bytes(config, dtype, record)
+
         self.prefill_row = self.capacity(self.min_length)
         shape = config.num_hidden_layers, self.prefill_row + 1, heads, self.min_length, head_size(config)
+
         # Zeros, not empty: positions beyond a row's end are masked, but a NaN there would survive the mask.
         self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         self.stores = ["keys", "values"]
@@ -73,18 +75,18 @@ class KeyValueCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows."""
+        """Return bytes of all rows."""
         return sum(getattr(self, name).nbytes for name in self.stores)
 
     def capacity(self, length: int) -> int:
-        """The number of rows beside the prefill row that fit with `length` positions each."""
+        """Return the number of rows alongside the prefill row that fit with `length` positions each."""
         if self.limit is None:
             return self.rows
         rows = self.limit // (self.padded_length(length) * self.token_bytes) - 1
         return min(self.rows, rows - rows % WIDTH if rows > WIDTH else rows)
 
     def padded_length(self, length: int) -> int:
-        """The positions that a row of `length` tokens needs: decoding asks for multiples of `step`."""
+        """Return the positions that a row of `length` tokens needs: decoding asks for multiples of `step`."""
         return min(round_up(length, self.step), self.longest)
 
     def clear(self) -> None:
@@ -93,7 +95,7 @@ class KeyValueCache:
             setattr(self, name, getattr(self, name)[:, :, :, :0].clone())
 
     def erase(self, row: int, start: int = 0) -> None:
-        """Zero the keys and values of a row from a position on: those of damaged weights may be NaN, which would
+        """Zero the keys and values of a row from a position on: with damaged weights they may be NaN, which would
         survive the mask of the next sample there."""
         self.keys[:, row, :, start:] = 0
         self.values[:, row, :, start:] = 0
@@ -119,24 +121,27 @@ class KeyValueCache:
             shape = before.shape[0], count + 1, before.shape[2], size, before.shape[4]
             running = before[:, :rows, :, :length]
             prefilled = before[:, self.prefill_row, :, :length]
+
             if self.limit is not None:
                 # By way of host memory: old and new together would exceed the limit.
                 running = running.to("cpu", copy=True)
                 prefilled = prefilled.to("cpu", copy=True)
                 before = before[:, :0].clone()
                 setattr(self, name, before)
+
             after = before.new_zeros(shape)
             after[:, :rows, :, :length] = running
             after[:, count, :, :length] = prefilled
             setattr(self, name, after)
+
         self.prefill_row = count
 
     def index(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """The index for `write`: rows and positions (N,) -> (N * K,)."""
+        """Return the index for `write`: rows and positions (N,) -> (N * K,)."""
         return ((rows[:, None] * len(self.heads) + self.heads) * self.length + positions[:, None]).flatten()
 
     def tables(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of each layer, all rows in one, (rows * K * T, D) each, for `write`."""
+        """Return keys and values of each layer, all rows in one, (rows * K * T, D) each, for `write`."""
         keys, values = (store.flatten(1, 3).unbind() for store in (self.keys, self.values))
         return list(zip(keys, values, strict=True))
 
@@ -147,17 +152,18 @@ class KeyValueCache:
         table[1].index_copy_(0, index, values.flatten(0, 1))
 
     def write_choices(self, rows: Tensor, positions: Tensor, choices: Sequence[Tensor]) -> None:
-        """Record the experts of tokens, (N, k) for each layer with experts; those of omitted layers are unknown."""
+        """Record the experts of tokens, (N, k) for each layer with experts; omitted layers' are unknown."""
         if "choices" in self.stores:
             self.choices[:, rows, 0, positions] = UNKNOWN_EXPERT
             if choices:
                 self.choices[: len(choices), rows, 0, positions] = torch.stack(list(choices)).byte()
 
     def experts(self, row: int, tokens: int, earlier: np.ndarray | None = None) -> np.ndarray | None:
-        """The recorded experts of a row's tokens, of which all but the last are in the cache: `Completion.experts`.
+        """Return the recorded experts of a row's tokens, of which all but the last are in the cache:
+        `Completion.experts`.
 
         Args:
-            earlier: those of a preempted sample. Its tokens are a prompt now, which skips the last layer.
+            earlier: a preempted sample's. Its tokens are a prompt now, which skips the last layer.
         """
         if "choices" not in self.stores:
             return None
@@ -169,7 +175,7 @@ class KeyValueCache:
         return experts
 
     def read(self, row: int, length: int) -> tuple[Tensor, ...]:
-        """A view of one row's first positions in each store, for `fill`."""
+        """Return a view of one row's first positions in each store, for `fill`."""
         return tuple(getattr(self, name)[:, row, :, :length] for name in self.stores)
 
     def fill(self, rows: Sequence[int], parts: Sequence[tuple[Tensor, ...]]) -> None:
@@ -185,6 +191,6 @@ class KeyValueCache:
 
 
 def token_bytes(config: PreTrainedConfig, dtype: torch.dtype, record: bool = False) -> int:
-    """Bytes of a token in the cache of a model."""
+    """Return bytes of a token in the cache of a model."""
     numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * head_size(config)
     return numbers * dtype.itemsize + (len(sparse_layers(config)) * config.num_experts_per_tok if record else 0)

@@ -53,12 +53,14 @@ class Decoder:
         gemma = config.model_type == "gemma3_text"
         self.vocab = config.vocab_size
         self.scale = config.query_pre_attn_scalar**-0.5 if gemma else self.D**-0.5
+
         # Only a CPU in float32 promises the same bits at any length.
         exact = device.type == "cpu" and dtype == torch.float32
         longest = round_up(max_seq_len, BLOCK)
         self.granule = attention_granule(self.H // self.K, self.D, self.scale, longest) if exact else granule
         self.cache = KeyValueCache(config, rows, max_seq_len, dtype, device, record, cache_bytes, self.granule)
         self.eps = config.rms_norm_eps
+
         # A kind of attention is a rotary embedding and a window; most models have one kind for all layers.
         by_layer = attention_kinds(config)
         self.kinds = list(dict.fromkeys(by_layer))
@@ -67,6 +69,7 @@ class Decoder:
         for key in {kind.rotary for kind in by_layer} - {None}:
             self.rotary[key] = rotary_tables(config, key or "", max_seq_len, dtype, device)
         self.act = partial(F.gelu, approximate="tanh") if gemma else F.silu
+
         self.embed_scale = torch.tensor(config.hidden_size**0.5, dtype=dtype, device=device) if gemma else None
         self.row_ids = torch.arange(rows, device=device)
         self.steps = torch.arange(self.cache.longest, device=device)
@@ -80,7 +83,7 @@ class Decoder:
             torch.accelerator.empty_cache()
 
     def decode(self, tokens: Tensor, positions: Tensor, length: int) -> Tensor:
-        """One token for each of the first B rows: tokens and positions (B,) -> next-token logits (B, V), at
+        """Return one token for each of the first B rows: tokens and positions (B,) -> next-token logits (B, V), at
         least float32.
 
         `length`, a multiple of `granule`, bounds every row's position plus one, and with it the cost of attention.
@@ -91,20 +94,24 @@ class Decoder:
         index = cache.index(self.row_ids[:rows], positions)
         rotations = self._rotations_at(positions)
         biases = []
+
         for _, window in self.kinds:
             unseen = self.steps[:length] > positions[:, None]
             if window is not None:
                 # An idle row may be beyond `length`: it sees some key, as a NaN of it would stay in the cache.
                 unseen |= self.steps[:length] <= (positions[:, None] - window).clamp(max=length - 2)
             biases.append(bias_of(unseen, self.cache.keys.dtype).repeat_interleave(self.K, 0)[:, None])
+
         bag_indices = None
         if self.device.type == "cpu":
             bag_indices = embedding_bag_indices(rows * self.K, G, length, cache.length)
+
         # Rows and key-value heads are one batch dimension, without a copy; the heads of a group share its keys.
         keys, values = (c.flatten(1, 2)[:, : rows * self.K, :length].unbind() for c in (cache.keys, cache.values))
         tables = cache.tables()
         x = self._embed_tokens(tokens)
         choices: list[Tensor] = []
+
         for i, layer in enumerate(self.weights.layers):
             kind = self.kind_of[i]
             q, k, v = self._project_qkv(layer, x, rotations[kind])
@@ -116,6 +123,7 @@ class Decoder:
             else:
                 out = torch.embedding_bag(tables[i][1], *bag_indices, mode=0, per_sample_weights=probs.view(-1))[0]
             self._finish_layer(layer, x, out.view(rows, -1), choices)
+
         cache.write_choices(self.row_ids[:rows], positions, choices)
         return self.weights.head.wide(self._normalise(x, self.weights.norm))
 
@@ -133,6 +141,7 @@ class Decoder:
         positions = torch.arange(len(tokens)) - (lengths.cumsum(0) - lengths - first)[prompt]
         blocks = self._split_blocks(prompt, positions, torch.tensor(rows), first, lengths + first)
         token_rows = torch.tensor(rows)[prompt].to(self.device)
+
         index = self.cache.index(token_rows, positions.to(self.device))
         # Padded, as kernels are prepared for every new number of tokens; results of padding are never stored.
         real = len(tokens)
@@ -141,9 +150,11 @@ class Decoder:
         positions = F.pad(positions, (0, count - real)).to(self.device)
         rotations = self._rotations_at(positions)
         x = self._embed_tokens(tokens)
+
         choices: list[Tensor] = []
         last = len(self.weights.layers) - 1
         tables = self.cache.tables()
+
         for i, layer in enumerate(self.weights.layers):
             kind = self.kind_of[i]
             q, k, v = self._project_qkv(layer, x, rotations[kind])
@@ -151,6 +162,7 @@ class Decoder:
             if i == last:
                 self.cache.write_choices(token_rows, positions[:real], [experts[:real] for experts in choices])
                 return
+
             # Each block is one call for all its prompts: queries in rows of one length, against the keys in the cache.
             attended = q.new_zeros(count, self.H * self.D)
             for block in blocks:
@@ -164,6 +176,7 @@ class Decoder:
                 )
                 out = out.transpose(1, 2).reshape(-1, self.H * self.D)
                 attended.index_copy_(0, block.tokens, out[block.slots])
+
             self._finish_layer(layer, x, attended, choices)
 
     def _split_blocks(
@@ -182,27 +195,33 @@ class Decoder:
         if self.queries:
             size = self.queries if longest > self.queries // 2 else self.queries // 2
             first = first // size * size
+
         for begin in range(first, longest, size):
             inside = ((positions >= begin) & (positions < begin + size)).nonzero().flatten()
             reaching = (ends > begin) & (starts < begin + size)
             if not reaching.any():
                 continue
             slots = (reaching.cumsum(0) - 1)[prompt[inside]] * size + positions[inside] - begin
+
             # Queries see keys up to their own position, within the window of each kind of attention.
             keys = self.steps[: begin + size]
             queries = self.steps[begin : begin + size, None]
             masks = []
+
             for _, window in self.kinds:
                 unseen = keys > queries
                 if window is not None:
                     unseen |= keys <= queries - window
                 masks.append(bias_of(unseen, self.cache.keys.dtype))
+
             block_rows = rows[reaching].tolist()
             stride = block_rows[1] - block_rows[0] if len(block_rows) > 1 else 1
+
             # Evenly spaced rows, the usual case, are a view.
             even = stride > 0 and block_rows == list(range(block_rows[0], block_rows[-1] + 1, stride))
             index = slice(block_rows[0], block_rows[-1] + 1, stride) if even else block_rows
             blocks.append(_Block(inside.to(self.device), slots.to(self.device), len(block_rows), index, masks))
+
         return blocks
 
     def _embed_tokens(self, tokens: Tensor) -> Tensor:
@@ -210,7 +229,8 @@ class Decoder:
         return x if self.embed_scale is None else x * self.embed_scale
 
     def _rotations_at(self, positions: Tensor) -> list[tuple[Tensor, Tensor, Tensor | None] | None]:
-        """Cosines and sines (N, 1, 1, D) of these positions, and the order of dimensions, by kind of attention."""
+        """Return cosines and sines (N, 1, 1, D) of these positions, and the order of dimensions, by kind of
+        attention."""
         rotations = {
             key: rotary and (rotary.cos[positions][:, None, None], rotary.sin[positions][:, None, None], rotary.order)
             for key, rotary in self.rotary.items()
@@ -226,15 +246,17 @@ class Decoder:
         if layer.qk_norm is not None and layer.qk_norm.dim() > 1:
             qk = self._normalise(qk, layer.qk_norm)
         elif layer.qk_norm is not None:
-            # One norm over all heads of q, and one over those of k.
+            # One norm over all heads of q, and one over all heads of k.
             parts = qk[:, :, :-1].flatten(1), qk[:, :, -1].flatten(1)
             norms = layer.qk_norm.split([part.shape[1] for part in parts])
             normed = [self._normalise(part, norm) for part, norm in zip(parts, norms, strict=True)]
             qk = torch.cat([part.view(len(x), self.K, -1, self.D) for part in normed], 2)
+
         if rotation is not None:
             cos, sin, order = rotation
             turned = qk.roll(self.D // 2, -1) if order is None else qk[..., order]
             qk = (qk * cos).addcmul_(turned, sin)
+
         return qk[:, :, :-1], qk[:, :, -1], v
 
     def _finish_layer(self, layer: Layer, x: Tensor, attended: Tensor, choices: list[Tensor]) -> None:
@@ -265,7 +287,8 @@ class _Block(NamedTuple):
 
 @lru_cache
 def attention_granule(group: int, size: int, scale: float, longest: int) -> int:
-    """The smallest step between attention's lengths at which its scores on this CPU have the same bits at each length.
+    """Return the smallest step between attention's lengths at which its scores on this CPU have the same bits at each
+    length.
 
     Libraries round small products differently, each below its own limit: PyTorch has a loop for less than 400
     products, and MKL on Intel's processors a kernel that multiplies by `scale` at another place: up to 112 positions
@@ -288,14 +311,15 @@ def attention_granule(group: int, size: int, scale: float, longest: int) -> int:
     }
     while granule < limit and not all(equal[length] for length in range(granule, limit, granule)):
         granule *= 2
+
     return min(granule, limit)
 
 
 @lru_cache(maxsize=1)
 def embedding_bag_indices(heads: int, group: int, length: int, capacity: int) -> tuple[Tensor, Tensor]:
-    """Indices (heads * group * length,) of the values that each query head sums with `embedding_bag`, in a layer of the
-    cache with `capacity` positions, and the first index of each head. Its kernel takes half the time of `bmm`, and adds
-    in the order of positions at any length."""
+    """Return indices (heads * group * length,) of the values that each query head sums with `embedding_bag`, in a layer
+    of the cache with `capacity` positions, and the first index of each head. Its kernel takes half the time of `bmm`,
+    and adds in the order of positions at any length."""
     first = torch.arange(heads, dtype=torch.int32)[:, None, None] * capacity
     indices = (first + torch.arange(length, dtype=torch.int32)).expand(-1, group, -1).flatten()
     return indices, torch.arange(0, len(indices), length, dtype=torch.int32)
@@ -316,7 +340,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @lru_cache
 def as_float32(number: float) -> Tensor:
-    """A number as a tensor: converting it at each operation would take as long as the operation."""
+    """Return a number as a tensor: converting it at each operation would take as long as the operation."""
     return torch.tensor(number, dtype=torch.float32)
 
 
@@ -336,7 +360,7 @@ class RotaryTables(NamedTuple):
 def rotary_tables(
     config: PreTrainedConfig, key: str, length: int, dtype: torch.dtype, device: torch.device
 ) -> RotaryTables:
-    """The tables of one entry of `rotary_parameters`, with transformers' own frequencies for scaled variants."""
+    """Return the tables of one entry of `rotary_parameters`, with transformers' own frequencies for scaled variants."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = rotary_parameters(config)[key]
@@ -347,6 +371,7 @@ def rotary_tables(
         scale = 1.0
     else:
         frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"), layer_type=key or None)
+
     # Both halves of the rotating part turn by the same angles.
     angles = torch.outer(torch.arange(length).float(), frequencies.float())
     cos = (angles.cos() * scale).repeat(1, 2)
@@ -354,9 +379,11 @@ def rotary_tables(
     sin = torch.cat([-sin, sin], -1)
     R = 2 * len(frequencies)
     order = None
+
     if R < D:
         # Dimensions that do not rotate have angle 0.
         cos = F.pad(cos, (0, D - R), value=1.0)
         sin = F.pad(sin, (0, D - R))
         order = torch.cat([torch.arange(R).roll(R // 2), torch.arange(R, D)]).to(device)
+
     return RotaryTables(cos.to(device, dtype), sin.to(device, dtype), order)

@@ -76,6 +76,7 @@ class EmbeddedEngine:
         self.max_seq_len = check_length(config, options.max_seq_len)
         self.device = torch.device(device or find_accelerator() or "cpu")
         self.dtype: torch.dtype = getattr(torch, options.dtype)
+
         if self.dtype == torch.bfloat16 and not has_bfloat16(self.device):
             log.info("generator.dtype: this CPU has no bfloat16 arithmetic; computing in float32")
             self.dtype = torch.float32
@@ -84,10 +85,12 @@ class EmbeddedEngine:
         self._grammars: Any = None  # compiled by the extension, from the first request that has one
         self._words = Words(folder)
         self.on_update = options.on_update
+
         options.check(config)
         graphs = graphs_on(self.device) if options.captures(config, self.device.type) else None
         weights = Weights(config, read_checkpoint(folder), self.dtype, self.device, version)
         rows = round_up(options.slots, WIDTH)
+
         # After the weights, which take their part of the memory.
         limit = self._cache_limit(options)
         decoder = Decoder(
@@ -105,9 +108,11 @@ class EmbeddedEngine:
         prefix_bytes = int(options.prefix_cache_mb * 1e6)
         self._batch = RunningBatch(decoder, options.slots, prefill_tokens, prefix_bytes, self._words, graphs)
         self._waiting: deque[EngineRequest] = deque()
+
         self._orders: deque[Order] = deque()  # accepted by the thread, still pending
         self._released = False
         self._wake = threading.Condition()
+
         # Guarded by _wake: the callers' side.
         self._submitted: list[EngineRequest] = []
         self._cancelled: list[EngineRequest] = []
@@ -116,6 +121,7 @@ class EmbeddedEngine:
         self._is_idle = False
         self._error: BaseException | None = None
         threads = torch.get_num_threads()  # a new thread would start from OMP_NUM_THREADS instead
+
         self._thread = threading.Thread(target=self._step_batch, args=(threads,), name="forge-engine", daemon=True)
         self._thread.start()
 
@@ -124,7 +130,7 @@ class EmbeddedEngine:
     ) -> Future[list[Completion]]:
         """See `Engine.submit`.
 
-        On a CPU in float32 the result of a seeded request depends on the request and the weights alone, bit for bit, on
+        On a CPU in float32 the result of a seeded request depends on the request and the weights only, bit for bit, on
         one machine and number of threads (tested with one and two). Elsewhere the random numbers are the same, but
         matrix products may round differently with the batch.
         """
@@ -136,6 +142,7 @@ class EmbeddedEngine:
         grammar = self._start_matcher(sampling.grammar, stops) if sampling.grammar else None
         if sampling.stop:
             self._words.open()
+
         request = EngineRequest(prompt, sampling, limit, seed, stops, priority, listener, grammar)
 
         def free_rows(future: Future[list[Completion]]) -> None:
@@ -150,6 +157,7 @@ class EmbeddedEngine:
             self._check_alive()
             self._submitted.append(request)
             self._wake.notify()
+
         return request.future
 
     def update_weights(
@@ -186,7 +194,7 @@ class EmbeddedEngine:
 
     @property
     def identity(self) -> str:
-        """Identity of those weights."""
+        """Return identity of those weights."""
         return self._batch.history.current.identity
 
     def stats(self) -> dict[str, int]:
@@ -233,7 +241,7 @@ class EmbeddedEngine:
         self.close()
 
     def _cache_limit(self, settings: EngineSettings) -> int | None:
-        """Bytes for keys and values; None: as many as they need, on a CPU.
+        """Return bytes for keys and values; None: as many as they need, on a CPU.
 
         Raises:
             ValueError: too few for two rows, which a decode step has at least, and the prefill row.
@@ -251,15 +259,17 @@ class EmbeddedEngine:
             weights = weight_bytes(self.config, self.dtype)
             logits = 4 * settings.slots * self.config.vocab_size * 4
             if settings.captures(self.config, self.device.type):
-                logits *= 2  # those of graphs are beside those of other steps
+                logits *= 2  # graphs' logits come in addition to other steps'
             reserved = weights + logits + int(settings.prefix_cache_mb * 1e6) + MARGIN
             limit = free - reserved
             source = f"this device has {free / 1e9:.1f} GB left, and the engine"
+
         if limit < minimum:
             raise ValueError(
                 f"{source}: {max(limit, 0) / 1e6:,.1f} MB for keys and values are less than the {minimum / 1e6:,.1f} "
                 f"MB of three sequences of {self.max_seq_len} tokens: lower generator.max_seq_len or generator.slots"
             )
+
         return limit
 
     def _start_matcher(self, grammar: str, stops: frozenset[int]) -> Matcher:
@@ -301,6 +311,7 @@ class EmbeddedEngine:
         except BaseException as raised:  # any error must reach the callers
             error = EngineFailed(f"the engine ended by {type(raised).__name__}: {raised}")
             error.__cause__ = raised
+
         # From here on callers get the error at once; those that wait get it below.
         with self._wake:
             self._error = error
@@ -311,6 +322,7 @@ class EmbeddedEngine:
             self._new_orders.clear()
             self._waiting.clear()
             self._submitted.clear()
+
         pending: list[Future[Any]] = [request.future for request in requests]
         for future in pending + orders:
             if not future.done() and future.set_running_or_notify_cancel():
@@ -326,10 +338,12 @@ class EmbeddedEngine:
                     break
                 self._is_idle = True
                 self._wake.wait()
+
             self._is_idle = False
             if self._closing:
                 return False
-            # Waiting requests stay in order: a new one comes after those of its priority.
+
+            # Waiting requests stay in order: a new one comes after others of its priority.
             submitted = self._submitted
             for request in submitted:
                 bisect.insort(self._waiting, request, key=lambda waiting: waiting.priority)
@@ -338,12 +352,14 @@ class EmbeddedEngine:
             self._cancelled = []
             self._orders.extend(self._new_orders)
             self._new_orders = []
+
         # Outside the lock: callers need not wait for the batch.
         fail_passed_over(submitted, self.version)
         for request in cancelled:
             batch.drop(request)
             if request in self._waiting:
                 self._waiting.remove(request)
+
         while self._orders and self._execute_order():
             pass
         return True
@@ -353,6 +369,7 @@ class EmbeddedEngine:
         batch = self._batch
         command, _ = self._orders[0]
         count = 1
+
         if isinstance(command, Weights):
             if (self.on_update == "finish" and batch.running) or batch.is_scheduled(self._waiting):
                 return False
@@ -368,6 +385,7 @@ class EmbeddedEngine:
                 return False
             batch.release(self._waiting)
             self._released = True
+
         for _, future in [self._orders.popleft() for _ in range(count)]:
             if future.set_running_or_notify_cancel():
                 future.set_result(None)

@@ -35,22 +35,25 @@ class Experts:
         order = experts.flatten().argsort(stable=True)  # the pairs of token and expert, expert by expert
         counts = torch.bincount(experts.flatten(), minlength=len(self.down)).tolist()
         outputs = torch.empty(len(order), x.shape[1], dtype=x.dtype, device=x.device)
+
         for expert, pairs in enumerate(order.split(counts)):
             if len(pairs):
                 rows = F.pad(x[pairs // self.k], (0, 0, 0, pad_rows(len(pairs)) - len(pairs)))
                 gate, up = self.gate_up[expert](rows).chunk(2, -1)
                 outputs[pairs] = self.down[expert](act(gate).mul_(up))[: len(pairs)]
+
         # Added one gate after the other: a sum over the dimension may round in another order.
         outputs = outputs.view(len(x), self.k, -1)
         out = outputs[:, 0] * gates[:, :1]
         for i in range(1, self.k):
             out.addcmul_(outputs[:, i], gates[:, i, None])
+
         return out, experts
 
 
 def pad_rows(rows: int) -> int:
-    """Number of rows of a product: 2 to 8, a multiple of 8 up to 64, and of 64 beyond. Kernels are prepared for every
-    new number of rows."""
+    """Return number of rows of a product: 2 to 8, a multiple of 8 up to 64, and of 64 beyond. Kernels are prepared for
+    every new number of rows."""
     if rows <= 8:
         return max(rows, 2)
     return -(-rows // 8) * 8 if rows <= 64 else -(-rows // 64) * 64

@@ -52,6 +52,7 @@ class StepGraphs:
         if len(before) != len(inputs) or any(old is not new for old, new in zip(before, inputs, strict=True)):
             self.clear()
             self._inputs = [weakref.ref(value) for value in inputs]
+
         # Libraries prepare kernels of a new shape when they first run, which no capture allows; and a rare shape has no
         # graph.
         if key not in self._graphs:
@@ -59,12 +60,14 @@ class StepGraphs:
             if len(self._graphs) > MOST:
                 self._graphs.popitem(last=False)
             return step()
+
         replay = self._graphs[key]
         if replay is None:
             replay = self._capture(step)
             self._graphs[key] = replay
         self._graphs.move_to_end(key)
         self.replayed += 1
+
         return replay()
 
     def clear(self) -> None:
@@ -73,7 +76,7 @@ class StepGraphs:
 
 
 def cuda_capture() -> Capture:
-    """A way to capture steps on CUDA; their graphs share memory, as one runs at a time."""
+    """Return a way to capture steps on CUDA; their graphs share memory, as one runs at a time."""
     living: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def capture_step(step: Step) -> Step:
@@ -100,7 +103,7 @@ CAPTURES: dict[str, Callable[[], Capture]] = {"cuda": cuda_capture}
 
 
 def graphs_on(device: torch.device) -> StepGraphs:
-    """The graphs of an engine on this device.
+    """Return the graphs of an engine on this device.
 
     Raises:
         ValueError: it has none.

@@ -23,7 +23,7 @@ class EngineFailed(RuntimeError):
 # The default of max_seq_len is at most this: with the limit of most models, 32k and more, a few rows fill the memory.
 LONGEST = 4096
 
-# Called with (sample, piece): a Completion of new tokens alone, whose `finish` is "" unless they are the sample's last.
+# Called with (sample, piece): a Completion of new tokens only, whose `finish` is "" unless they are the sample's last.
 Listener = Callable[[int, Completion], None]
 
 
@@ -53,7 +53,7 @@ class Engine(Protocol):
     ) -> Future[None]:
         """Replace all weights; `on_update` decides about running sequences. A released engine is restored.
 
-        The tensors, by Hugging Face name, are read and checked before this returns, into memory beside the weights in
+        The tensors, by Hugging Face name, are read and checked before this returns, into memory next to the weights in
         use. The future completes when they are in use; of several pending updates the newest is applied, and all
         complete. It fails with a ValueError naming the tensor if one is unknown, duplicate, missing or of a wrong
         shape; the weights are unchanged then.
@@ -65,11 +65,11 @@ class Engine(Protocol):
 
     @property
     def version(self) -> int:
-        """The version of the weights in use; for a released engine, the last one."""
+        """Return the version of the weights in use; for a released engine, the last one."""
 
     @property
     def identity(self) -> str:
-        """The identity of those weights; "" for those of the folder."""
+        """Return the identity of those weights; "" for the folder's."""
 
     def stats(self) -> dict[str, int]:
         """Counters: `running` and `waiting` sequences and, since the start, `generated_tokens`; an engine may have
@@ -83,7 +83,7 @@ class Engine(Protocol):
         """Allocate the memory again. Waiting requests start after the next weight update."""
 
     def held(self) -> list[int]:
-        """Seeds of the requests that wait for other weights by their schedules; none while anything runs."""
+        """Return seeds of the requests that wait for other weights by their schedules; none while anything runs."""
 
     def close(self) -> None:
         """Stop the engine and its processes. Incomplete requests fail with a RuntimeError."""
@@ -100,7 +100,7 @@ def extend_completion(completion: Completion, piece: Completion) -> None:
 
 
 def slice_completion(piece: Completion, start: int, end: int) -> Completion:
-    """Tokens `start` to `end` of a piece; its `finish` only with the last of them."""
+    """Return tokens `start` to `end` of a piece; its `finish` only with the last of them."""
     versions = piece.versions[start:end]
     return replace(
         piece,
@@ -114,7 +114,8 @@ def slice_completion(piece: Completion, start: int, end: int) -> Completion:
 
 
 def check_length(config: PreTrainedConfig, max_seq_len: int | None) -> int:
-    """Maximum tokens of prompt and completion: `max_seq_len`, by default the model's limit or 4096 if that is less.
+    """Return maximum tokens of prompt and completion: `max_seq_len`, by default the model's limit or 4096 if that is
+    less.
 
     Raises:
         ValueError: less than two tokens, or more than the model's limit.
@@ -141,7 +142,7 @@ def check_request(sampling: Sampling, priority: int, vocab: int) -> None:
 
 
 def check_prompt(prompt_ids: Sequence[int], vocab: int, max_seq_len: int) -> tuple[int, ...]:
-    """The prompt as a tuple. ValueError: it is empty, too long for a completion, or has tokens out of range."""
+    """Return the prompt as a tuple. ValueError: it is empty, too long for a completion, or has tokens out of range."""
     prompt = tuple(prompt_ids)
     if not prompt:
         raise ValueError("the prompt is empty")

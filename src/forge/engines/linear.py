@@ -12,7 +12,7 @@ from ..system.devices import has_wide_products
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Whether the device computes in bfloat16: some CPUs emulate it, at a quarter of float32's speed."""
+    """Return whether the device computes in bfloat16: some CPUs emulate it, at a quarter of float32's speed."""
     if device.type != "cpu":
         return True
     # The first asks the CPU, the second also what ONEDNN_MAX_CPU_ISA leaves of it.
@@ -20,7 +20,7 @@ def has_bfloat16(device: torch.device) -> bool:
 
 
 def pack_weight(weight: Tensor) -> Tensor:
-    """A weight (out, in) for `Linear`: on a CPU repacked for oneDNN, else unchanged.
+    """Return a weight (out, in) for `Linear`: on a CPU repacked for oneDNN, else unchanged.
 
     PyTorch's default in float32, MKL, uses AVX-512 on Intel's processors only: on AMD's oneDNN takes less than half the
     time, with the same result up to rounding. In bfloat16 a weight that is not repacked takes up to twice the time.
@@ -50,7 +50,7 @@ class Linear:
         return F.linear(x, self.weight, self.bias)
 
     def wide(self, x: Tensor) -> Tensor:
-        """The product in at least float32. For half-precision matrices on CUDA the sums are not rounded to half
+        """Return the product in at least float32. For half-precision matrices on CUDA the sums are not rounded to half
         precision, as a trainer's are not."""
         # Elsewhere the product is computed in the matrices' own precision, and only stored in float32.
         if not has_wide_products(x, self.weight):

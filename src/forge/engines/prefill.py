@@ -39,6 +39,7 @@ class Prefill:
         """Compute the next piece of a long prompt; return its length. The last one sets `item.prefix`."""
         cache = self.decoder.cache
         length = self.length
+
         # The first piece begins after the blocks of the prefix cache.
         if self.item is not item:
             length = TOKENS * len(blocks)
@@ -55,6 +56,7 @@ class Prefill:
             item.prefix = tuple(part.clone() for part in cache.read(cache.prefill_row, self.length))
             self.cache.add(context, item.prefix)
             self.item, self.length = None, 0
+
         return len(piece)
 
     def compute(self, admissions: Sequence[Admission], rows: int, max_length: int) -> None:

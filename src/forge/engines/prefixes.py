@@ -39,7 +39,7 @@ class PrefixCache:
         return len(self._blocks)
 
     def find(self, tokens: Sequence[int]) -> list[Prefix]:
-        """The longest chain of cached blocks that `tokens` begin with."""
+        """Return the longest chain of cached blocks that `tokens` begin with."""
         keys = list[Key]()
         chain = list[Prefix]()
         parent = 0
@@ -61,6 +61,7 @@ class PrefixCache:
             return
         keys = list[Key]()
         parent = 0
+
         for i, block_tokens in enumerate(_split_blocks(tokens)):
             block = self._blocks.get((parent, block_tokens))
             if block is None:
@@ -72,8 +73,10 @@ class PrefixCache:
                 block = Block(self._number, tuple(part[:, :, span].clone() for part in values))
                 self._blocks[parent, block_tokens] = block
                 self.size += nbytes
+
             keys.append((parent, block_tokens))
             parent = block.number
+
         self._touch_blocks(keys)
         while self.size > self.limit:
             _, dropped = self._blocks.popitem(last=False)
@@ -91,5 +94,5 @@ class PrefixCache:
 
 
 def _split_blocks(tokens: Sequence[int]) -> list[tuple[int, ...]]:
-    """The full blocks of tokens."""
+    """Return the full blocks of tokens."""
     return [tuple(tokens[start : start + TOKENS]) for start in range(0, len(tokens) - TOKENS + 1, TOKENS)]

@@ -54,7 +54,7 @@ class EngineRequest:
         self.is_restricted = self.sampling.restricted or bool(self.sampling.stop)
 
     def startable(self, version: int) -> int:
-        """The number of its waiting samples that weights of this version may begin, in their order."""
+        """Return the number of its waiting samples that weights of this version may begin, in their order."""
         waiting = self.sampling.n - self.admitted
         if not self.sampling.schedule:
             return waiting
@@ -63,12 +63,12 @@ class EngineRequest:
 
     @property
     def tokens(self) -> list[int]:
-        """The prompt, which its samples continue."""
+        """Return the prompt, which its samples continue."""
         return list(self.prompt)
 
     @property
     def max_length(self) -> int:
-        """The maximum number of positions of a sample."""
+        """Return the maximum number of positions of a sample."""
         return len(self.prompt) + self.limit
 
 
@@ -91,21 +91,22 @@ class RunningSample:
 
     @property
     def tokens(self) -> list[int]:
-        """The prompt and the tokens drawn so far, which it continues."""
+        """Return the prompt and the tokens drawn so far, which it continues."""
         return [*self.request.prompt, *self.resumed.token_ids]
 
     @property
     def max_length(self) -> int:
-        """The maximum number of positions of the sample."""
+        """Return the maximum number of positions of the sample."""
         return self.request.max_length
 
     @property
     def spans(self) -> Spans:
-        """The spans of its request's schedule; () if it has none."""
+        """Return the spans of its request's schedule; () if it has none."""
         return self.request.sampling.schedule[self.sample] if self.request.sampling.schedule else ()
 
     def next_version(self, drawn: int) -> int:
-        """The version that its schedule wants for the token after `drawn` ones: the last draws all that is left."""
+        """Return the version that its schedule wants for the token after `drawn` ones: the last draws all that is
+        left."""
         for version, count in self.spans[:-1]:
             if drawn < count:
                 return version
@@ -114,7 +115,7 @@ class RunningSample:
 
     @property
     def context(self) -> int:
-        """Number of these tokens in the cache: all but the last."""
+        """Return number of these tokens in the cache: all but the last."""
         return len(self.request.prompt) + len(self.resumed.token_ids) - 1
 
 
@@ -128,7 +129,7 @@ class Admission(NamedTuple):
 
     @property
     def start(self) -> int:
-        """Position of the first token that is not in the prefix cache."""
+        """Return position of the first token that is not in the prefix cache."""
         return TOKENS * len(self.blocks)
 
 
@@ -148,7 +149,7 @@ class WeightHistory:
 
     @property
     def current(self) -> WeightSpan:
-        """The weights in use."""
+        """Return the weights in use."""
         return self.spans[-1]
 
     def switch(self, weights: WeightSpan, oldest: int) -> None:
@@ -156,7 +157,7 @@ class WeightHistory:
         self.spans = [*(span for span, end in self.ended(weights.start) if end > oldest), weights]
 
     def ended(self, step: int) -> list[tuple[WeightSpan, int]]:
-        """Each span with the step at which it ends, which is `step` for the current one."""
+        """Return each span with the step at which it ends, which is `step` for the current one."""
         ends = [span.start for span in self.spans[1:]] + [step]
         return list(zip(self.spans, ends, strict=True))
 
@@ -168,8 +169,8 @@ class WeightHistory:
 
 
 def allowed_tokens(rows: Iterable[RunningSample], vocabulary: int) -> Tensor:
-    """The tokens that the grammars of rows allow, as bits for `forge.engines.sampling.keep_allowed`, in host memory: a
-    device computes logits meanwhile."""
+    """Return the tokens that the grammars of rows allow, as bits for `forge.engines.sampling.keep_allowed`, in host
+    memory: a device computes logits meanwhile."""
     lines = []
     for row in rows:
         bits = np.full(-(-vocabulary // 32), -1, dtype=np.int32)
@@ -204,6 +205,7 @@ def stream_tokens(
     """
     # In double both survive: token ids are exact up to 2^53.
     drawn = torch.stack([tokens.double(), logprobs.double()]).cpu()[:, index].tolist()
+
     for row, token, logprob in zip(rows, *drawn, strict=True):
         request = row.request
         finish = request.completions[row.sample].finish if row.sample in request.completions else ""
@@ -224,8 +226,8 @@ def stream_tokens(
 def take_due(
     paused: list[RunningSample], waiting: Iterable[EngineRequest], version: int
 ) -> tuple[list[RunningSample], list[RunningSample]]:
-    """Paused samples that weights of this version draw from now on, and those that wait on. Requests whose weights
-    were passed over fail."""
+    """Return paused samples that weights of this version draw from now on, and those that wait on. Requests whose
+    weights were passed over fail."""
     fail_passed_over(waiting, version)
     rows = []
     for row in paused:

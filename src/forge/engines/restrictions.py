@@ -46,8 +46,8 @@ class Words:
         _ = self._open_tokenizer
 
     def ended(self, tokens: Sequence[int], stops: Sequence[str]) -> bool:
-        """Whether the last token completed one of these texts."""
-        # The tail alone: the rest was looked at when it was the tail.
+        """Return whether the last token completed one of these texts."""
+        # Only the tail: the rest was looked at when it was the tail.
         longest = max(len(stop.encode()) for stop in stops)
         tail = tokens[-(longest * BYTES + SPECIAL) :]
         text = self._open_tokenizer.decode(tail, skip_special_tokens=True)
@@ -81,6 +81,7 @@ class Restrictions:
             (self.penalty, [s.repetition_penalty for s in samplings]),
         ):
             state[index] = torch.tensor(values, dtype=state.dtype, device=self._device)
+
         # The table of seen tokens is large, and made only where a row has a penalty.
         for i, row in placed.items():
             if row.request.sampling.repetition_penalty == 1:
@@ -110,6 +111,7 @@ class Restrictions:
         # Rows come and go in most steps, and few requests restrict anything.
         restricted = {i: row for i, row in enumerate(rows) if row.request.is_restricted}
         samplings = {i: row.request.sampling for i, row in restricted.items()}
+
         # Top-k and top-p have no effect on greedy decoding.
         self._bounded = index_or_none(
             i for i, s in samplings.items() if s.temperature > 0 and (s.top_p < 1 or s.top_k > 0)
@@ -120,11 +122,12 @@ class Restrictions:
         self._watched_index = index_or_none(self.watched)
 
     def policy(self, logits: Tensor) -> Tensor | None:
-        """The log-probabilities before anything is excluded, of the rows that record these; None: there are none."""
+        """Return the log-probabilities before anything is excluded, of the rows that record these; None: there are
+        none."""
         return None if self._policy is None else logits[self._policy].log_softmax(-1)
 
     def record(self, logprobs: Tensor, policy: Tensor | None, tokens: Tensor) -> None:
-        """Replace the log-probabilities of drawn tokens by those of `policy`, where rows record these."""
+        """Replace the log-probabilities of drawn tokens by `policy`'s, where rows record these."""
         if policy is not None and self._policy is not None:
             logprobs[self._policy] = policy.gather(-1, tokens[self._policy, None])[:, 0]
 
@@ -139,12 +142,12 @@ class Restrictions:
 
     @property
     def is_bounding(self) -> bool:
-        """Whether a row has top-k or top-p."""
+        """Return whether a row has top-k or top-p."""
         return self._bounded is not None
 
     @property
     def can_be_captured(self) -> bool:
-        """Whether a step reads nothing on the host and has the same operations whichever rows are restricted."""
+        """Return whether a step reads nothing on the host and has the same operations whichever rows are restricted."""
         return self._penalised is None and self._policy is None and not self.watched
 
     def bound_all(self, logits: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The state of the running batch's rows on the device, and the draw of their next tokens.
 
 Each token is drawn by inverse transform sampling with its own uniform number: it depends on its row's logits and number
-alone, not on the rest of the batch.
+only, not on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class RowState:
 
     def __init__(self, rows: int, longest: int, vocab: int, device: torch.device) -> None:
         self._device = device
-        # `positions` is that of the row's last token, `ends` that of the last which it may draw.
+        # `positions` is the row's last token, `ends` the last that it may draw.
         self.tokens, self.positions, self.ends = (torch.zeros(rows, dtype=torch.long, device=device) for _ in range(3))
         self.temperature = torch.ones(rows, device=device)
         self.greedy, self.running = (torch.zeros(rows, dtype=torch.bool, device=device) for _ in range(2))
@@ -41,12 +41,14 @@ class RowState:
         device = self._device
         requests = [row.request for row in placed.values()]
         samplings = [request.sampling for request in requests]
+
         # A row of stop tokens for each sample, padded to the longest.
         width = max(self.stops.shape[1], *(len(request.stops) for request in requests))
         if width > self.stops.shape[1]:
             self.stops = torch.nn.functional.pad(self.stops, (0, width - self.stops.shape[1]), value=-1)
         stops = [[*request.stops, *[-1] * (width - len(request.stops))] for request in requests]
         index = torch.tensor(list(placed), device=device)
+
         for state, values in (
             (self.tokens, [row.tokens[-1] for row in placed.values()]),
             (self.positions, [row.context for row in placed.values()]),
@@ -57,6 +59,7 @@ class RowState:
             (self.stops, stops),
         ):
             state[index] = torch.tensor(values, dtype=state.dtype, device=device)
+
         self.restrictions.place(index, placed)
         for i, row in placed.items():
             first = len(row.request.prompt) - 1

@@ -10,20 +10,21 @@ from ..types import TOP_LOGPROBS
 
 
 def draw_uniforms(seed: int, sample: int, count: int) -> Tensor:
-    """The random numbers in [0, 1) of one sample, (count,); a smaller count gives a prefix."""
+    """Return the random numbers in [0, 1) of one sample, (count,); a smaller count gives a prefix."""
     key = np.array([seed % 2**64, sample], dtype=np.uint64)
     return torch.from_numpy(np.random.Generator(np.random.Philox(key=key)).random(count, dtype=np.float32))
 
 
 def keep_allowed(logits: Tensor, bits: Tensor) -> Tensor:
-    """Logits (B, V) with -inf for tokens whose bit is 0: token t has bit t % 32 of bits[:, t // 32], int32."""
+    """Return logits (B, V) with -inf for tokens whose bit is 0: token t has bit t % 32 of bits[:, t // 32], int32."""
     places = torch.arange(32, dtype=torch.int32, device=bits.device)
     allowed = (bits[:, :, None] >> places & 1).flatten(1)[:, : logits.shape[-1]]
     return logits.masked_fill(allowed == 0, -torch.inf)
 
 
 def keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Logits (B, V) with -inf for all but the top k tokens, then all but the top-p nucleus. top_k, top_p: (B,)."""
+    """Return logits (B, V) with -inf for all but the top k tokens, then all but the top-p nucleus. top_k, top_p:
+    (B,)."""
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(logits.shape[-1], device=logits.device)
     limit = torch.where(top_k > 0, top_k, logits.shape[-1])
@@ -36,7 +37,8 @@ def keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def draw_tokens(logits: Tensor, uniform: Tensor, greedy: Tensor | None) -> tuple[Tensor, Tensor]:
-    """One token a row: logits (B, V) and uniform (B,) -> token ids and log-probabilities under softmax, (B,) each.
+    """Return one token a row: logits (B, V) and uniform (B,) -> token ids and log-probabilities under softmax, (B,)
+    each.
 
     `logits` are after temperature, grammar, top-k and top-p. Rows marked in `greedy` (B,) take the most likely token.
     A row with NaN or an infinite logit has some token, with the log-probability NaN.
@@ -54,8 +56,8 @@ def draw_tokens(logits: Tensor, uniform: Tensor, greedy: Tensor | None) -> tuple
 
 
 def top_logprobs(logits: Tensor) -> list[dict[int, float]]:
-    """The most likely tokens of each row of logits (B, V) in descending order, with their log-probabilities, without
-    those at -inf.
+    """Return the most likely tokens of each row of logits (B, V) in descending order, with their log-probabilities,
+    without those at -inf.
 
     Always up to 20 tokens, so that ties do not break differently with the requests of other rows. Synchronises.
     """

@@ -35,7 +35,7 @@ class EngineSettings(Section):
     turn, is computed from where they differ. A weight update empties it. 0: no cache. vLLM has another."""
     cache_gb: float | None = Field(None, gt=0)
     """Memory for keys and values of running sequences, in GB (`embedded`): a request whose longest possible answer has
-    no room beside those that run waits. Null: the free memory of a GPU beside two versions of the weights; on a CPU as
+    no room alongside those that run waits. Null: what two versions of the weights leave of a GPU's memory; on a CPU as
     much as `slots` sequences need. vLLM has `gpu_memory_utilization`."""
     cuda_graphs: bool | None = None
     """Capture decode steps as CUDA graphs: one launch a step instead of hundreds (`embedded`, on a GPU, no mixture of
@@ -66,13 +66,13 @@ class EngineSettings(Section):
             )
 
     def captures(self, config: PreTrainedConfig, device: str) -> bool:
-        """Whether the embedded engine captures decode steps of this model on a device of this type."""
+        """Return whether the embedded engine captures decode steps of this model on a device of this type."""
         if self.cuda_graphs is not None:
             return self.cuda_graphs
         return device == "cuda" and not sparse_layers(config)
 
     def over(self, procs: int) -> EngineSettings:
-        """The settings for one model over `procs` processes: vLLM's tensor parallelism.
+        """Return the settings for one model over `procs` processes: vLLM's tensor parallelism.
 
         Raises:
             ValueError: the engine cannot divide a model, or `vllm` divides it otherwise.
@@ -85,6 +85,7 @@ class EngineSettings(Section):
                 f"procs = {procs} is one model over {procs} processes (tensor parallelism), and the embedded engine "
                 f"has one: set generator.engine to vllm, or procs to 1 and num_replicas to {procs}"
             )
+
         # vLLM divides by stages and by tensors; the product is the number of processes.
         stages = self.vllm.get("pipeline_parallel_size", 1)
         tensor_parallel = self.vllm.get("tensor_parallel_size")
@@ -93,6 +94,7 @@ class EngineSettings(Section):
             raise ValueError(
                 f"procs = {procs} must be tensor_parallel_size x pipeline_parallel_size of generator.vllm, {product}"
             )
+
         if procs == 1:
             return self
         return self.model_copy(update={"vllm": {**self.vllm, "tensor_parallel_size": procs // stages}})

@@ -28,7 +28,7 @@ NORMS = ("input_norm", "attended_norm", "mlp_norm", "fed_norm", "qk_norm")
 
 
 def load_config(folder: Path) -> PreTrainedConfig:
-    """The transformers config of a checkpoint folder, for the embedded engine.
+    """Return the transformers config of a checkpoint folder, for the embedded engine.
 
     Raises:
         FileNotFoundError: no such folder, or no config.json in it.
@@ -42,8 +42,10 @@ def load_config(folder: Path) -> PreTrainedConfig:
     ropes = rotary_parameters(config).values()
     rope_types = {rope.get("rope_type", "default") for rope in ropes} - set(ROPE_TYPES)
     scaled = [rope for rope in ropes if rope.get("rope_type", "default") != "default"]
+
     partial = family != "phi3" and any(rope.get("partial_rotary_factor", 1.0) != 1.0 for rope in scaled)
     experts = config.num_experts if sparse_layers(config) else 0
+
     # Each thing that the decoder computes in one way only.
     for supported, feature in (
         (types <= {"full_attention", "sliding_attention"}, f"layer_types {sorted(types)}"),
@@ -56,11 +58,12 @@ def load_config(folder: Path) -> PreTrainedConfig:
     ):
         if not supported:
             raise ValueError(f"{folder}: the embedded engine does not support {feature}")
+
     return config
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
-    """The transformers config of a checkpoint folder.
+    """Return the transformers config of a checkpoint folder.
 
     Raises:
         FileNotFoundError: no such folder, or no config.json in it.
@@ -81,7 +84,7 @@ def read_config(folder: Path) -> PreTrainedConfig:
 
 def check_head(folder: Path, config: PreTrainedConfig) -> None:
     """ValueError: the config ties embeddings and head, and the checkpoint has two different ones: transformers takes
-    both, an engine the embeddings alone."""
+    both, an engine the embeddings only."""
     if not config.tie_word_embeddings:
         return
     from safetensors import safe_open
@@ -103,7 +106,7 @@ def check_head(folder: Path, config: PreTrainedConfig) -> None:
 
 
 def load_eos(folder: Path, config: PreTrainedConfig) -> tuple[int, ...]:
-    """The end-of-sequence ids of generation_config.json, or else of the model config."""
+    """Return the end-of-sequence ids of generation_config.json, or else of the model config."""
     path = folder / "generation_config.json"
     eos = read_json(path).get("eos_token_id") if path.is_file() else None
     eos = config.eos_token_id if eos is None else eos
@@ -123,6 +126,7 @@ def read_checkpoint(folder: Path) -> Iterator[tuple[str, Tensor]]:
         files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
     else:
         files = sorted(folder.glob("*.safetensors"))
+
     if not files:
         raise FileNotFoundError(f"no weights (*.safetensors) in {folder}")
     for file in files:
@@ -187,11 +191,13 @@ class Weights:
         table = engine_layout(config)
         tied = config.tie_word_embeddings
         shifted = config.model_type == "gemma3_text"  # its norms multiply by 1 + weight
-        # Fused tensors, by name: those of which some parts have arrived, and the number of missing parts.
+
+        # Fused tensors, by name: partly arrived ones, and the number of missing parts.
         partial: dict[str, Tensor] = {}
         missing = {name: len(parts) for name, parts in table.items()}
         complete: dict[str, Tensor] = {}
         matrices: dict[str, Linear] = {}
+
         with torch.no_grad():
             for name, i, tensor in checked_parts(table, named_tensors, tied):
                 parts = table[name]
@@ -203,6 +209,7 @@ class Weights:
                     tensor = tensor.float() + 1
                 partial[name][first : first + parts[i].rows] = tensor
                 missing[name] -= 1
+
                 if not missing[name]:
                     # Packed or quantised immediately, so that the next tensor reuses the plain copy's memory:
                     # allocating fresh memory would cost more than all the copying.
@@ -211,6 +218,7 @@ class Weights:
                         fused = by_group(fused.unflatten(0, (-1, head_size(config))), config).flatten(0, 2)
                     elif name.endswith("qk_norm") and fused.dim() > 1:
                         fused = by_group(fused, config)
+
                     if name.endswith(".weight"):
                         matrices[name.removesuffix(".weight")] = Linear.of(fused)
                     elif ".experts." in name:
@@ -257,8 +265,8 @@ def weight_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
 
 
 def by_group(heads: Tensor, config: PreTrainedConfig) -> Tensor:
-    """Heads (H + K, ...) or (H + 2K, ...), queries first, then keys and values, as (K, H / K + 1 or 2, ...): the heads
-    of a group are adjacent, so that decoding needs no copy of them."""
+    """Return heads (H + K, ...) or (H + 2K, ...), queries first, then keys and values, as (K, H / K + 1 or 2, ...): the
+    heads of a group are adjacent, so that decoding needs no copy of them."""
     H = config.num_attention_heads
     K = config.num_key_value_heads
     queries = heads[:H].unflatten(0, (K, -1))

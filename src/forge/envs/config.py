@@ -18,7 +18,7 @@ class EpisodeConfig(Section):
     max_turns: PositiveInt = 8
     """Most turns of an episode."""
     max_tokens: int | None = Field(None, ge=2)
-    """Most tokens of an episode, with those of the environment; null: `training.seq_len`."""
+    """Most tokens of an episode, including the environment's; null: `training.seq_len`."""
     step_timeout: PositiveFloat = 60.0
     """Seconds for an environment's answer."""
     retries: NonNegativeInt = 2
@@ -34,7 +34,7 @@ class EpisodeConfig(Section):
     does, and each turn that thereby changes the context begins a new branch of the episode."""
 
     agent: dict[str, Any] | None = None
-    """An agent that plays the episodes, in place of `environment` ([agent_gateway.md](agent_gateway.md))."""
+    """An agent that plays the episodes, instead of `environment` ([agent_gateway.md](agent_gateway.md))."""
 
     def _check(self) -> None:
         if self.syntax is not None:
@@ -48,11 +48,11 @@ class EpisodeConfig(Section):
 
     @property
     def files(self) -> list[str]:
-        """Settings that may be local files."""
+        """Return settings that may be local files."""
         return [self.template] if isinstance(self.template, str) and self.template not in BUILT_IN else []
 
     def dialogue(self, model: str) -> Any:
-        """The `forge_envs.Dialogue` of a model's folder, and its errors."""
+        """Return the `forge_envs.Dialogue` of a model's folder, and its errors."""
         from ..models.tokenizer import open_tokenizer
 
         # Heavy imports only where episodes are played.

@@ -109,7 +109,7 @@ class SingleTurnEnv(GroupEnv):
     Args:
         reward: a service of `forge.actors.RewardActor`.
         tokenizer: the policy's, needed if the reward scores steps, to find the tokens at which they end.
-        with_tokens: the reward gets whole completions, with tokens and log-probabilities, not their texts alone.
+        with_tokens: the reward gets whole completions, with tokens and log-probabilities, not only their texts.
     """
 
     def __init__(self, reward: Any, tokenizer: Any = None, *, with_tokens: bool = False) -> None:
@@ -124,10 +124,12 @@ class SingleTurnEnv(GroupEnv):
         # One request samples all responses: the prompt is computed once.
         completions = await policy.generate.route(prompt.bare, n=n, seed=seed, **sampling)
         texts = [completion.text for completion in completions]
-        # Tokens travel only where something reads them; experts are for the trainer alone.
+
+        # Tokens travel only where something reads them; experts are only for the trainer.
         given = [replace(completion, experts=None) for completion in completions] if self.with_tokens else None
         scores = await self.reward.score.route(prompt, texts, target, evaluation, given)
         episodes = []
+
         for completion, score in zip(completions, scores, strict=True):
             info = {"correct": score.correct, "parts": score.parts}
             info |= {"unscored": score.reason} if score.reason else {}
@@ -136,10 +138,11 @@ class SingleTurnEnv(GroupEnv):
             if score.steps and self.tokenizer is not None:
                 context, ids = len(completion.prompt_ids), completion.token_ids
                 episodes[-1].steps = tuple((context + self._tokens_to(end, ids), earned) for end, earned in score.steps)
+
         return episodes
 
     def _tokens_to(self, end: int, ids: list[int]) -> int:
-        """The number of tokens up to the character `end` of their text."""
+        """Return the number of tokens up to the character `end` of their text."""
 
         def characters(count: int) -> int:
             return len(self.tokenizer.decode(ids[:count], skip_special_tokens=True))
@@ -155,7 +158,7 @@ class NothingScored(RuntimeError):
 
 
 def summarise_answers(groups: Sequence[Sequence[Episode]], n: int) -> dict[str, float]:
-    """What the answers to problems say.
+    """Return what the answers to problems say.
 
     Args:
         groups: the n episodes of each problem. Those of which it is unknown whether they are right are left out.
@@ -176,31 +179,36 @@ def summarise_answers(groups: Sequence[Sequence[Episode]], n: int) -> dict[str, 
         raise NothingScored(f"no episode of the evaluation could be scored: {episodes[0].info}")
     counts = [(len(group), sum(bool(episode.info["correct"]) for episode in group)) for group in judged]
     values = {"accuracy": [right / total for total, right in counts]}
+
     if n > 1:
         for k in sorted({*(1 << power for power in range(1, n.bit_length())), n}):
             # Of a problem with fewer scored answers it is not known.
             values[f"pass@{k}"] = [pass_at(k, total, right) for total, right in counts if total >= k]
         values[f"maj@{n}"] = [is_majority_right(group) for group in judged if len(group) == n]
+
     metrics: dict[str, float] = {}
     for name, shares in values.items():
         if shares:
             metrics[name] = sum(shares) / len(shares)
             metrics[f"{name}/margin"] = half_interval(metrics[name], len(shares))
+
     rewards = [episode.outcome for episode in episodes if episode.outcome is not None]
     if rewards:
         metrics["reward"] = sum(rewards) / len(rewards)
     metrics["turns"] = sum(max(1, len(episode.turns)) for episode in episodes) / len(episodes)
     metrics["unscored"] = 1.0 - sum(total for total, _ in counts) / len(episodes)
+
     return metrics
 
 
 def pass_at(k: int, total: int, right: int) -> float:
-    """The probability that of k of `total` answers, drawn without replacement, one is among the `right` ones."""
+    """Return the probability that of k of `total` answers, drawn without replacement, one is among the `right` ones."""
     return 1.0 - math.comb(total - right, k) / math.comb(total, k)
 
 
 def is_majority_right(group: Sequence[Episode]) -> float:
-    """Whether the most frequent answer to a problem is right; of answers that are equally frequent, the share."""
+    """Return whether the most frequent answer to a problem is right; of answers that are equally frequent, the
+    share."""
     answers = [final_answer(episode.text) or episode.text.strip() for episode in group]
     votes = Counter(answers)
     most = max(votes.values())
@@ -213,6 +221,6 @@ def is_majority_right(group: Sequence[Episode]) -> float:
 
 
 def half_interval(share: float, count: int) -> float:
-    """Half of Wilson's 95 % interval of a share over `count` problems."""
+    """Return half of Wilson's 95 % interval of a share over `count` problems."""
     spread = share * (1 - share) / count + Z**2 / (4 * count**2)
     return Z * math.sqrt(spread) / (1 + Z**2 / count)

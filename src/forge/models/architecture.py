@@ -42,11 +42,13 @@ def check_config(config: PreTrainedConfig) -> None:
     bidirectional = family == "gemma3_text" and config.use_bidirectional_attention
     caps = ("attn_logit_softcapping", "final_logit_softcapping") if family == "gemma3_text" else ()
     capped = next((f"{name} = {getattr(config, name)}" for name in caps if getattr(config, name) is not None), None)
+
     # In these two, transformers' implementations of attention disagree with one another.
     unclear = family == "olmoe" and window is not None
     if family == "smollm3" and not config.use_sliding_window and window is not None:
         unclear = "sliding_attention" in config.layer_types
     quantised = getattr(config, "quantization_config", None) is not None
+
     for supported, feature in (
         (getattr(config, "is_causal", True) and not bidirectional, "attention in both directions"),
         (capped is None, capped),
@@ -58,7 +60,7 @@ def check_config(config: PreTrainedConfig) -> None:
 
 
 def attention_kinds(config: PreTrainedConfig) -> list[AttentionKind]:
-    """The kind of every layer of a transformers config."""
+    """Return the kind of every layer of a transformers config."""
     layers, family = config.num_hidden_layers, config.model_type
     windowed = [family in WINDOWS] * layers
     if family in LAYER_WINDOWS:
@@ -72,7 +74,7 @@ def attention_kinds(config: PreTrainedConfig) -> list[AttentionKind]:
 
 
 def rotary_parameters(config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
-    """The parameters of the rotary embeddings by type of layer, or under "" if all layers have the same."""
+    """Return the parameters of the rotary embeddings by type of layer, or under "" if all layers have the same."""
     rope = config.rope_parameters or {}
     if config.model_type == "gemma3_text":
         return {key: rope[key] for key in dict.fromkeys(config.layer_types)}
@@ -80,15 +82,15 @@ def rotary_parameters(config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
 
 
 def max_length(config: PreTrainedConfig) -> int:
-    """Maximum tokens of a sequence: `max_position_embeddings`, or the limit of `rotary_limit`."""
+    """Return maximum tokens of a sequence: `max_position_embeddings`, or the limit of `rotary_limit`."""
     limit = rotary_limit(config)
     return config.max_position_embeddings if limit is None else min(config.max_position_embeddings, limit[0])
 
 
 def rotary_limit(config: PreTrainedConfig) -> tuple[int, str] | None:
-    """Maximum tokens of a sequence, and the `rope_type`, where a longer one would change the frequencies of a whole
-    batch: the length of LongRoPE's short factors (Ding et al. 2024), or `max_position_embeddings` of dynamic ones.
-    None: no limit."""
+    """Return maximum tokens of a sequence, and the `rope_type`, where a longer one would change the frequencies of a
+    whole batch: the length of LongRoPE's short factors (Ding et al. 2024), or `max_position_embeddings` of dynamic
+    ones. None: no limit."""
     limits = []
     for rope in rotary_parameters(config).values():
         if rope.get("rope_type") == "longrope":
@@ -99,7 +101,7 @@ def rotary_limit(config: PreTrainedConfig) -> tuple[int, str] | None:
 
 
 def sparse_layers(config: PreTrainedConfig) -> list[int]:
-    """The layers that are mixtures of experts."""
+    """Return the layers that are mixtures of experts."""
     layers = range(config.num_hidden_layers)
     if config.model_type == "qwen3_moe":
         dense, step = config.mlp_only_layers, config.decoder_sparse_step

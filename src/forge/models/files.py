@@ -1,4 +1,4 @@
-"""Files of a model: settings are read as JSON, weights from safetensors alone, and what programs of other libraries
+"""Files of a model: settings are read as JSON, weights from safetensors only, and what programs of other libraries
 interpret (tokenizer, chat template) is tried in a child process with limits on time and memory first."""
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def check_model_files(folder: Path) -> None:
     """
     weights = sorted(folder.glob(WEIGHTS))
     pickles = [path.name for pattern in PICKLES for path in sorted(folder.glob(pattern))]
-    if pickles and not weights:  # pickles beside safetensors are never read
+    if pickles and not weights:  # pickles alongside safetensors are never read
         raise ValueError(
-            f"model folder {folder} has its weights as {pickles[0]} alone, a pickle, which can run code: save them as "
+            f"model folder {folder} has its weights as {pickles[0]} only, a pickle, which can run code: save them as "
             "safetensors (model.save_pretrained), where you trust them"
         )
 
@@ -91,6 +91,7 @@ def use_tokenizer(folder: str) -> None:
     settings = Path(folder) / "tokenizer_config.json"
     template = file.read_text() if file.exists() else settings.exists() and read_json(settings).get("chat_template")
     messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
+
     try:
         if isinstance(template, str):
             environment.from_string(template).render(messages=messages, add_generation_prompt=True)

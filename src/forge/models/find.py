@@ -43,12 +43,14 @@ def check_family(name: str) -> None:
             path = Path(hf_hub_download(repository, "config.json", revision=revision))
         except Exception:  # `resolve_model` says why
             return
+
     if not os.path.lexists(path):  # `resolve_model` says so
         return
     try:
         family = read_json(path).get("model_type")
     except ValueError as error:
         raise ValueError(f"model {name}: its {error}") from None
+
     if family is None:  # `resolve_model` says what else is missing
         return
     if family not in FAMILIES:
@@ -57,6 +59,7 @@ def check_family(name: str) -> None:
         config = model_config(path.parent)
     except Exception as error:  # its validation raises its own classes
         raise ValueError(f"model {name}: its config.json is invalid: {' '.join(str(error).split())}") from error
+
     config.name_or_path = f"model {name}"
     check_config(config)
 
@@ -76,7 +79,7 @@ def check_classifier(config: PreTrainedConfig) -> None:
 
 
 def resolve_model(name: str) -> str:
-    """The local folder of a model: the folder itself, a snapshot of a hub id (`owner/model`, or
+    """Return the local folder of a model: the folder itself, a snapshot of a hub id (`owner/model`, or
     `owner/model@revision`), or what a `.gguf` file was opened to.
 
     Raises:
@@ -102,8 +105,10 @@ def resolve_model(name: str) -> str:
                 f"model {name} is not a local folder and could not be fetched from the hub ({type(error).__name__}); "
                 "download it first and give the folder"
             ) from error
+
         check_model_files(folder)
         return str(folder)
+
     # A local folder must have all that a run needs, before anything is loaded.
     for part, patterns in (
         ("config.json", ("config.json",)),
@@ -112,12 +117,14 @@ def resolve_model(name: str) -> str:
     ):
         if not any(any(folder.glob(pattern)) for pattern in patterns):
             raise FileNotFoundError(f"model folder {name} has no {part}")
+
     # Folders that this library wrote have checksums; others are taken as they are.
     if (folder / CHECKSUMS).exists():
         try:
             check_files(folder)
         except DamagedFile as error:
             raise DamagedFile(f"{error}; if you changed it, remove {folder / CHECKSUMS}") from None
+
     check_model_files(folder)
     return name
 
@@ -161,6 +168,7 @@ def build_small_model(
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         write_checksums(folder, [file.name for file in folder.iterdir() if file.name != CHECKSUMS])
+
     return str(folder)
 
 

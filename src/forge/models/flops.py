@@ -29,7 +29,7 @@ TRIES = 5
 
 
 def forward_flops(config: PreTrainedConfig, tokens: float, attended: float, predicted: float) -> float:
-    """Floating-point operations of a forward pass.
+    """Return floating-point operations of a forward pass.
 
     Args:
         config: of transformers.
@@ -45,22 +45,24 @@ def forward_flops(config: PreTrainedConfig, tokens: float, attended: float, pred
     attention = size * head * (heads + 2 * kv) + heads * head * size
     sparse = len(sparse_layers(config))
     dense = (config.num_hidden_layers - sparse) * 3 * size * config.intermediate_size
+
     experts = 0
     if sparse:
         width = config.moe_intermediate_size if config.model_type == "qwen3_moe" else config.intermediate_size
         experts = sparse * (config.num_experts_per_tok * 3 * size * width + size * config.num_experts)
     layers = config.num_hidden_layers * attention + dense + experts
     matrices = 2.0 * (layers * tokens + size * config.vocab_size * predicted)
+
     return matrices + 4.0 * config.num_hidden_layers * heads * head * attended
 
 
 def count_causal(length: float, context: float = 0.0) -> float:
-    """Tokens attended to by `length` tokens that follow `context` others."""
+    """Return tokens attended to by `length` tokens that follow `context` others."""
     return length * context + length * (length + 1) / 2
 
 
 def peak_tflops(threads: int | None, gpu: str | None) -> float | None:
-    """TFLOP/s of one device: a known GPU's, None for another; without one the best of a few products of float32
+    """Return TFLOP/s of one device: a known GPU's, None for another; without one the best of a few products of float32
     matrices on this CPU, with this number of threads."""
     if gpu is not None:
         return next((peak for name, peak in PEAKS.items() if name in gpu), None)
@@ -69,8 +71,9 @@ def peak_tflops(threads: int | None, gpu: str | None) -> float | None:
     initial_threads = torch.get_num_threads()
     best = 0.0
     torch.set_num_threads(threads or initial_threads)
+
     try:
-        # The threads that the trainer will have, not those of this process.
+        # The threads that the trainer will have, not this process's.
         a = torch.ones(SIZE, SIZE)
         for _ in range(TRIES):
             began = time.perf_counter()
@@ -78,4 +81,5 @@ def peak_tflops(threads: int | None, gpu: str | None) -> float | None:
             best = max(best, 2.0 * SIZE**3 / (time.perf_counter() - began) / 1e12)
     finally:
         torch.set_num_threads(initial_threads)
+
     return best

@@ -30,7 +30,8 @@ def check_model_name(model: object) -> None:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name is `owner/model`, with or without `@revision`, and not a local folder, nor a misspelt one."""
+    """Return whether a name is `owner/model`, with or without `@revision`, and not a local folder, nor a misspelt
+    one."""
     folder = Path(name)
     repository, _ = split_revision(name)
     local = folder.is_dir() or name.startswith((".", "/", "~")) or folder.parent.is_dir()
@@ -90,6 +91,7 @@ def write_card(folder: Path, recipe: str, config: dict[str, Any], history: list[
         base_model=split_revision(start)[0] if start and is_hub_id(start) else None,
         datasets=[name for name in data if NAME.fullmatch(name) and not Path(name).exists()] or None,
     )
+
     # First and last value of the metrics that a reader asks for.
     metrics = {}
     for key in ("eval/accuracy", "eval/reward", "eval/loss", "reward", "accuracy", "loss"):
@@ -100,11 +102,13 @@ def write_card(folder: Path, recipe: str, config: dict[str, Any], history: list[
         for key, ((start_step, first), (end, last)) in metrics.items()
     ]
     versions = []
+
     for package in PACKAGES:
         try:
             versions.append(f"{package} {version(package)}")
         except PackageNotFoundError:  # forge on the path, without being installed
             versions.append(f"{package} (version unknown)")
+
     # The card: front matter that the hub reads, then text for people.
     parts = [
         f"---\n{card.to_yaml()}\n---",

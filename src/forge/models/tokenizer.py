@@ -20,7 +20,7 @@ PRINTABLE = string.digits + string.ascii_letters + string.punctuation + " \n"
 
 
 def character_tokenizer(alphabet: str = PRINTABLE) -> PreTrainedTokenizerFast:
-    """A Hugging Face tokenizer with one token per character of `alphabet`, after pad (0), eos (1) and unk (2).
+    """Return a Hugging Face tokenizer with one token per character of `alphabet`, after pad (0), eos (1) and unk (2).
 
     Encoding adds no special token; other characters become unk. `decode(encode(text)) == text` over the alphabet.
     ValueError for an empty alphabet or a repeated character.
@@ -39,6 +39,7 @@ def character_tokenizer(alphabet: str = PRINTABLE) -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()
+
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token=PAD,
@@ -49,7 +50,8 @@ def character_tokenizer(alphabet: str = PRINTABLE) -> PreTrainedTokenizerFast:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a model's folder has a tokenizer: for one without, transformers makes one that has no vocabulary."""
+    """Return whether a model's folder has a tokenizer: for one without, transformers makes one that has no
+    vocabulary."""
     return any(path.name.startswith(("tokenizer", "vocab")) for path in folder.iterdir())
 
 
@@ -74,12 +76,12 @@ MODELS = 4
 
 
 def model_config(folder: str | Path) -> PretrainedConfig:
-    """The transformers configuration of a model folder."""
+    """Return the transformers configuration of a model folder."""
     return deepcopy(_read_config(str(folder), _time_of_change(folder, "config.json")))
 
 
 def model_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder. ValueError: see `open_tokenizer`."""
+    """Return the tokenizer of a model folder. ValueError: see `open_tokenizer`."""
     return _read_tokenizer(str(folder), _time_of_change(folder, "tokenizer_config.json"))
 
 
@@ -96,7 +98,7 @@ def _read_tokenizer(folder: str, changed: int) -> PreTrainedTokenizerBase:
 
 
 def _time_of_change(folder: str | Path, name: str) -> int:
-    """When a file of the folder was written, in nanoseconds: another run may write another model there."""
+    """Return when a file of the folder was written, in nanoseconds: another run may write another model there."""
     try:
         return (Path(folder) / name).stat().st_mtime_ns
     except OSError:

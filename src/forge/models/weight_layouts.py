@@ -1,6 +1,6 @@
 """Names and layouts of the same weights: in a Hugging Face checkpoint, in peft's LoRA models, and fused in the engine.
 
-Plain names are those of a Hugging Face checkpoint. All functions are pure; tensors stay on their device.
+Plain names are a Hugging Face checkpoint's. All functions are pure; tensors stay on their device.
 """
 
 from __future__ import annotations
@@ -45,22 +45,24 @@ class FusedPart(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the plain tensor."""
+        """Return the shape of the plain tensor."""
         return self.inner if self.repeated else (self.rows, *self.inner)
 
 
 def head_size(config: PreTrainedConfig) -> int:
-    """The size of one attention head of a transformers config."""
+    """Return the size of one attention head of a transformers config."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def is_derived(name: str, tied: bool) -> bool:
-    """Whether a plain tensor follows from others: rotary frequencies, or the head of a model with tied embeddings."""
+    """Return whether a plain tensor follows from others: rotary frequencies, or the head of a model with tied
+    embeddings."""
     return name.endswith("rotary_emb.inv_freq") or (tied and name == HEAD)
 
 
 def engine_layout(config: PreTrainedConfig) -> dict[str, tuple[FusedPart, ...]]:
-    """Every engine parameter of a config of `forge.models.FAMILIES` with the plain tensors fused into it, in row order.
+    """Return every engine parameter of a config of `forge.models.FAMILIES` with the plain tensors fused into it, in row
+    order.
 
     Matrices and their biases end in `.weight` and `.bias`, norms in `norm`. With tied embeddings there is no head.
     """
@@ -69,11 +71,13 @@ def engine_layout(config: PreTrainedConfig) -> dict[str, tuple[FusedPart, ...]]:
     family = config.model_type
     biased = family == "qwen2" or (family in BIASES and getattr(config, "attention_bias", False))
     table: dict[str, tuple[FusedPart, ...]] = {"embed": (FusedPart(EMBEDDING, config.vocab_size, (C,)),)}
+
     for i in range(config.num_hidden_layers):
         engine = f"layers.{i}."
         checkpoint = f"model.layers.{i}."
         attn = checkpoint + "self_attn."
         mlp = checkpoint + "mlp."
+
         # Phi-3's checkpoints have q, k and v fused already, in this order.
         projections = [("q_proj", H * D), ("k_proj", K * D), ("v_proj", K * D)]
         if family == "phi3":
@@ -82,19 +86,23 @@ def engine_layout(config: PreTrainedConfig) -> dict[str, tuple[FusedPart, ...]]:
             table[engine + norm] = (FusedPart(f"{checkpoint}{name}.weight", C),)
         table[engine + "qkv.weight"] = tuple(FusedPart(f"{attn}{x}.weight", rows, (C,)) for x, rows in projections)
         table[engine + "output.weight"] = (FusedPart(attn + "o_proj.weight", C, (H * D,)),)
+
         # Qwen2 has biases of q, k and v only.
         if biased:
             table[engine + "qkv.bias"] = tuple(FusedPart(f"{attn}{x}.bias", rows) for x, rows in projections)
             if family != "qwen2":
                 table[engine + "output.bias"] = (FusedPart(attn + "o_proj.bias", C),)
+
         norms = (("q_norm", H), ("k_norm", K))
         if family in ("qwen3", "qwen3_moe", "gemma3_text"):  # of each head
             table[engine + "qk_norm"] = tuple(FusedPart(f"{attn}{x}.weight", rows, (D,), True) for x, rows in norms)
         elif family in ("olmo2", "olmoe"):  # of all heads together
             table[engine + "qk_norm"] = tuple(FusedPart(f"{attn}{x}.weight", rows * D) for x, rows in norms)
+
         table |= (
             _expert_layout(engine, mlp, config) if i in sparse_layers(config) else _dense_layout(engine, mlp, config)
         )
+
     table["norm"] = (FusedPart("model.norm.weight", C),)
     if not config.tie_word_embeddings:
         table["head.weight"] = (FusedPart(HEAD, config.vocab_size, (C,)),)
@@ -111,7 +119,7 @@ def _dense_layout(engine: str, mlp: str, config: PreTrainedConfig) -> dict[str, 
 
 
 def _expert_layout(engine: str, mlp: str, config: PreTrainedConfig) -> dict[str, tuple[FusedPart, ...]]:
-    """The experts' matrices one below the other."""
+    """Return the experts' matrices one below the other."""
     C, experts = config.hidden_size, range(config.num_experts)
     I = config.moe_intermediate_size if config.model_type == "qwen3_moe" else config.intermediate_size  # noqa: E741
     # Expert by expert, each with gate and up.
@@ -124,8 +132,8 @@ def _expert_layout(engine: str, mlp: str, config: PreTrainedConfig) -> dict[str,
 
 
 def split_experts(named_tensors: Iterable[tuple[str, Tensor]], first: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Plain names for the tensors of transformers' models: experts, which they stack in two tensors a layer, one by
-    one; the first one of a tensor has the number `first`."""
+    """Yield plain names for the tensors of transformers' models: experts, which they stack in two tensors a layer, one
+    by one; the first one of a tensor has the number `first`."""
     for name, tensor in named_tensors:
         # Gate and up are halves of one matrix in transformers.
         match = STACKED.fullmatch(name)
@@ -139,7 +147,8 @@ def split_experts(named_tensors: Iterable[tuple[str, Tensor]], first: int = 0) -
 
 
 def plain_name(name: str) -> str:
-    """The plain name of a tensor as peft calls it; an adapter's factors become `<module>.lora_A.weight` and `_B`.
+    """Return the plain name of a tensor as peft calls it; an adapter's factors become `<module>.lora_A.weight` and
+    `_B`.
 
     Raises:
         ValueError: an adapter that cannot be merged as W + B A (embeddings, biases, DoRA, modules_to_save).
@@ -154,12 +163,12 @@ def plain_name(name: str) -> str:
 
 
 def has_adapters(names: Iterable[str]) -> bool:
-    """Whether one of these names is a LoRA factor's."""
+    """Return whether one of these names is a LoRA factor's."""
     return any(map(ADAPTER.fullmatch, names))
 
 
 def read_adapters(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """The LoRA factors alone, under `<plain module>.lora_A.weight` and `.lora_B.weight`.
+    """Return the LoRA factors only, under `<plain module>.lora_A.weight` and `.lora_B.weight`.
 
     Raises:
         ValueError: a factor without the other, or a second adapter for a layer; names the tensor.
@@ -177,7 +186,7 @@ def read_adapters(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tens
 
 
 def merge_adapters(base: Iterable[tuple[str, Tensor]], factors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Plain weights with adapters merged, W + B A in float32, as they come; alpha / rank is in B already.
+    """Yield plain weights with adapters merged, W + B A in float32, as they come; alpha / rank is in B already.
 
     W: (out, in), A: (rank, in), B: (out, rank). All adapters have one rank. A weight without an adapter is passed on.
 
@@ -200,12 +209,13 @@ def merge_adapters(base: Iterable[tuple[str, Tensor]], factors: Mapping[str, Ten
                 raise ValueError(f"tensor {factor!r} has shape {actual}, its base and rank ask for {shape}")
         a, b = (factors[factor].detach().float() for factor in pair)
         yield name, weight.detach().float().addmm(b, a)
+
     for factor, _ in modules.values():
         raise ValueError(f"tensor {factor!r} has no base weight")
 
 
 def _by_module(factors: Mapping[str, Tensor]) -> dict[str, tuple[str, str]]:
-    """The names of A and B by module."""
+    """Return the names of A and B by module."""
     pairs: dict[str, tuple[str, str]] = {}
     for name in factors:
         match = ADAPTER.fullmatch(name)

@@ -1,7 +1,7 @@
 """Console output: log lines, and a progress bar on a terminal or progress lines in a log.
 
 The library logs through loggers below `forge`. `configure_logging` gives them one handler, in the controller and in
-every process that it starts: messages go to stderr as `forge: message`, those of `forge.run` unprefixed to stdout.
+every process that it starts: messages go to stderr as `forge: message`, `forge.run`'s unprefixed to stdout.
 """
 
 from __future__ import annotations
@@ -92,17 +92,19 @@ class Progress:
         if not row["generation/tokens_per_second"]:  # nothing is sampled
             del metrics["tok/s"]
         text = "  ".join(f"{name} {row[key]:{form}}" for name, (key, form) in metrics.items() if key in row)
+
         if self._live:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update(step - self._bar.n)
             return
+
         if now - self._logged >= LOG_INTERVAL or step >= self.steps or "eval/accuracy" in row:
             self._logged = now
             parts = [f"step {step}/{self.steps}", text, self._time_left(step) if step else "before training"]
             log.info("%s", "  ".join(part for part in parts if part))
 
     def _time_left(self, step: int) -> str:
-        """The time that is left as text; empty until enough steps were measured."""
+        """Return the time that is left as text; empty until enough steps were measured."""
         first, started = self._ends[0]
         if step - first < MIN_STEPS and step < self.steps:
             return ""

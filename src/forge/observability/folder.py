@@ -22,7 +22,7 @@ from .lines import Row
 
 log = logging.getLogger(__name__)
 
-MARK = "metrics.jsonl"  # its presence makes a folder that of a run
+MARK = "metrics.jsonl"  # its presence makes a folder a run directory
 CONFIG = "config.yaml"
 # Only a run that came to its end has this file.
 FINISHED = "finished"
@@ -52,7 +52,8 @@ def check_free(folder: Path, overwrite: bool) -> None:
 
 
 def made_no_step(folder: Path) -> bool:
-    """Whether the run in this folder ended before its first step: no checkpoint, and at most the row of step 0."""
+    """Return whether the run in this folder ended before its first step: no checkpoint, and at most the row of step
+    0."""
     rows = (folder / MARK).read_text().splitlines()
     return not any((folder / "checkpoints").glob("*")) and all(row.startswith('{"step": 0.0,') for row in rows)
 
@@ -86,6 +87,7 @@ def cut_lines(path: Path, last: int) -> list[Row]:
                 log.warning("%s, line %d is damaged and left out", path, number)
             continue
         complete.append((line, row))
+
     # Written aside and renamed: a kill leaves the former file.
     write_atomic(path, "".join(f"{line}\n" for line, _ in complete), durable=True)
     return [row for _, row in complete]

@@ -79,7 +79,7 @@ def measure_gpus() -> dict[str, float]:
 
 
 def gpu_name() -> str | None:
-    """Name of the first GPU of this machine."""
+    """Return name of the first GPU of this machine."""
     library = open_nvml()
     if library is None or not library.nvmlDeviceGetCount():
         return None

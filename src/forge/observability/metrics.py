@@ -119,7 +119,7 @@ def metrics_of(policy: str) -> Iterator[None]:
 
 
 def add_label(name: str) -> str:
-    """The full name of a metric, with the policy of the block or of the process before it."""
+    """Return the full name of a metric, with the policy of the block or of the process before it."""
     label = _label.get()
     if label is None:
         label = os.environ.get(METRICS_OF, "")
@@ -154,7 +154,7 @@ class Clock:
         self.thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Count the current task's time from now on, but not that of its child tasks."""
+        """Count the current task's time from now on, but not its child tasks'."""
         self.task = asyncio.current_task()
         self.thread = threading.current_thread()
         _clock.set(self)
@@ -199,13 +199,14 @@ def record_span(name: str, start: float, duration: float) -> None:
 
 
 def process_name() -> str:
-    """Name of this process in traces."""
+    """Return name of this process in traces."""
     return os.environ.get(PROCESS_NAME, "controller")
 
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Time a block: adds to the metric `seconds/<name>` (summed), to the trace and to the current task's clock."""
+    """Yield time a block: adds to the metric `seconds/<name>` (summed), to the trace and to the current task's
+    clock."""
     with on_the_clock(name):  # around the bookkeeping too, so that the phases of a task leave no gap
         start = time.time()
         tick = time.perf_counter()

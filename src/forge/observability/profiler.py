@@ -37,6 +37,7 @@ def profile_next(path: str | None, process: str) -> None:
         if gpu:
             torch.cuda.memory._dump_snapshot(str(folder / f"{process}.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
+
     if path is not None:
         if gpu:
             torch.cuda.memory._record_memory_history()

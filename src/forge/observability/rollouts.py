@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @cache
 def make_schema() -> pyarrow.Schema:
-    """The columns. A row is one token sequence: an episode, or an earlier branch of one whose conversation was
+    """Return the columns. A row is one token sequence: an episode, or an earlier branch of one whose conversation was
     rewritten."""
     import pyarrow as pa
 
@@ -118,7 +118,7 @@ class RolloutLog:
         """Append the rollouts that a step trained, and those dropped since the last one.
 
         Args:
-            groups: those of `pick`; with `batch`, those whose tokens are numbered by its `recorded`.
+            groups: from `pick`; with `batch`, those whose tokens are numbered by its `recorded`.
             batch: the batch that was trained, with token-level advantages.
             trained: the trainer's numbers by the names of `TRAINER`, each [recorded].
             dropped: groups with the reason; as many are written as of each step.
@@ -127,6 +127,7 @@ class RolloutLog:
 
         if self.groups != "all":
             dropped = dropped[: self.groups]
+
         # A row for each branch of each episode, in the order in which they are trained; branch 0 is the last.
         rows: list[Row] = []
         episodes: list[Episode] = []
@@ -137,20 +138,24 @@ class RolloutLog:
                     row = _make_row(step, group, sample, branch, episode, last, reason)
                     rows.insert(len(rows) - branch, row)
                 episodes += branches
+
         if not rows:
             return
+
         # Numbers of tokens are flat arrays over all rows; `ends` divides them.
         ends = np.concatenate([[0], np.cumsum([len(episode.tokens) for episode in episodes])])
         flat = {name: np.full(ends[-1], np.nan, np.float32) for name in (*ENGINE, *BATCH, *TRAINER)}
         mask = _flatten_rows([episode.mask for episode in episodes], np.bool_)
         engine = [e.logprobs or [math.nan] * len(e.tokens) for e in episodes]
         flat["engine_logprobs"] = np.where(mask, _flatten_rows(engine, np.float32), np.float32(np.nan))
+
         if batch is not None and batch.recorded is not None:
             recorded = np.flatnonzero((batch.recorded >= 0) & batch.mask)
             for name in BATCH:
                 values = getattr(batch, name)
                 if values is not None:
                     flat[name][batch.recorded[recorded]] = values[recorded]
+
             in_batch = np.zeros(ends[-1], np.bool_)
             in_batch[batch.recorded[batch.recorded >= 0]] = True
             for row, start in zip(rows, ends[:-1], strict=True):
@@ -158,6 +163,7 @@ class RolloutLog:
                     row["dropped"] = IDLE
             for name, numbers in (trained or {}).items():
                 flat[name][: len(numbers)] = numbers  # dropped rows come after them
+
         tokens = _flatten_rows([episode.tokens for episode in episodes], np.int32)
         lists: dict[str, np.ndarray | pyarrow.Array] = {
             "tokens": tokens,
@@ -174,12 +180,15 @@ class RolloutLog:
             for field in self._schema
         ]
         sink = pa.BufferOutputStream()
+
         with pa.ipc.new_stream(sink, self._schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
             writer.write_batch(pa.record_batch(arrays, schema=self._schema))
+
         # The file begins with the schema, once, and has no mark of its end: more batches may follow.
         message = sink.getvalue().to_pybytes()[len(self._schema.serialize()) if self._size else 0 : -END]
         self._write(message)
         self._size += len(message)
+
         if self._size >= self._max_bytes:
             log.warning(
                 "%s has %.0f MB: no more rollouts are recorded; raise metrics.rollouts_mb, or lower metrics.rollouts",
@@ -206,8 +215,9 @@ def escape_surrogates(text: str) -> str:
 def _make_row(
     step: int, group: Group, sample: int, branch: int, episode: Episode, last: Episode, reason: str | None
 ) -> Row:
-    """The row of a token sequence, but for its tokens. `last` is the branch that the episode ended with."""
+    """Return the row of a token sequence, but for its tokens. `last` is the branch that the episode ended with."""
     info = episode.info
+
     return {
         "step": step,
         "group": group.index,
@@ -231,7 +241,7 @@ def _make_row(
 
 
 def _mean_advantage(advantage: float | Sequence[float] | None) -> float | None:
-    """The advantage of an episode: the mean, where each token has one."""
+    """Return the advantage of an episode: the mean, where each token has one."""
     return float(np.mean(advantage)) if isinstance(advantage, Sequence) else advantage
 
 
@@ -260,6 +270,7 @@ def read_batches(
             written = pa.ipc.read_schema(pa.ipc.read_message(file))
         except (OSError, pa.ArrowException) as error:
             raise ValueError(f"{path} is not a file of rollouts: {error}") from None
+
         if written != make_schema():
             raise ValueError(f"{path} has other columns: another version wrote it")
 
@@ -267,6 +278,7 @@ def read_batches(
         options = pa.ipc.IpcReadOptions(included_fields=[written.get_field_index(name) for name in names])
         header = written.serialize().to_pybytes()
         file.seek(max(after, file.tell()))
+
         while True:
             try:
                 message = header + pa.ipc.read_message(file).serialize().to_pybytes()
@@ -292,6 +304,7 @@ def cut_rollouts(path: Path, last: int) -> None:
             end = position
     except ValueError as error:
         log.warning("%s; it is removed", error)
+
     # Copied to another file, not truncated: that would end the processes that read it, by SIGBUS.
     if path.exists() and path.stat().st_size > end:
         with written_aside(path) as aside, path.open("rb") as old, aside.open("wb") as new:
@@ -321,7 +334,7 @@ HELD_OUT = "held_out.jsonl"
 
 def held_out_lines(step: int, samples: Sequence[Sample], episodes: Sequence[Episode], name: str = "") -> bytes:
     """Write one line of JSON for each answer: step, set (its name, where it is not the first one), problem (its number
-    among those of the set), prompt, target, response, reward, correct, tokens (sampled) and finish. `reward` and
+    in the set), prompt, target, response, reward, correct, tokens (sampled) and finish. `reward` and
     `correct` are null where they are not known. Several answers to a problem are neighbours."""
     numbers: dict[int, int] = {}  # of problems, by the identity of their samples
     for sample in samples:
@@ -341,4 +354,5 @@ def held_out_lines(step: int, samples: Sequence[Sample], episodes: Sequence[Epis
         }
         for sample, episode in zip(samples, episodes, strict=True)
     )
+
     return "".join(json.dumps(row) + "\n" for row in rows).encode()

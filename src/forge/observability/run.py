@@ -75,16 +75,19 @@ class Run:
             check_free(self.folder, overwrite)
             if (self.folder / MARK).exists():
                 clear_run(self.folder)
+
         if resume:
             self._check_logs()
         else:
             make_private(self.folder)
+
         # Records after the checkpoint are removed: these steps are computed again.
         self.history: list[dict[str, float]] = cut_lines(self.folder / MARK, start) if resume else []
         if resume:
             cut_rollouts(self.folder / ROLLOUTS, start)
             cut_lines(self.folder / HELD_OUT, start)
             cut_lines(self.folder / SCHEDULE, start)
+
         # What an earlier attempt has said about its end is no longer true.
         for name in (FINISHED, ENDED):
             (self.folder / name).unlink(missing_ok=True)
@@ -93,6 +96,7 @@ class Run:
         self._digests = {name: hash_file(self.folder / name) for name in self._logs}
         self._trace = Trace(self.folder / TRACE)
         self._rollouts: RolloutLog | None = None
+
         self._evaluated: list[Evaluated] = []
         if resume:
             self.sync()  # the checksums may cover rows that were removed
@@ -102,6 +106,7 @@ class Run:
             make_delivery = resolve("forge_trackers:Delivery", "metrics")
             self._trackers = make_delivery(self.folder, metrics, config, start)
         configure_logging()
+
         self._progress = Progress(name, steps, start)
         self._finished = False
         self._full = False
@@ -113,26 +118,26 @@ class Run:
 
     @property
     def checkpoints(self) -> str:
-        """Path of the checkpoints' folder."""
+        """Return path of the checkpoints' folder."""
         return str(self.folder / "checkpoints")
 
     @property
     def recovery(self) -> str:
-        """Path of the folder from which replaced components recover their state; removed by `close`."""
+        """Return path of the folder from which replaced components recover their state; removed by `close`."""
         return str((self.folder / "recovery").resolve())
 
     @property
     def model(self) -> str:
-        """Path of the exported model."""
+        """Return path of the exported model."""
         return str(self.folder / "model")
 
     @property
     def best(self) -> str:
-        """Path of the model that was best by `eval.best`."""
+        """Return path of the model that was best by `eval.best`."""
         return str(self.folder / "best")
 
     def model_of(self, policy: str) -> str:
-        """Path of the exported model of one of several policies; the run's own is `model`."""
+        """Return path of the exported model of one of several policies; the run's own is `model`."""
         return self.model if policy == "policy" else str(self.folder / f"model-{policy}")
 
     def steps(self, end: int) -> Iterator[int]:
@@ -152,6 +157,7 @@ class Run:
             self._last = now
             row = {"step": float(step), "seconds": now - self._started, **snapshot.values(), **values}
             row["seconds/step"] = seconds
+
             # The wall time of a step by phase; the rest of it is in no phase.
             spent = self._clock.take()
             if spent:
@@ -161,6 +167,7 @@ class Run:
             if row.get("seconds/train"):
                 row["train/tokens_per_second"] = row.get("train/tokens", 0.0) / row["seconds/train"]
             row |= self._usage_metrics(snapshot, row) | measure_room(self.folder) | measure_gpus()
+
             # A step exists once its line is in the file of metrics.
             self.history.append(row)
             self._write_log(MARK, (json.dumps({k: float(f"{v:.8g}") for k, v in row.items()}) + "\n").encode())
@@ -169,6 +176,7 @@ class Run:
             self._evaluated = []
             self._trace.write(snapshot, step, row)
             self._progress.update(step, row)
+
             # A reward that never gives anything is a mistake of the setup, and would waste the whole run.
             last = self.history[-FLAT_STEPS:]
             flat = [r for r in last if r.get("reward") == 0 and r.get("reward/std") == 0]
@@ -184,6 +192,7 @@ class Run:
                     cause,
                     self.folder / ROLLOUTS,
                 )
+
             return row
 
     def _usage_metrics(self, snapshot: Snapshot, row: dict[str, float]) -> dict[str, float]:
@@ -197,7 +206,8 @@ class Run:
             metrics[cpu] = metrics.get(cpu, 0.0) + use.cpu_seconds
             metrics[memory] = max(metrics.get(memory, 0.0), use.memory / 1e6)
             metrics["cpu_seconds"] += use.cpu_seconds
-        # The trainer's rate is over the time that it trains, the generators' over the whole step, as they run beside
+
+        # The trainer's rate is over the time that it trains, the generators' over the whole step, as they run alongside
         # it.
         seconds = {"train": row.get("seconds/train"), "generator": row["seconds/step"]}
         devices = {
@@ -209,6 +219,7 @@ class Run:
                 metrics[f"{name}/tflops"] = row[f"{name}/flops"] / spent / 1e12
                 if self.peak:
                     metrics[f"{name}/mfu"] = metrics[f"{name}/tflops"] / (self.peak * devices[name])
+
         return metrics
 
     def _count_devices(self, service: str, key: str) -> float:
@@ -224,7 +235,7 @@ class Run:
         self._rollouts = RolloutLog(path, lambda data: self._write_log(ROLLOUTS, data), groups, max_bytes, spell)
 
     def pick(self, groups: Sequence[Group]) -> list[Group]:
-        """The groups of a step whose tokens are recorded."""
+        """Return the groups of a step whose tokens are recorded."""
         return [] if self._rollouts is None else self._rollouts.pick(groups)
 
     def log_rollouts(
@@ -251,7 +262,7 @@ class Run:
             self._write_log(SCHEDULE, f"{header_line(recipe, by_hand)}\n".encode())
 
     def schedule_entry(self, step: int, groups: Sequence[Group]) -> StepEntry:
-        """The entry of a step for `log_schedule`: before penalties change the rewards of its groups."""
+        """Return the entry of a step for `log_schedule`: before penalties change the rewards of its groups."""
         with phase("log_rollouts"):
             return StepEntry(step, tuple(map(GroupEntry.of, groups)))
 
@@ -324,6 +335,7 @@ class Run:
         self._progress.close()
         shutil.rmtree(self.recovery, ignore_errors=True)
         evaluated = [row for row in self.history if "eval/accuracy" in row]
+
         if evaluated:
             first = evaluated[0]
             last = evaluated[-1]
@@ -331,9 +343,11 @@ class Run:
                 f"held-out accuracy {first['eval/accuracy']:.3f} at step {first['step']:.0f}, "
                 f"{last['eval/accuracy']:.3f} at step {last['step']:.0f}; results in {self.folder}"
             )
+
         for file in self._logs.values():
             with suppress(OSError):  # a full disk, which `_write` has raised
                 file.close()
+
         # The error of a full disk must not hide the run's own, which is why all of this is caught.
         try:
             self._trace.close()
@@ -343,6 +357,7 @@ class Run:
         except OSError as error:  # a full disk; the run's own error is more important
             if not self._full:
                 log.warning("trace and report of %s could not be written: %s", self.folder, error)
+
         if self._finished:
             write_atomic(self.folder / FINISHED, "", durable=True)
         if self._trackers is not None:

@@ -32,7 +32,7 @@ class SampleEntry:
 
     @classmethod
     def of(cls, episode: Episode) -> SampleEntry:
-        """The entry of an episode, its branches included."""
+        """Return the entry of an episode, its branches included."""
         digest = blake2b(digest_size=8)
         versions: list[int] = []
         for branch in (*episode.branches, episode):
@@ -57,7 +57,7 @@ class GroupEntry:
 
     @classmethod
     def of(cls, group: Group, reason: str = "") -> GroupEntry:
-        """The entry of a group, before anything changes its rewards."""
+        """Return the entry of a group, before anything changes its rewards."""
         # Of a group with unscored episodes a part trains: its samples keep their numbers.
         numbers = group.samples or range(len(group.episodes))
         entries = zip(numbers, map(SampleEntry.of, group.episodes), strict=True)
@@ -74,23 +74,24 @@ class StepEntry:
     numbers: Mapping[str, float] = field(default_factory=dict)
 
     def line(self) -> str:
-        """The entry as a line of JSON, in which floats keep all their bits."""
+        """Return the entry as a line of JSON, in which floats keep all their bits."""
         lists = {"groups": _by_column(self.groups), "dropped": _by_column(self.dropped)}
         return seal_line({"step": self.step, **lists, "numbers": dict(self.numbers)})
 
 
 def header_line(recipe: str, by_hand: Sequence[str]) -> str:
-    """The first line of a schedule."""
+    """Return the first line of a schedule."""
     return seal_line({"step": 0, "format": FORMAT, "recipe": recipe, "by_hand": list(by_hand)})
 
 
 def published_line(version: int, identity: str) -> str:
-    """The line of a version that generators get."""
+    """Return the line of a version that generators get."""
     return seal_line({"step": version, "published": identity})
 
 
 def seal_line(line: dict[str, Any]) -> str:
-    """A line of JSON with a checksum of itself: the order of a batch, say, may change no bit, and is checked too."""
+    """Return a line of JSON with a checksum of itself: the order of a batch, say, may change no bit, and is checked
+    too."""
     text = json.dumps(line, separators=(",", ":"))
     return f'{text[:-1]},"checksum":"{checksum_of(text)}"}}'
 

@@ -23,7 +23,7 @@ STEP_METRICS = ("reward", "policy_age", "policy_age/max", "buffer/size")  # of t
 
 
 class Trace:
-    """Appends to a trace; that of an earlier start is continued."""
+    """Appends to a trace; an earlier start's is continued."""
 
     def __init__(self, path: Path) -> None:
         lines = [line for line, _ in read_events(path)] if path.exists() else []
@@ -37,19 +37,23 @@ class Trace:
         new_events: list[Row] = []
         spans = {(span.pid, span.process) for span in snapshot.spans}
         processes = spans | {(use.pid, use.process) for use in snapshot.usage}
+
         # A process has its name before its first span.
         for pid, name in sorted(processes):
             if pid not in self._named:
                 self._named.add(pid)
                 new_events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}})
-        # Kinds of events are those of Chrome's format: X is a span, C a counter, i a mark, M a name.
+
+        # Kinds of events in Chrome's format: X is a span, C a counter, i a mark, M a name.
         for span in snapshot.spans:
             timing = {"pid": span.pid, "tid": 0, "ts": round(span.start * 1e6), "dur": round(span.duration * 1e6)}
             new_events.append({"ph": "X", "name": span.name, **timing})
+
         for use in snapshot.usage:
             timing = {"pid": use.pid, "ts": round(use.time * 1e6)}
             new_events.append({"ph": "C", "name": "cores", **timing, "args": {"cores": round(use.cores, 3)}})
             new_events.append({"ph": "C", "name": "memory_mb", **timing, "args": {"MB": round(use.memory / 1e6, 1)}})
+
         mark = {"ph": "i", "s": "g", "pid": os.getpid(), "tid": 0, "ts": round(time.time() * 1e6)}
         for name in row:
             if name.startswith("restarts/"):
@@ -57,6 +61,7 @@ class Trace:
         numbers = {name: round(row[name], 4) for name in STEP_METRICS if name in row}
         new_events.append({**mark, "name": f"step {step}", "args": {"step": step, **numbers}})
         lines = [json.dumps(event) for event in new_events]
+
         # Every event but the first of the file follows a comma, so that the file is a list whenever a bracket is added.
         self._append_text("".join(f"{'' if self._first and not i else ','}{line}\n" for i, line in enumerate(lines)))
         self._first = False

@@ -63,14 +63,14 @@ def train(
         reward: a function of what its parameters name, such as `f(response, target) -> float | None`
             (docs/howto/reward.md), a verifier, a name, or a list of these.
         reward_weights: what each of several rewards is multiplied by.
-        environment: what makes an environment for each episode, in place of `reward`.
+        environment: what makes an environment for each episode, instead of `reward`.
         algorithm: a name ("grpo", "dapo", ...), a mapping of the name and settings, an `Algorithm`, a loss function or
             `nn.Module` over named tensors.
         eval_dataset: held-out rows or a path of them; None: no evaluation, unless `eval={...}` says otherwise.
         name: of the run's folder below runs/; None makes one from the time.
         resume: "auto" resumes the run of this name if there is something to resume.
         recipe: a subclass of `forge.recipes.rl.Loop`, whose attribute `config` may be a subclass of `RLConfig`, or
-            `async def recipe(cfg, job)`, in place of the library's loop.
+            `async def recipe(cfg, job)`, instead of the library's loop.
         on_step: `f(step, metrics)` after each step; True ends the training. See `forge.recipes.hooks.Hooks`.
         on_rollouts: `f(step, groups)` before each step, with the groups that it trains on.
         settings: sections of the configuration as dicts (`training={"steps": 50}`), or single keys where only one
@@ -91,6 +91,7 @@ def train(
     if environment is not None:
         values["environment"] = environment
     hooks = Hooks(on_step, on_rollouts)
+
     # A loop of several policies has a configuration that lets them train.
     config_type = getattr(recipe, "config", RLConfig)
     return _run_recipe(
@@ -188,7 +189,7 @@ def generate(
     generator: Mapping[str, Any] | None = None,
     **sampling: Any,
 ) -> Any:
-    """Completions of one prompt or of several, in order: `forge.types.Completion` with text, token ids and
+    """Return completions of one prompt or of several, in order: `forge.types.Completion` with text, token ids and
     log-probabilities; with `n`, a list of n for each prompt.
 
     Args:
@@ -204,6 +205,7 @@ def generate(
     folder = resolve_model(model)
     texts = [prompts] if isinstance(prompts, str) else [*prompts]
     inputs: list[Any] = list(texts)
+
     if chat:
         from ..data.chat import ChatFormat
 
@@ -244,22 +246,25 @@ def _run_recipe(
         if (path := _dataset_section(eval_dataset).get("path")) is None:
             raise ConfigError(f"eval_dataset must be rows or a path of them, got {eval_dataset!r:.80}")
         held_out = {"path": path, "problems": _count_rows(path, None, 256)}
+
     values["eval"] = {**values.get("eval", {}), **held_out}
     for key, value in settings.items():
         for section, part in _place_setting(config_type, key, value, values.get("algorithm")).items():
             values[section] = {**values.get(section, {}), **part} if isinstance(part, Mapping) else part
+
     # Sets may be rows as well, which the configuration knows in one form only.
     sets = values["eval"].get("sets")
     if isinstance(sets, Mapping):
         values["eval"]["sets"] = {
             name: _with_rows(part) if isinstance(part, Mapping) else part for name, part in sets.items()
         }
+
     cfg = build(config_type, values)
     return Result(_run_anywhere(partial(run_recipe, recipe, cfg, resume=resume, hooks=hooks)))
 
 
 def _recipe_of(recipe: Any) -> Callable[..., Any]:
-    """The RL recipe that a user names.
+    """Return the RL recipe that a user names.
 
     Args:
         recipe: None for the library's, a subclass of `forge.recipes.rl.Loop`, or `async def recipe(cfg, job)`.
@@ -282,8 +287,8 @@ def _recipe_of(recipe: Any) -> Callable[..., Any]:
 
 
 def _place_setting(config_type: type[Section], key: str, value: Any, algorithm: Any) -> dict[str, Any]:
-    """A setting in its place in the configuration: a section or a top-level key as it is, any other key in the one
-    section that has it.
+    """Return a setting in its place in the configuration: a section or a top-level key as it is, any other key in the
+    one section that has it.
 
     Raises:
         ConfigError: no section has it, or several do.
@@ -294,10 +299,12 @@ def _place_setting(config_type: type[Section], key: str, value: Any, algorithm: 
     if key in AMBIGUOUS and "grpo" in sections:
         raise ConfigError(AMBIGUOUS[key])
     inner = {name: section_in(field.annotation) for name, field in sections.items()}
+
     # Sections about one matter, such as `episode` or `critic`, are given whole.
     inner_keys = {name: keys_of(section) for name, section in inner.items() if section is not None and name in SHARED}
     owners = [name for name, keys in inner_keys.items() if key in keys]
     everything = [*sections, *(inner for keys in inner_keys.values() for inner in keys)]
+
     if not owners and "grpo" in sections:
         misspelt = difflib.get_close_matches(key, everything, n=1, cutoff=0.8)
         from ..algorithms import setting_names
@@ -305,12 +312,14 @@ def _place_setting(config_type: type[Section], key: str, value: Any, algorithm: 
         # A setting of the algorithm, such as beta, before the misspelling of another, such as beta2.
         if key in setting_names(algorithm) or not (misspelt or explain_names([key])):
             owners = ["grpo"]
+
     if len(owners) > 1:
         choices = " or ".join(f"{name}={{{key!r}: ...}}" for name in owners)
         raise ConfigError(f"{key!r} is a key of several sections: write {choices}")
     if not owners:
         explanation = explain_names([key], python=True)
         raise ConfigError(explanation or f"unknown setting {key!r}{hint_nearest(key, everything)}")
+
     return {owners[0]: {key: value}}
 
 
@@ -325,7 +334,7 @@ def check_sampling(sampling: Mapping[str, Any]) -> None:
 
 
 def _with_rows(section: Mapping[str, Any]) -> dict[str, Any]:
-    """A section whose `path` may be rows."""
+    """Return a section whose `path` may be rows."""
     from ..data.files import Rows
 
     path: Any = section.get("path")
@@ -334,7 +343,7 @@ def _with_rows(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _dataset_section(dataset: Any) -> dict[str, Any]:
-    """The section `dataset` of a path, a task, rows, or the section itself."""
+    """Return the section `dataset` of a path, a task, rows, or the section itself."""
     from ..data.files import Rows
 
     if isinstance(dataset, Mapping):

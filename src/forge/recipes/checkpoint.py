@@ -46,10 +46,12 @@ class RunState:
         with on_the_clock("checkpoint"):
             await asyncio.to_thread(record.sync)
             state: dict[str, Any] = {}
+
             # In this order: what the buffer has seen was handed out before the position of the dataset. What comes into
             # the buffer between the two counts as in flight.
             if self.buffer is not None:
                 state["buffer"] = await self.buffer.state_dict.route()
+
             seen = None if self.buffer is None else state["buffer"]["seen"]
             state["dataset"] = await self.dataset.state_dict.route(seen)
             if self.reward is not None:
@@ -58,6 +60,7 @@ class RunState:
                 # Written whole before the trainer's, which makes it count. The trainer may still be writing the one
                 # before this, and has not removed older ones: two more are kept.
                 await trainer.save_checkpoint.call(f"{record.checkpoints}/{folder}", None, keep + 2)
+
             await self.trainer.save_checkpoint.call(record.checkpoints, state, keep, not async_write)
 
     async def forget_done(self) -> None:
@@ -88,10 +91,12 @@ class RunState:
         if self.buffer is None:
             await self.dataset.load_state_dict.route(state["dataset"])
             return
+
         # What was dropped after the last row before the checkpoint: the process that had counted it is gone.
         for reason, number in state["buffer"]["dropped"].items():
             logged = sum(row.get(f"dropped/{reason}", 0.0) for row in record.history)
             if number > logged:
                 record_metric(f"dropped/{reason}", number - logged, Reduce.SUM)
+
         forgotten = await self.dataset.load_state_dict.route(state["dataset"], state["buffer"]["seen"])
         await self.buffer.load_state_dict.route(state["buffer"], forgotten)

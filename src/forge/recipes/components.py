@@ -69,15 +69,18 @@ class Job(NamedTuple):
         is_evaluated = last or step == 0 or cfg.eval.due(step)
         if is_evaluated:
             metrics = metrics | await evaluate()
+
         # The profile of the next step begins with it, so it is asked for at the end of this one.
         profiles = {} if last else cfg.metrics.profiles(step + 1, self.record.folder)
         snapshot = await drain_metrics(profiles)
+
         # Before the row is written, so that it has what the hook logs, and an evaluation if the run ends with it.
         is_stopped = False
         if self.hooks.on_step is not None:
             with on_the_clock("on_step"):
                 is_stopped = await self.hooks.step(step, {**snapshot.values(), **metrics})
                 snapshot.merge(drain())  # what the hook has logged belongs to this step
+
         if is_stopped and not (last or cfg.eval.all_due(step)):
             metrics = metrics | await evaluate()
             snapshot.merge(await drain_metrics({}))
@@ -85,6 +88,7 @@ class Job(NamedTuple):
         if (best := getattr(cfg.eval, "best", None)) is not None:
             await self.keep_best(state, best, row)
         await state.forget_done()
+
         # A run that ends here anyway needs no early end.
         ending = last or is_stopped or is_done()
         reason = self.preemption.reason() if self.preemption is not None and not ending else None
@@ -94,13 +98,14 @@ class Job(NamedTuple):
             await state.save(self.record, keep=cfg.checkpoint.keep, async_write=in_background)
             if self.preemption is not None:
                 self.preemption.saved(time.monotonic() - started_at)
+
         if reason:
             progress = f"after step {step}, saved; --resume auto continues it" if step else "before its first step"
             raise Preempted(f"{reason}: the run ended {progress}")
         return ending
 
     async def keep_best(self, state: RunState, metric: str, row: Mapping[str, float]) -> None:
-        """Export the model of a step whose metric is above that of all steps before."""
+        """Export the model of a step whose metric exceeds all earlier steps'."""
         if row["step"] == 0 and metric not in row:  # all sets are evaluated then
             names = ", ".join(name for name in row if name.startswith("eval/"))
             raise ConfigError(f"eval.best: no evaluation has the metric {metric!r}; there are {names}")
@@ -151,6 +156,7 @@ async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: Make
             "services.ref_model is not set: the KL is to the generator's weights, by the log-probabilities recorded "
             "at sampling; set services.ref_model to {} for a frozen reference"
         )
+
     if cfg.metrics.rollouts:
         spell = partial(spell_token, model_tokenizer(job.model))
         job.record.record(cfg.metrics.rollouts, cfg.metrics.rollouts_mb * 1e6, lambda token: spell(token)[0])
@@ -179,7 +185,7 @@ async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: Make
     else:
         env = await make_env(cfg, job) if make_env is not None else await multi_turn_env(cfg, job, policy)
 
-    # Trainers besides the policy's: its critic, and those of further policies that an environment has started.
+    # Trainers besides the policy's: its critic, and further policies' that an environment has started.
     further = {"critic": value_model} if value_model is not None else {}
     further |= getattr(env, "trainers", {})
     learning_reward = reward_service if cfg.reward.learns else None
@@ -187,6 +193,7 @@ async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: Make
     state = RunState(policy_trainer, samples, buffer, further, learning_reward, has_sampler)
     await state.resume(job.record)
     evaluation = plan_evaluation(cfg, job.held_out, job.sets, job.record, env)
+
     return RLComponents(
         algorithm, samples, buffer, policy, policy_trainer, reference_model, value_model, env, state, evaluation
     )
@@ -221,18 +228,18 @@ async def policy_and_trainer(
 
 
 async def start_nothing() -> None:
-    """Start nothing, in place of a component that the run does not need."""
+    """Start nothing, instead of a component that the run does not need."""
 
 
 async def multi_turn_env(cfg: RLConfig, job: Job, policy: Handle) -> GroupEnv:
-    """Make the environment that the configuration names, or that of its agent."""
+    """Make the environment that the configuration names, or its agent's."""
     if cfg.episode.agent is not None:
         return await resolve(f"{AGENTS}:agent_env", "episode.agent")(cfg, job, policy)
     return cfg.multi_turn_env(job.model)
 
 
 async def start_dataset(cfg: TrainingRecipe, job: Job, *, in_turn: bool = False) -> Handle:
-    """The stream of data: in this process, or where `services.dataset` places it.
+    """Return the stream of data: in this process, or where `services.dataset` places it.
 
     Args:
         in_turn: what it hands out has been trained on whenever a checkpoint is written, so that nothing is ever handed
@@ -251,8 +258,8 @@ async def start_dataset(cfg: TrainingRecipe, job: Job, *, in_turn: bool = False)
 
 
 async def replay_buffer(cfg: RLConfig, job: Job, algorithm: Algorithm) -> Handle:
-    """The replay buffer, with room for two batches of each version that may be in flight: in this process, or where
-    `services.replay_buffer` places it."""
+    """Return the replay buffer, with room for two batches of each version that may be in flight: in this process, or
+    where `services.replay_buffer` places it."""
     batch_size = cfg.training.batch_size
     settings = {
         "capacity": 2 * batch_size * (cfg.max_policy_age + 1),
@@ -269,6 +276,7 @@ async def replay_buffer(cfg: RLConfig, job: Job, algorithm: Algorithm) -> Handle
     }
     if cfg.services.replay_buffer is None:
         return await ReplayBuffer.as_local(**settings)
+
     return await ReplayBuffer.options(**cfg.placement("replay_buffer")).as_actor(**settings)
 
 
@@ -278,7 +286,7 @@ async def start_run_generator(
     """Start the generators of a run's model, which end answers where the data's turns end.
 
     Args:
-        options: of their placement; None: those of `services.generator`.
+        options: of their placement; None: `services.generator`.
         settings: of `forge.actors.Generator`, such as what differs from its sampling.
     """
     return await start_generator(cfg, job.model, options, store=await share_store(job.store), **settings)
@@ -306,11 +314,11 @@ async def start_trainer(
     folder: str = "",
     **overrides: Any,
 ) -> Handle:
-    """Start a trainer under `services.<service>`; further settings are those of `forge.actors.Trainer`.
+    """Start a trainer under `services.<service>`; other settings belong to `forge.actors.Trainer`.
 
     Args:
-        options: of its placement; None: those of the service.
-        folder: of its checkpoints, below those of the run: of a second trainer, such as a critic.
+        options: of its placement; None: the service's.
+        folder: of its checkpoints, below the run's: of a second trainer, such as a critic.
     """
     settings = {
         "optimizer": cfg.training.optimizer_settings(),
@@ -326,6 +334,7 @@ async def start_trainer(
             "store": await share_store(overrides["store"]),
             "publish_dtype": None if cfg.engine is None else cfg.engine.dtype,
         }
+
     placement = {**(cfg.placement(service) if options is None else options)}
     if placement["with_gpus"] and not settings["colocated"]:
         # Every pack has another length: segments that grow leave no gaps. vLLM's sleep does not work with them.
@@ -334,7 +343,7 @@ async def start_trainer(
 
 
 async def start_critic(cfg: RLConfig, start: str, job: Job, folder: str = "critic", **placed: Any) -> Handle:
-    """Start a trainer of values beside the policy's, from `critic.model` or the policy's own start."""
+    """Start a trainer of values alongside the policy's, from `critic.model` or the policy's own start."""
     return await start_trainer(
         cfg,
         job._replace(model=cfg.critic.model or start),
@@ -350,7 +359,7 @@ async def start_critic(cfg: RLConfig, start: str, job: Job, folder: str = "criti
 
 
 async def start_reward(cfg: RecipeConfig) -> Handle:
-    """The reward functions: where `services.reward` places them, or in this process."""
+    """Return the reward functions: where `services.reward` places them, or in this process."""
     if cfg.services.reward is None:
         return await RewardActor.as_local(**cfg.reward.settings())
     return await RewardActor.options(**cfg.placement("reward")).as_service(**cfg.reward.settings())

@@ -58,16 +58,16 @@ class DistillConfig(RecipeConfig):
     services: DistillServices = DistillServices()
 
     def others(self) -> dict[str, str]:
-        """The teacher."""
+        """Return the teacher."""
         return {"distill.teacher": self.distill.teacher}
 
     def reach(self, config: Any) -> int:
-        """The most tokens of a sequence that is trained, which the generator bounds as well."""
+        """Return the most tokens of a sequence that is trained, which the generator bounds as well."""
         return min(super().reach(config), check_length(config, self.generator.max_seq_len))
 
     @property
     def shares(self) -> dict[str, Any]:
-        """Settings of `forge.data.packing.pack`: how tokens share the loss."""
+        """Return settings of `forge.data.packing.pack`: how tokens share the loss."""
         aggregation = self.training.aggregation or "token_mean"
         return {
             "aggregation": aggregation,
@@ -83,7 +83,7 @@ class DistillConfig(RecipeConfig):
         self.dataset.bound("max_prompt_tokens", room, together)
 
     def data(self, model: str) -> DatasetConfig:
-        """The data, whose prompts leave room for a completion. ConfigError: there is none."""
+        """Return the data, whose prompts leave room for a completion. ConfigError: there is none."""
         return self.reward.with_columns(with_room(self, "distill", model))
 
 
@@ -106,6 +106,7 @@ async def train(cfg: DistillConfig, job: Job) -> None:
         components.start_reward(cfg),
     )
     state = RunState(trainer, dataset)
+
     await state.resume(record)
 
     async def sample_batches() -> list[Episode]:
@@ -139,4 +140,5 @@ async def train(cfg: DistillConfig, job: Job) -> None:
         await publish_version(step)
         if await job.end_step(cfg, state, step, metrics, evaluate_student):
             break
+
     await trainer.export_model.call(record.model)

@@ -84,4 +84,5 @@ async def train(cfg: DPOConfig, job: Job) -> None:
         metrics = await trainer.train_step.route(await compare_pairs(pairs))
         if await job.end_step(cfg, state, step, metrics, evaluate):
             break
+
     await trainer.export_model.call(record.model)

@@ -30,15 +30,15 @@ class EvalConfig(Section):
     """Of a folder or hub id."""
 
     def intervals(self) -> dict[str, int]:
-        """The steps between two evaluations of each set that has problems, by name; the first one's is ""."""
+        """Return the steps between two evaluations of each set that has problems, by name; the first one's is ""."""
         return {"": self.every} if self.problems else {}
 
     def due(self, step: int) -> bool:
-        """Whether a set is evaluated after this step, which is neither the first nor the last."""
+        """Return whether a set is evaluated after this step, which is neither the first nor the last."""
         return any(interval and step % interval == 0 for interval in self.intervals().values())
 
     def all_due(self, step: int) -> bool:
-        """Whether every set is evaluated after this step, step 0 included."""
+        """Return whether every set is evaluated after this step, step 0 included."""
         return step == 0 or all(interval and step % interval == 0 for interval in self.intervals().values())
 
 
@@ -90,7 +90,7 @@ class RLEvalConfig(EvalConfig):
                 raise ConfigError(f"eval.sets: {name!r} cannot be a name, for metrics are called eval/NAME/accuracy")
 
     def intervals(self) -> dict[str, int]:
-        """The steps between two evaluations, also of further sets."""
+        """Return the steps between two evaluations, also of further sets."""
         every = {name: self.every if s.every is None else s.every for name, s in self.sets.items()}
         return super().intervals() | every
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A set of held-out problems. `name` is "" for the first one, `every` 0 for the first and last step alone."""
+    """A set of held-out problems. `name` is "" for the first one, `every` 0 for the first and last step only."""
 
     name: str
     samples: Sequence[Sample]
@@ -54,17 +54,20 @@ class Evaluation:
         if step != self._step:
             self._step = step
             self._done = set()
+
         # A run that is stopped by a hook asks twice: for what was due, and for the rest.
         pending = [held_out for held_out in self.sets if held_out.name not in self._done]
         is_end = step in (0, self.steps)
         due = [held_out for held_out in pending if is_end or (held_out.every and step % held_out.every == 0)]
         metrics: dict[str, float] = {}
+
         for held_out in due or pending:
             self._done.add(held_out.name)
             keep = partial(self.record.keep_evaluation, name=held_out.name)
             prefix = f"eval/{held_out.name}" if held_out.name else "eval"
             settings = {**held_out.sampling, "n": held_out.n, "prefix": prefix}
             metrics |= await held_out.env.evaluate(policy, held_out.samples, keep, **settings)
+
         return metrics
 
 
@@ -74,10 +77,10 @@ def plan_evaluation(
     """Return the evaluation of a run.
 
     Args:
-        first: the problems of the section `eval` itself. `sets`: those of `eval.sets`.
+        first: the problems of the section `eval` itself. `sets`: `eval.sets`.
     """
     intervals = cfg.eval.intervals()
-    # The order of the metrics is that of the configuration.
+    # Metrics keep the order of the configuration.
     plans: list[HeldOut] = []
     if first:
         plans.append(HeldOut("", first, env, intervals[""], cfg.eval.n, cfg.eval.sampling))
@@ -88,7 +91,7 @@ def plan_evaluation(
 
 
 def load_sets(dataset: Any, evaluation: Any, model: str, seed: int) -> dict[str, list[Sample]]:
-    """The problems of `eval.sets`, by name.
+    """Return the problems of `eval.sets`, by name.
 
     Args:
         dataset: the section `dataset` of the training data.
@@ -112,4 +115,5 @@ def load_sets(dataset: Any, evaluation: Any, model: str, seed: int) -> dict[str,
             problems[name] = data.held_out(settings.problems)
         except (ValueError, OSError) as error:
             raise type(error)(f"{location}: {error}") from error
+
     return problems

@@ -26,7 +26,7 @@ def log(name: str, value: float, reduce: str = "mean") -> None:
     Raises:
         ValueError: the value is not finite, or `reduce` is unknown.
     """
-    # Names in place of the enumeration: this function is for scripts.
+    # Names instead of the enumeration: this function is for scripts.
     reductions = {reduction.value: reduction for reduction in Reduce}
     if reduce not in reductions:
         raise ValueError(f"reduce must be one of {', '.join(reductions)}, got {reduce!r}")
@@ -82,7 +82,7 @@ async def _call_hook(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def takes_two(function: Callable[..., Any]) -> bool:
-    """Whether a function can be called with two arguments."""
+    """Return whether a function can be called with two arguments."""
     try:
         inspect.signature(function).bind(0, None)
     except TypeError:

@@ -88,7 +88,7 @@ def one_line_errors() -> Iterator[None]:
         from ..rewards.reward import BadScore
         from ..training.checkpoint import CheckpointFailed
 
-        # What the machine or a file is to blame for needs no traceback; what user code raised shows their frames alone.
+        # What the machine or a file is to blame for needs no traceback; what user code raised shows their frames only.
         full = isinstance(error, OSError) and error.errno in FULL
         if isinstance(error, CheckpointFailed | DamagedFile | NoAccelerator) or full:
             raise SystemExit(mask_secrets(f"error: {error}")) from error
@@ -137,11 +137,13 @@ def run_recipe(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, OPEN_FILES)), hard))
     folder = Path(cfg.run.root) / cfg.run.name
     preemption = Preemption(deadline_of(cfg.run.save_before))
+
     with ExitStack() as closing:
         if cfg.checkpoint.every and threading.current_thread() is threading.main_thread():
             # Until the run has its own handlers: the default action would end it without its exit code.
             before = signal.signal(signal.SIGUSR1, lambda *_: preemption.request("SIGUSR1"))
             closing.callback(signal.signal, signal.SIGUSR1, before)
+
         try:
             # The lock comes before the folder is read: two starts at once must not both resume it.
             closing.callback(RunLock(folder).close)
@@ -152,16 +154,19 @@ def run_recipe(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None
             model, held_out, sets, record = prepare_run(cfg, start)
         except (ValueError, OSError, ImportError) as error:
             raise BadInput(str(error)) from error
+
         closing.callback(record.close)
         try:
             try_tokenizer(Path(model))
         except ValueError as error:
             raise BadInput(str(error)) from error
+
         # Everything was checked. From here on processes and shared memory exist, and are closed in reverse order.
         closing.enter_context(forked_processes())
         store = VersionStore.create()
         os.environ[STORE] = str(store.root)  # where rewards and environments of a run find it
         closing.callback(store.close)
+
         try:
             run_preemption = preemption if cfg.checkpoint.every else None
             job = Job(model, held_out, record, store, run_preemption, hooks or Hooks(), sets)
@@ -180,12 +185,14 @@ def run_recipe(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None
         except BaseException as error:
             write_ending(record, error)
             raise
+
         record.finish()
         exported = Path(record.model)
         if exported.is_dir():
             write_card(exported, recipe.__module__.rpartition(".")[2], to_dict(cfg), record.history)
             if cfg.checkpoint.push_to_hub:
                 upload_model(exported, cfg.checkpoint.push_to_hub)
+
     return folder
 
 
@@ -220,13 +227,13 @@ _LIBRARIES = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platlib", "
 
 
 def summarise_error(error: BaseException) -> str:
-    """An exception in one line, as "KeyError: 'answer'"."""
+    """Return an exception in one line, as "KeyError: 'answer'"."""
     return " ".join("".join(traceback.format_exception_only(type(error), error)).partition("\n")[0].split())
 
 
 def user_frames(error: BaseException) -> list[str]:
-    """The frames of an exception and of its causes that are neither of this library, nor of installed packages, nor of
-    Python, in the form of a traceback; those of another process first."""
+    """Return the frames of an exception and of its causes that are neither of this library, nor of installed packages,
+    nor of Python, in the form of a traceback; another process's first."""
     frames: list[str] = []
     cause: BaseException | None = error
     while cause is not None:

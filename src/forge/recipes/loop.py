@@ -61,7 +61,7 @@ class Frame(ABC):
         self.record.log_schedule(entry, dropped, metrics)
 
     async def evaluate(self) -> dict[str, float]:
-        """The metrics of the held-out problems that are due."""
+        """Return the metrics of the held-out problems that are due."""
         # The run may end between two publications.
         if self.published_version != self.version:
             await self.publish(self.version)

@@ -51,11 +51,11 @@ class MetricsConfig(Section):
 
     @property
     def tracks(self) -> bool:
-        """Whether a tracker follows the run."""
+        """Return whether a tracker follows the run."""
         return bool(self.tensorboard or self.wandb or self.tracker)
 
     def profiles(self, step: int, folder: Path) -> dict[str, str]:
-        """The folders of a step's profiles, by service; empty if it is not profiled."""
+        """Return the folders of a step's profiles, by service; empty if it is not profiled."""
         if self.profile is None or step not in self.profile.steps:
             return {}
         return dict.fromkeys(self.profile.services, str((folder / "profile" / f"step_{step:06d}").absolute()))

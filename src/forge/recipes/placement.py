@@ -46,6 +46,7 @@ def check_shared(cfg: TrainingRecipe, model: str) -> None:
         return
     root = Path(cfg.run.root).absolute()
     root.mkdir(parents=True, exist_ok=True)
+
     # A file with a random text says whether a host sees this folder, and not another one of that name.
     with NamedTemporaryFile("w", dir=root, prefix=".forge-", suffix=".tmp") as mark:
         token = token_hex(8)
@@ -58,7 +59,7 @@ def check_shared(cfg: TrainingRecipe, model: str) -> None:
 
 
 def gpus_needed(cfg: TrainingRecipe) -> dict[str, int]:
-    """The number of GPUs that each component of a configuration takes, by the setting that places it, without
+    """Return the number of GPUs that each component of a configuration takes, by the setting that places it, without
     `services.`.
 
     Services that share processes share their GPUs, which count for the first of them. Simulated hosts add none.
@@ -112,5 +113,5 @@ class ClusterConfig(Section):
 
     @property
     def configured_hosts(self) -> list[str] | str | None:
-        """The hosts of this run, if any."""
+        """Return the hosts of this run, if any."""
         return self.hosts or os.environ.get(HOSTS) or None

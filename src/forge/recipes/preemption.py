@@ -22,7 +22,7 @@ class Preempted(ForgeError):
 
 
 def deadline_of(save_before: float | str | None) -> float | None:
-    """The time at which a run has to have ended, in seconds since the epoch.
+    """Return the time at which a run has to have ended, in seconds since the epoch.
 
     Raises:
         ValueError: it is neither a number of seconds nor a date and time.
@@ -64,8 +64,8 @@ class Preemption:
         self._saves.append(seconds)
 
     def reason(self) -> str | None:
-        """The reason to stop now, or None. Call it once after every step. The deadline counts from the second
-        call on: every start makes progress, and its own duration is not that of a step."""
+        """Return the reason to stop now, or None. Call it once after every step. The deadline counts from the second
+        call on: every start makes progress, and its own duration is not a step's."""
         now = time.monotonic()
         before = self._before
         self._before = now

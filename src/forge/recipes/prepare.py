@@ -33,7 +33,7 @@ NOUNS = {"prompts": "prompt", "supervised": "row", "preferences": "pair"}  # of 
 
 
 def prepare_run(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], dict[str, list[Sample]], Run]:
-    """The model, the held-out problems, those of `eval.sets` and the run's folder, once everything is checked.
+    """Return the model, the held-out problems, also of `eval.sets`, and the run's folder, once everything is checked.
 
     Raises:
         ValueError, OSError, ImportError: the fault, in one line.
@@ -42,14 +42,17 @@ def prepare_run(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], dict
     initial = Path(f"{cfg.run.root}/{cfg.run.name}-initial")
     overwrite = start.checkpoint is None and (cfg.run.overwrite or start.restart)
     settings = to_dict(cfg)  # before the data bounds the steps, in which a resumed run would differ
+
     # It prints a line for each retry; the error that it raises is enough.
     logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
-    # What needs the configuration alone comes first: a mistake there is an answer within a second.
+
+    # What needs only the configuration comes first: a mistake there is an answer within a second.
     if cfg.metrics.tracks:
         resolve("forge_trackers:check_trackers", "metrics")(to_dict(cfg.metrics))
     if cfg.checkpoint.push_to_hub is not None:
         check_upload(cfg.checkpoint.push_to_hub)
     check_hosts(cfg)
+
     # Architectures are checked before weights are downloaded.
     for name in filter(None, (cfg.model, *cfg.others().values())):
         check_family(name)
@@ -64,6 +67,7 @@ def prepare_run(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], dict
         # A resumed run continues with the model and data that it began with, wherever they are now.
         model = resolve_model(cfg.model or str(initial))
         check_origin(folder, [model, *further_models], local_paths(cfg.files))
+
     # Models before data: reading all rows may take minutes.
     check_model(cfg, model)
     check_shared(cfg, model)
@@ -72,6 +76,7 @@ def prepare_run(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], dict
     cfg.check_reward()
     items, held_out = check_data(cfg.data(model), cfg.eval, model, cfg.seed, cfg.scorers)
     sets = load_sets(cfg.data(model), cfg.eval, model, cfg.seed)
+
     steps = cfg.training.steps if items is None else -(-items // cfg.training.batch_size)
     if steps < cfg.training.steps:
         log.info(
@@ -79,8 +84,10 @@ def prepare_run(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], dict
             *(items, NOUNS[cfg.dataset.kind], steps, cfg.training.batch_size, cfg.training.steps),
         )
         cfg.training.steps = steps
+
     warn_of_settings(cfg, held_out)
     check_space(cfg, model, folder)
+
     # A folder that is cleared must not hold what the new run reads.
     if overwrite or (start.checkpoint is None and (folder / MARK).exists()):
         check_overwrite(cfg, model)
@@ -98,6 +105,7 @@ def prepare_run(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], dict
         write_origin(folder, [model, *further_models], local_paths(cfg.files))
     else:
         log.info("resuming from %s", start.checkpoint)
+
     return model, held_out, sets, record
 
 
@@ -108,7 +116,7 @@ def check_space(cfg: TrainingRecipe, model: str, folder: Path) -> None:
         ValueError: names the path, the bytes that are needed and those that are free.
     """
     size = sum(path.stat().st_size for path in Path(model).glob("*.safetensors"))
-    # A checkpoint has the weights and two moments of each; the exported model comes beside it.
+    # A checkpoint has the weights and two moments of each; the exported model comes alongside it.
     copies = 4 if cfg.checkpoint.every and cfg.lora is None else 1
     needs = {folder: copies * size}
     if cfg.engine is not None and cfg.lora is None:
@@ -150,12 +158,14 @@ def check_model(cfg: TrainingRecipe, model: str) -> None:
     cfg.training.check(config)
     check_head(Path(model), config)
     engine = cfg.engine
+
     if engine is not None:
         engine.check(config)
         if engine.engine == "embedded":
             load_config(Path(model))
         else:
             resolve("forge_vllm.arguments:check_keys", "generator.engine")(config)
+
     cfg.parallelism.check(config)
     if cfg.trainer.backend == "titan":
         cfg.layout("trainer").over(cfg.placement("trainer")["procs"]).check_experts(config)
@@ -186,6 +196,7 @@ def check_others(cfg: TrainingRecipe, model: str, models: dict[str, str]) -> Non
             check_vocabulary(key, folder, model)
         elif not is_trained:  # it reads and writes text, by its own tokenizer
             continue
+
         limit = max_length(config)
         rotary = rotary_limit(config)
         if limit < reach:
@@ -197,12 +208,13 @@ def check_others(cfg: TrainingRecipe, model: str, models: dict[str, str]) -> Non
             if is_trained or (rotary is not None and rotary[0] < reach):
                 raise ValueError(message)
             log.warning("%s", message)
+
         if reference is not None and reference.procs > 1:
             cfg.parallelism.check(config)
 
 
 def local_paths(paths: list[str]) -> list[str]:
-    """The paths that exist on this machine; the others are hub ids."""
+    """Return the paths that exist on this machine; the others are hub ids."""
     return [path for path in paths if "{" not in path and Path(path).exists()]
 
 
@@ -226,7 +238,7 @@ def check_vocabulary(key: str, second_model: str, model: str) -> None:
     """
     if model_tokenizer(second_model).get_vocab() != model_tokenizer(model).get_vocab():
         raise ValueError(
-            f"{key}: the tokens of {second_model} are not those of {model}: choose a model of the same family"
+            f"{key}: the tokens of {second_model} differ from {model}'s: choose a model of the same family"
         )
 
 
@@ -255,6 +267,7 @@ def check_data(
             warning = scorer.warning(training.targets()) if hasattr(scorer, "warning") else None
             if warning:
                 log.warning("%s", warning)
+
     # Epochs count items, and a stream does not say how many it has.
     streams = training.sources if isinstance(training, Mixture) else [training]
     if any(stream.epochs is not None and stream.size is None for stream in streams):
@@ -262,8 +275,10 @@ def check_data(
             "dataset.epochs needs data of a known length, which streamed rows do not have: omit it, and set "
             "training.steps, or omit streaming"
         )
+
     if not evaluation.problems:
         return training.size, []
+
     # A procedural task holds problems out by itself; rows need a split or a file.
     if dataset.procedural and evaluation.path is None:
         return training.size, training.held_out(evaluation.problems)
@@ -274,6 +289,7 @@ def check_data(
             raise ValueError(
                 f"{dataset.path} is a single file: set eval.path to a file of held-out problems, or eval.problems to 0"
             )
+
     settings = {
         **dataset,
         **{"path": evaluation.path or dataset.path, "task": None, "sources": None},
@@ -282,6 +298,7 @@ def check_data(
     if "epochs" in settings:
         settings["epochs"] = None
     held_out = load_data(tokenizer, kind=dataset.kind, seed=seed, **settings).held_out(evaluation.problems)
+
     # Held-out rows that training sees as well measure memory.
     shared = sum(training.has(item) for item in held_out)
     if shared:
@@ -290,4 +307,5 @@ def check_data(
             "eval.path other rows",
             *(shared, len(held_out), NOUNS[dataset.kind]),
         )
+
     return training.size, held_out

@@ -25,28 +25,28 @@ class Result:
 
     @property
     def model(self) -> str:
-        """The trained model's folder, in Hugging Face format."""
+        """Return the trained model's folder, in Hugging Face format."""
         return str(self.folder / "model")
 
     @property
     def report(self) -> str:
-        """The HTML report."""
+        """Return the HTML report."""
         return str(self.folder / "report.html")
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """One row per step, as in metrics.jsonl; the row of step 0 is the evaluation before training."""
+        """Return one row per step, as in metrics.jsonl; the row of step 0 is the evaluation before training."""
         return _read_lines(self.folder / "metrics.jsonl")
 
     @property
     def rollouts(self) -> list[dict[str, Any]]:
-        """The groups that were recorded: prompt, first response, target, rewards, step. `rollouts.arrow` has all
+        """Return the groups that were recorded: prompt, first response, target, rewards, step. `rollouts.arrow` has all
         samples with their tokens."""
         return [line for _, batch in read_batches(self.folder / ROLLOUTS) for line in texts_by_group(batch)]
 
     @property
     def held_out(self) -> list[dict[str, Any]]:
-        """The answers to held-out problems at each evaluation: step, problem, prompt, target, response, reward,
+        """Return the answers to held-out problems at each evaluation: step, problem, prompt, target, response, reward,
         correct, tokens, finish."""
         return _read_lines(self.folder / HELD_OUT)
 

@@ -63,7 +63,7 @@ class Start:
 
 
 def read_config(cls: type[C], arguments: Arguments) -> C:
-    """The configuration of a command line: that of `--config`, otherwise the one saved by the run that is resumed.
+    """Return the configuration of a command line: `--config`'s, otherwise the one saved by the run that is resumed.
 
     Raises:
         ConfigError: as `forge.config.read`; or there is no such run, or another one is configured.
@@ -72,6 +72,7 @@ def read_config(cls: type[C], arguments: Arguments) -> C:
         if arguments.config is None:
             raise ConfigError("--config FILE is missing")
         return read(cls, arguments.config, arguments.overrides)
+
     folder = Path(arguments.resume)  # type: ignore[arg-type]
     folder = folder if folder.name else folder.resolve()
     if not folder.is_dir():
@@ -80,20 +81,22 @@ def read_config(cls: type[C], arguments: Arguments) -> C:
         raise ConfigError(f"--resume {folder}: not a run folder (no config.yaml)")
     _read_previous(folder)
     cfg = read(cls, arguments.config or folder / "config.yaml", arguments.overrides)
+
     if arguments.config is None and not any(name.startswith("run.") for name, _ in arguments.overrides):
         # It may have been moved since, or be called from elsewhere.
         cfg.run.root = str(folder.parent)
         cfg.run.name = folder.name
     elif (Path(cfg.run.root) / cfg.run.name).resolve() != folder.resolve():
         raise ConfigError(
-            f"--resume {folder}, but the configuration is that of {Path(cfg.run.root) / cfg.run.name}: "
+            f"--resume {folder}, but the configuration belongs to {Path(cfg.run.root) / cfg.run.name}: "
             "omit run.name and run.root"
         )
+
     return cfg
 
 
 def find_start(cfg: TrainingRecipe, resume: str | None) -> Start:
-    """The start of the run of this configuration.
+    """Return the start of the run of this configuration.
 
     Raises:
         ConfigError: there is no undamaged checkpoint to resume from; the folder holds another run, or one beyond
@@ -104,6 +107,7 @@ def find_start(cfg: TrainingRecipe, resume: str | None) -> Start:
         raise ConfigError(
             f"--resume {resume} is not this run, {folder}: give this folder, or auto; run.root and run.name name it"
         )
+
     if resume == "auto" and not cfg.checkpoint.every:
         raise ConfigError("--resume auto needs checkpoint.every: there would never be a checkpoint to resume from")
     if resume is None or (resume == "auto" and not (folder / MARK).exists()):
@@ -118,6 +122,7 @@ def find_start(cfg: TrainingRecipe, resume: str | None) -> Start:
         if damage is None:
             break
         damaged[checkpoints.pop()] = damage
+
     if damaged and not checkpoints:
         raise ConfigError(f"--resume {folder}: {next(iter(damaged.values()))}, and there is no older checkpoint")
     if not checkpoints:
@@ -130,10 +135,12 @@ def find_start(cfg: TrainingRecipe, resume: str | None) -> Start:
             )
         log.info("%s has no checkpoint yet: starting again", folder)
         return Start(restart=True)
+
     if not cfg.checkpoint.every:
         raise ConfigError(
             f"--resume {folder} needs checkpoint.every: without checkpoints it could not be resumed again"
         )
+
     # Settings that would make it another run are an error; the others take effect from here on.
     before = _read_previous(folder)
     changed = find_changes(before, cfg)
@@ -142,22 +149,25 @@ def find_start(cfg: TrainingRecipe, resume: str | None) -> Start:
             if name.startswith("from_scratch."):  # which a model replaces: the user has set that one
                 name, was, now = next((change for change in changed if change[0] == "model"), (name, was, now))
             raise ConfigError(f"--resume {folder}: {name} was {was!r} and is {now!r}, which would make it another run")
+
     step = checkpoint.step_of(checkpoints[-1])
     if step > cfg.training.steps:
         raise ConfigError(
             f"--resume {folder}: it is at step {step} already, and training.steps is {cfg.training.steps}"
         )
+
     # A finished run resumes only where it has been given more to do.
     goal = [name for name, _, _ in find_changes(before, cfg) if name in GOALS]
     finished = (folder / FINISHED).exists() and not goal and (folder / "model" / "config.json").exists()
     for path, fault in damaged.items():
         aside = checkpoint.set_aside(path)
         log.warning("--resume %s: %s; it is now %s, resuming from %s", folder, fault, aside.name, checkpoints[-1].name)
+
     return Start(str(checkpoints[-1]), step, finished)
 
 
 def _find_damage(checkpoint: Path) -> str | None:
-    """The damage of a checkpoint, or of the critic's of its step if the run has one; None if there is none."""
+    """Return the damage of a checkpoint, or of the critic's of its step if the run has one; None if there is none."""
     from ..training.checkpoint import list_checkpoints, step_of
 
     step = step_of(checkpoint)
@@ -173,8 +183,8 @@ def _find_damage(checkpoint: Path) -> str | None:
 
 
 def _read_previous(folder: Path) -> dict[str, Any]:
-    """The configuration that a run has left, plain and by dotted name. It is not built again: objects that were passed
-    from Python are in it by name, and secrets are masked."""
+    """Return the configuration that a run has left, plain and by dotted name. It is not built again: objects that were
+    passed from Python are in it by name, and secrets are masked."""
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"--resume {folder}: it has no config.yaml")
     try:
@@ -184,15 +194,15 @@ def _read_previous(folder: Path) -> dict[str, Any]:
 
 
 def _ended_early(cfg: TrainingRecipe, folder: Path) -> bool:
-    """Whether the folder holds the same run, which ended before its first checkpoint."""
+    """Return whether the folder holds the same run, which ended before its first checkpoint."""
     before = _read_previous(folder)
     is_same_run = all(name.startswith(MAY_CHANGE) for name, _, _ in find_changes(before, cfg))
     return is_same_run and before["checkpoint.every"] > 0 and not (folder / FINISHED).exists()
 
 
 def find_changes(before: dict[str, Any], cfg: TrainingRecipe) -> list[tuple[str, Any, Any]]:
-    """Name, old and new value of what differs between the configuration that a run has left and this one. What is
-    masked there may be any secret."""
+    """Return name, old and new value of what differs between the configuration that a run has left and this one. What
+    is masked there may be any secret."""
     now = flatten_config(without_secrets(to_dict(cfg)))
     pairs = {name: (before.get(name), now.get(name)) for name in {**before, **now}}
     return [(name, was, new) for name, (was, new) in pairs.items() if was not in (new, MASK)]
@@ -224,7 +234,7 @@ def check_origin(folder: Path, models: list[str], data: list[str]) -> None:
 
 
 def _digest_files(models: list[str], data: list[str]) -> dict[str, str]:
-    """A digest of every file, by the number of its place and its name there: a folder may move."""
+    """Return a digest of every file, by the number of its place and its name there: a folder may move."""
     digests: dict[str, str] = {}
     for number, source in enumerate(map(Path, [*models, *data])):
         files = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.is_file())

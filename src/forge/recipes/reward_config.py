@@ -42,7 +42,7 @@ class RewardConfig(Section):
             raise ValueError("reward.functions: only one of them may learn")
 
     def settings(self) -> dict[str, Any]:
-        """Settings of `forge.actors.RewardActor`."""
+        """Return settings of `forge.actors.RewardActor`."""
         functions = self.functions
         if functions is None:
             functions = ["MathReward"] if self.verifiers is None else []
@@ -50,14 +50,14 @@ class RewardConfig(Section):
 
     @cached_property
     def plugins(self) -> list[Any]:
-        """The functions with settings, constructed but not opened. Each is constructed once, as it may hold a seed, a
-        file or a port."""
+        """Return the functions with settings, constructed but not opened. Each is constructed once, as it may hold a
+        seed, a file or a port."""
         numbered = enumerate(self.functions or ())
         return [load_plugin(item, f"reward.functions[{n}]") for n, item in numbered if isinstance(item, dict)]
 
     @cached_property
     def calls(self) -> list[RewardCall]:
-        """How the functions are called. ValueError: a function does not exist, or takes other arguments."""
+        """Return how the functions are called. ValueError: a function does not exist, or takes other arguments."""
         # Each object is made once, as it may hold a file: the settings' own are taken in order.
         plugins = iter(self.plugins)
         scorers = [next(plugins) if isinstance(item, dict) else item for item in self.settings()["functions"]]
@@ -68,16 +68,16 @@ class RewardConfig(Section):
 
     @property
     def required_columns(self) -> list[str]:
-        """The columns without which a function cannot be called."""
+        """Return the columns without which a function cannot be called."""
         return list(dict.fromkeys(name for call in self.calls for name in call.columns))
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether a function takes more of a completion than its text."""
+        """Return whether a function takes more of a completion than its text."""
         return any(call.reads_tokens for call in self.calls)
 
     def with_columns(self, data: DatasetConfig) -> DatasetConfig:
-        """The data, with the columns that the functions take, where its settings leave them open."""
+        """Return the data, with the columns that the functions take, where its settings leave them open."""
         # Verifiers are always given the target, functions where they name it.
         calls = self.calls
         needs_target = self.verifiers is not None or any(call.needs_target for call in calls)
@@ -92,23 +92,23 @@ class RewardConfig(Section):
 
     @property
     def decides(self) -> bool:
-        """Whether something decides which answers are right."""
+        """Return whether something decides which answers are right."""
         scorers = (item for item in self.settings()["functions"] if not isinstance(item, dict))
         return self.accuracy is not None or any(not hasattr(item, "names") for item in scorers)
 
     @property
     def learns(self) -> bool:
-        """Whether it has a state that checkpoints keep."""
+        """Return whether it has a state that checkpoints keep."""
         return any(getattr(plugin, "learns", False) for plugin in self.plugins)
 
     @property
     def gives_steps(self) -> bool:
-        """Whether it rewards the steps of a response."""
+        """Return whether it rewards the steps of a response."""
         return any(getattr(item, "gives_steps", False) for item in (*self.plugins, *(self.functions or ())))
 
     @property
     def files(self) -> list[str]:
-        """Files whose content decides rewards."""
+        """Return files whose content decides rewards."""
         return [str(file) for plugin in self.plugins for file in getattr(plugin, "files", ())]
 
     def open(self) -> None:

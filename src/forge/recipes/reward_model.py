@@ -25,7 +25,7 @@ class ScoredPairsConfig(PreferencesConfig):
     as_scores: ClassVar[bool] = True
 
     def keys(self) -> Iterator[str]:
-        """The dataset's settings besides what the user may set: all that open it unpack this section."""
+        """Yield the dataset's settings besides what the user may set: all that open it unpack this section."""
         yield from super().keys()
         yield "as_scores"
 
@@ -46,7 +46,7 @@ class RewardModelConfig(TrainingRecipe):
     reward_model: RewardModelLossSettings = RewardModelLossSettings()
 
     def scalar(self, model: str) -> list[str]:
-        """The trained model itself."""
+        """Return the trained model itself."""
         return [model]
 
     def _check(self) -> None:
@@ -79,4 +79,5 @@ async def train(cfg: RewardModelConfig, job: Job) -> None:
         metrics = await trainer.train_step.route(pack(pairs, aggregation="sequence_mean", unit=2))
         if await job.end_step(cfg, state, step, metrics, evaluate):
             break
+
     await trainer.export_model.call(record.model)

@@ -51,7 +51,7 @@ class Loop(Frame):
                 return
 
     def is_published(self, version: int) -> bool:
-        """Whether generators get the weights of this version."""
+        """Return whether generators get the weights of this version."""
         return version == self.cfg.training.steps or version % self.cfg.training.sync_interval == 0
 
     async def train_step(self, groups: list[Group], version: int) -> dict[str, float]:
@@ -73,7 +73,7 @@ class Loop(Frame):
     async def make_batch(
         self, groups: list[Group], version: int, recorded_groups: list[Group], parts: Any = None
     ) -> Batch:
-        """Compute advantages, pack, and add what reference and critic say: the run's own, or those of `parts`."""
+        """Compute advantages, pack, and add what reference and critic say: the run's own, or `parts`'."""
         parts = parts or self.parts
         overlong_penalty(groups, self.cfg.grpo.max_tokens, self.cfg.grpo.overlong_buffer)
         shares = self.cfg.shares(self.algorithm)
@@ -91,6 +91,6 @@ class Loop(Frame):
 
 
 async def train(cfg: RLConfig, job: Job, make_env: MakeEnv | None = None, loop: type[Loop] = Loop) -> None:
-    """Train `job.model` as configured. `make_env` makes the environment in place of what the configuration names."""
+    """Train `job.model` as configured. `make_env` makes the environment instead of what the configuration names."""
     begin_schedule(job, loop, make_env)
     await loop(cfg, job, await start_rl(cfg, job, cfg.load_algorithm(), make_env)).run()

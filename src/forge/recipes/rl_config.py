@@ -39,13 +39,13 @@ class RolloutSettings(Section):
 
     @property
     def excluding(self) -> list[str]:
-        """The settings by which tokens are drawn from something else than the policy's distribution."""
-        # Of the class: an algorithm's own defaults are those of this section.
+        """Return the settings by which tokens are drawn from something else than the policy's distribution."""
+        # Of the class: an algorithm's own defaults are this section's.
         defaults = type(self)()
         return [name for name in self.BOUNDS if self[name] != defaults[name]]
 
     def sampling(self) -> dict[str, Any]:
-        """The fields of `forge.types.Sampling` that differ from its defaults."""
+        """Return the fields of `forge.types.Sampling` that differ from its defaults."""
         fields = {name: self[name] for name in (*self.excluding, *(["stop"] if self.stop else []))}
         texts = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
         return fields | texts | ({"logprobs_of": "policy"} if self.excluding else {})
@@ -59,7 +59,7 @@ class AlgorithmConfig(RolloutSettings):
     """Sampling, and the settings of the algorithm: every field of its class is a key here, such as `clip_high` or
     `beta` ([algorithms.md](algorithms.md)). A setting that the algorithm does not have is an error.
 
-    Log-probabilities are those of the policy at `temperature`, whatever is excluded
+    Log-probabilities are the policy's at `temperature`, whatever is excluded
     ([engines.md](engines.md#what-is-excluded))."""
 
     model_config = ConfigDict(extra="allow")
@@ -77,7 +77,7 @@ class AlgorithmConfig(RolloutSettings):
     reference: str | None = None
     """The frozen model, or the teacher of `distill`; null: the start."""
     correction: Literal["none", "truncate", "mask"] | None = None
-    """Weigh by the trained policy over the sampler, in place of the clip: at most `correction_high` (`truncate`), or 0
+    """Weigh by the trained policy over the sampler, instead of the clip: at most `correction_high` (`truncate`), or 0
     outside `correction_low` to `correction_high` (`mask`) ([weights.md](weights.md))."""
     correction_level: Literal["token", "sequence", "geometric"] = "token"
     """The ratio of each token, the product over a sequence, or its geometric mean."""
@@ -89,7 +89,7 @@ class AlgorithmConfig(RolloutSettings):
     """Settings of an algorithm of your own whose names are taken here."""
 
     def settings(self) -> dict[str, Any]:
-        """Settings of the algorithm's constructor, as far as they are set."""
+        """Return settings of the algorithm's constructor, as far as they are set."""
         extra = (self.model_extra or {}).items()
         # Null stands for the algorithm's own default, except where a setting can be switched off.
         settings = {name: value for name, value in extra if value is not None or name == "dual_clip"}
@@ -164,71 +164,72 @@ class RLConfig(RecipeConfig):
     critic: CriticConfig = CriticConfig()
     async_: AsyncConfig = AsyncConfig()
     environment: Any = None
-    """What the policy acts in, in place of `reward`: `package.module:Name`, called without arguments for each episode
+    """What the policy acts in, instead of `reward`: `package.module:Name`, called without arguments for each episode
     ([agents.md](agents.md)); from Python also the callable itself."""
     episode: EpisodeConfig = EpisodeConfig()
     models: dict[str, Any] = Field(default_factory=dict)
-    """Models that the agent of `episode.agent` may ask beside `policy` ([several_models.md](several_models.md))."""
+    """Models that the agent of `episode.agent` may ask alongside `policy` ([several_models.md](several_models.md))."""
     eval: RLEvalConfig = RLEvalConfig()
     services: RLServices = RLServices()
     metrics: RolloutMetrics = RolloutMetrics()
 
     @property
     def multi_turn(self) -> bool:
-        """Whether the policy acts in an environment."""
+        """Return whether the policy acts in an environment."""
         return self.environment is not None or self.episode.agent is not None
 
     def make_environment(self) -> Any:
-        """The callable that makes an environment. ConfigError: the name is unknown, or not callable."""
+        """Return the callable that makes an environment. ConfigError: the name is unknown, or not callable."""
         make = resolve(self.environment, "environment") if isinstance(self.environment, str) else self.environment
         if not callable(make):
             raise ConfigError(f"environment {self.environment!r} is not callable: name what makes one")
         return make
 
     def others(self) -> dict[str, str]:
-        """The reference model, the critic's start and further models, where they are set."""
+        """Return the reference model, the critic's start and further models, where they are set."""
         models = {"grpo.reference": self.grpo.reference, "critic.model": self.critic.model}
         models |= {f"models.{name}.model": further.model for name, further in self.models.items()}
         return {key: name for key, name in models.items() if name is not None}
 
     def placement(self, name: str) -> dict[str, Any]:
-        """Options of a service, or of a part of a further model, `models.rival.trainer`."""
+        """Return options of a service, or of a part of a further model, `models.rival.trainer`."""
         return self.placements()[name] if name.startswith("models.") else super().placement(name)
 
     def placements(self) -> dict[str, dict[str, Any]]:
-        """The options of services and of further models."""
+        """Return the options of services and of further models."""
         placements = super().placements()
         return placements | resolve(f"{MODELS}:place_models", "models")(self) if self.models else placements
 
     def scalar(self, model: str) -> list[str]:
-        """The critic, where the algorithm has one."""
+        """Return the critic, where the algorithm has one."""
         return [self.critic.model or model] if self.load_algorithm().needs_critic else []
 
     def starts_reference(self, algorithm: Algorithm) -> bool:
-        """Whether the run has a separate reference model."""
+        """Return whether the run has a separate reference model."""
         return algorithm.needs_reference and self.services.ref_model is not None
 
     @property
     def max_policy_age(self) -> int:
-        """Versions that a trained token may be old: `async.max_policy_age`, which is set by the time it is read."""
+        """Return versions that a trained token may be old: `async.max_policy_age`, which is set by the time it is
+        read."""
         assert self.async_.max_policy_age is not None
         return self.async_.max_policy_age
 
     @property
     def max_training_age(self) -> int:
-        """Versions that a token may be old for the trainer."""
+        """Return versions that a token may be old for the trainer."""
         age = self.async_.max_training_age
         return self.max_policy_age if age is None else age
 
     @property
     def idle(self) -> frozenset[str]:
-        """The critic and the reference model, where the algorithm needs none."""
+        """Return the critic and the reference model, where the algorithm needs none."""
         algorithm = self.load_algorithm()
         needed = {"critic": algorithm.needs_critic, "ref_model": self.starts_reference(algorithm)}
         return frozenset(name for name, is_needed in needed.items() if not is_needed)
 
     def load_algorithm(self) -> Algorithm:
-        """The algorithm that is named, with its settings.
+        """Return the algorithm that is named, with its settings.
 
         Raises:
             ConfigError: there is no such algorithm, or a setting does nothing or is out of range.
@@ -244,7 +245,7 @@ class RLConfig(RecipeConfig):
             raise ConfigError(str(error)) from None
 
     def shares(self, algorithm: Algorithm) -> dict[str, Any]:
-        """Settings of `forge.data.packing.pack`: how tokens share the loss."""
+        """Return settings of `forge.data.packing.pack`: how tokens share the loss."""
         aggregation = self.training.aggregation or algorithm.aggregation
         horizon = (self.grpo.horizon or self.grpo.max_tokens) if aggregation == "fixed_horizon" else None
         return {"aggregation": aggregation, "horizon": horizon}
@@ -258,6 +259,7 @@ class RLConfig(RecipeConfig):
         if self.services.ref_model is None and (algorithm.needs_teacher or self.grpo.reference is not None):
             self.services.ref_model = Placement()
         rules.check_rules(rules.RL_RULES, self.facts())
+
         self.check_services()
         room = self.training.seq_len - self.grpo.max_tokens
         together = f"dataset.max_prompt_tokens and grpo.max_tokens together exceed training.seq_len: at most {room}"
@@ -270,12 +272,12 @@ class RLConfig(RecipeConfig):
             )
 
     def facts(self) -> rules.RLFacts:
-        """What the rules of this recipe are about."""
+        """Return what the rules of this recipe are about."""
         algorithm = self.load_algorithm()
         return rules.RLFacts(self, algorithm, self.shares(algorithm)["aggregation"])
 
     def unused(self) -> list[str]:
-        """The keys that are set and that nothing reads."""
+        """Return the keys that are set and that nothing reads."""
         return super().unused() + self.facts().unused()
 
     def _check_multi_turn(self) -> None:
@@ -295,11 +297,11 @@ class RLConfig(RecipeConfig):
         return cast(GroupEnv, make_env(self.make_environment(), self.episode.dialogue(model), **self.limits()))
 
     def limits(self) -> dict[str, Any]:
-        """The limits of an episode, for `forge_envs.MultiTurnEnv`."""
+        """Return the limits of an episode, for `forge_envs.MultiTurnEnv`."""
         return {"max_turn_tokens": self.grpo.max_tokens, **self.episode.limits()}
 
     def reach(self, config: Any) -> int:
-        """The most tokens of a sequence that is trained, which the generator bounds as well."""
+        """Return the most tokens of a sequence that is trained, which the generator bounds as well."""
         return min(super().reach(config), check_length(config, self.generator.max_seq_len))
 
     def check_tokenizer(self, model: str) -> None:
@@ -319,7 +321,7 @@ class RLConfig(RecipeConfig):
             )
 
     def data(self, model: str) -> RowsConfig:
-        """The data, whose prompts leave room for a completion. ConfigError: there is none."""
+        """Return the data, whose prompts leave room for a completion. ConfigError: there is none."""
         return self.prompts(model) if self.multi_turn else self.reward.with_columns(with_room(self, "grpo", model))
 
     def check_reward(self) -> None:
@@ -337,7 +339,7 @@ class RLConfig(RecipeConfig):
 
     @property
     def files(self) -> list[str]:
-        """Files of the data, the reward and the episode's template."""
+        """Return files of the data, the reward and the episode's template."""
         return [*super().files, *(self.episode.files if self.multi_turn else ())]
 
 

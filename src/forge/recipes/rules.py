@@ -1,7 +1,7 @@
 """The rules that a configuration must keep where they concern several sections: when one is broken, the fault and the
 remedy in one line.
 
-What concerns one section alone is checked by that section; models and data by `forge.recipes.prepare`. A setting that
+What concerns only one section is checked by that section; models and data by `forge.recipes.prepare`. A setting that
 nothing reads under the others is a warning: `unused_keys` lists it.
 """
 
@@ -83,7 +83,7 @@ class PlacedService(NamedTuple):
 
     @property
     def trains(self) -> bool:
-        """Whether it holds an optimiser, and so may have several ranks and no replicas."""
+        """Return whether it holds an optimiser, and so may have several ranks and no replicas."""
         return self.name in ("trainer", "critic")
 
     def differing_option(self) -> str | None:
@@ -178,22 +178,23 @@ class RLFacts(NamedTuple):
 
     @property
     def updates(self) -> int:
-        """Optimiser updates of a step."""
+        """Return optimiser updates of a step."""
         return self.cfg.training.mini_batches * self.cfg.training.epochs
 
     @property
     def interval(self) -> int:
-        """Steps between two weight updates of the generators."""
+        """Return steps between two weight updates of the generators."""
         return self.cfg.training.sync_interval
 
     @property
     def age(self) -> int:
-        """Versions that a trained token may be old."""
+        """Return versions that a trained token may be old."""
         return self.cfg.max_policy_age
 
     @property
     def has_idle_kl(self) -> bool:
-        """Whether the KL is to weights that are always those in training: the ones that the generator recorded."""
+        """Return whether the KL is to weights that are always those in training: the ones that the generator
+        recorded."""
         regularised = self.algorithm.beta > 0 and not isinstance(self.algorithm, OwnLoss)
         to_sampler = regularised and self.cfg.services.ref_model is None
         return to_sampler and (self.algorithm.kl_in == "reward" or (self.age == 0 and self.updates == 1))
@@ -219,6 +220,7 @@ class RLFacts(NamedTuple):
             "episode": not cfg.multi_turn,
             "models": cfg.episode.agent is None,
         }
+
         return unused_keys(conditions, cfg)
 
 
@@ -309,7 +311,7 @@ SFT_RULES: list[Rule] = [
         lambda cfg: cfg.generates and cfg.reward.required_columns,
         lambda cfg: (
             f"the reward takes the column {cfg.reward.required_columns[0]!r}, which answers here do not have: "
-            "name prompt, response and target alone, or set eval.accuracy to false"
+            "name prompt, response and target only, or set eval.accuracy to false"
         ),
     ),
 ]

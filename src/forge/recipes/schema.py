@@ -33,7 +33,8 @@ TAKING_TURNS = ("trainer", "generator", "critic", "ref_model")
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """The seed of the completions of prompt `index` in a run of this seed; far apart for neighbouring prompts."""
+    """Return the seed of the completions of prompt `index` in a run of this seed; far apart for neighbouring
+    prompts."""
     return seed + 1_000_003 * index
 
 
@@ -74,11 +75,11 @@ class TrainingConfig(PassSettings, OptimizerSettings):
     or `fixed_horizon` (a token has 1 / (episodes * horizon)); null: the algorithm's own."""
 
     def optimizer_settings(self) -> dict[str, Any]:
-        """Settings for `forge.training.settings.OptimizerSettings`."""
+        """Return settings for `forge.training.settings.OptimizerSettings`."""
         return self.only(OptimizerSettings)
 
     def trainer(self) -> dict[str, Any]:
-        """Settings for `forge.training.trainer.PolicyTrainer`."""
+        """Return settings for `forge.training.trainer.PolicyTrainer`."""
         return self.only(PassSettings)
 
 
@@ -111,11 +112,11 @@ class CheckpointConfig(Section):
 
     @property
     def remember(self) -> int:
-        """The number of samples that the data set keeps for a checkpoint, see `forge.actors.DatasetActor`."""
+        """Return the number of samples that the data set keeps for a checkpoint, see `forge.actors.DatasetActor`."""
         return 1 << 16 if self.every else 0
 
     def due(self, step: int, last: bool) -> bool:
-        """Whether a checkpoint is written after this step."""
+        """Return whether a checkpoint is written after this step."""
         return self.every > 0 and (last or step % self.every == 0)
 
 
@@ -178,52 +179,54 @@ class TrainingRecipe(Section):
     """Random seed."""
 
     def others(self) -> dict[str, str]:
-        """Further models that the recipe reads, by the key that names them; they must share the model's tokens."""
+        """Return further models that the recipe reads, by the key that names them; they must share the model's
+        tokens."""
         return {}
 
     def scalar(self, model: str) -> list[str]:
-        """The models that get a scalar head, of a run that trains `model`."""
+        """Return the models that get a scalar head, of a run that trains `model`."""
         return []
 
     @property
     def files(self) -> list[str]:
-        """All that is read and may be a file of this machine, models aside."""
+        """Return all that is read and may be a file of this machine, models aside."""
         return self.dataset.files
 
     @property
     def scorers(self) -> list[Any]:
-        """The scorers of responses, constructed but not opened."""
+        """Return the scorers of responses, constructed but not opened."""
         return []
 
     @property
     def engine(self) -> EngineSettings | None:
-        """The settings of the engine that samples; None where nothing does."""
+        """Return the settings of the engine that samples; None where nothing does."""
         return None
 
     def shares_device(self, name: str) -> bool:
-        """Whether a service that is started lives in the trainer's processes, on its devices."""
+        """Return whether a service that is started lives in the trainer's processes, on its devices."""
         return False
 
     def check_reward(self) -> None:
         """ValueError: something that the recipe's reward names does not exist."""
 
     def reach(self, config: Any) -> int:
-        """Most tokens of a sequence that is trained, with a model of this transformers config."""
+        """Return most tokens of a sequence that is trained, with a model of this transformers config."""
         return min(self.training.seq_len, max_length(config))
 
     def check_tokenizer(self, model: str) -> None:
         """ValueError: the tokenizer in a model's folder lacks something that the recipe needs."""
 
     def data(self, model: str) -> RowsConfig:
-        """The data, whose rows are no longer than the model in this folder takes. ConfigError: they are set to more."""
+        """Return the data, whose rows are no longer than the model in this folder takes. ConfigError: they are set to
+        more."""
         return self.dataset.within("max_tokens", max_length(model_config(model)))
 
     def placement(self, name: str) -> dict[str, Any]:
-        """Options of service `name`, see `forge.runtime.controller.Options`."""
+        """Return options of service `name`, see `forge.runtime.controller.Options`."""
         return {**Options(**self.services[name])}
 
     def unused(self) -> list[str]:
-        """The keys that are set and that nothing reads under the others."""
+        """Return the keys that are set and that nothing reads under the others."""
         conditions = {
             "checkpoint.async_write": not self.checkpoint.every,
             "eval.every": not self.eval.intervals(),
@@ -232,17 +235,17 @@ class TrainingRecipe(Section):
         return rules.unused_keys(conditions | dict.fromkeys(self.unread, True), self)
 
     def placements(self) -> dict[str, dict[str, Any]]:
-        """The options of all that a run places, by the settings that have them."""
+        """Return the options of all that a run places, by the settings that have them."""
         return {f"services.{name}": self.placement(name) for name in self.configured()}
 
     def _check(self) -> None:
         rules.check_rules(rules.RECIPE_RULES, self)
 
     def layout(self, name: str) -> Parallelism:
-        """The layout in which service `name` divides its model. The trainer alone divides experts.
+        """Return the layout in which service `name` divides its model. Only the trainer divides experts.
 
         Over several hosts, each has a whole copy (HSDP) unless a degree is set: shards travel within hosts, gradients
-        alone between them.
+        only between them.
         """
         layout = self.parallelism
         if name != "trainer":
@@ -257,15 +260,15 @@ class TrainingRecipe(Section):
 
     @property
     def idle(self) -> frozenset[str]:
-        """Services that are configured and that the recipe does not start."""
+        """Return services that are configured and that the recipe does not start."""
         return frozenset()
 
     def configured(self) -> list[str]:
-        """The services that are not null."""
+        """Return the services that are not null."""
         return [name for name in type(self.services).model_fields if self.services[name] is not None]
 
     def service(self, name: str) -> Placement | None:
-        """The options of a service; None where the recipe has none of this name, or it is null."""
+        """Return the options of a service; None where the recipe has none of this name, or it is null."""
         return getattr(self.services, name, None)
 
     def check_services(self) -> None:
@@ -297,12 +300,12 @@ class RecipeConfig(TrainingRecipe):
     services: SamplingServices = SamplingServices()
 
     def prompts(self, model: str) -> RowsConfig:
-        """The dataset, whose prompts leave room for a token of the model in this folder."""
+        """Return the dataset, whose prompts leave room for a token of the model in this folder."""
         longest_prompt = check_length(model_config(model), self.generator.max_seq_len)
         return self.dataset.within("max_prompt_tokens", longest_prompt - 1)
 
     def placement(self, name: str) -> dict[str, Any]:
-        """Options of a service; with `colocated` in the trainer's processes."""
+        """Return options of a service; with `colocated` in the trainer's processes."""
         options = super().placement(name)
         if self.colocated and name in TAKING_TURNS:
             procs = super().placement("trainer")["procs"]
@@ -311,11 +314,11 @@ class RecipeConfig(TrainingRecipe):
 
     @property
     def engine(self) -> EngineSettings | None:
-        """The settings of the engine that samples."""
+        """Return the settings of the engine that samples."""
         return self.generator
 
     def shares_device(self, name: str) -> bool:
-        """Whether a service that is started lives in the trainer's processes, on its devices."""
+        """Return whether a service that is started lives in the trainer's processes, on its devices."""
         return self.colocated and name in TAKING_TURNS and name in self.configured() and name not in self.idle
 
     def check_services(self) -> None:
@@ -346,12 +349,12 @@ class RecipeConfig(TrainingRecipe):
 
     @property
     def files(self) -> list[str]:
-        """Files of the data and of the reward."""
+        """Return files of the data and of the reward."""
         return [*super().files, *self.reward.files]
 
     @property
     def scorers(self) -> list[Any]:
-        """Plugins and functions of the reward."""
+        """Return plugins and functions of the reward."""
         return [*self.reward.plugins, *(self.reward.functions or ())]
 
     def check_reward(self) -> None:
@@ -360,12 +363,12 @@ class RecipeConfig(TrainingRecipe):
 
 
 def longest_sequence(cfg: RecipeConfig, model: str) -> int:
-    """The most tokens of a prompt and its completion that generators of a model folder take."""
+    """Return the most tokens of a prompt and its completion that generators of a model folder take."""
     return check_length(model_config(model), cfg.generator.max_seq_len)
 
 
 def with_room(cfg: RLConfig | DistillConfig, section: str, model: str) -> DatasetConfig:
-    """The data, with prompts that leave room for the completions of a section in what generators take.
+    """Return the data, with prompts that leave room for the completions of a section in what generators take.
 
     It is a copy: a resumed run is compared with the configuration as it was written.
 
@@ -385,8 +388,7 @@ def with_room(cfg: RLConfig | DistillConfig, section: str, model: str) -> Datase
         )
     # A default that leaves no room is a bound that answers never reach: they end at the model's length.
     room = room if room > 0 else longest - 1
-    # The bound that `training.seq_len` has set, where the user set none.
-    default_bound = cfg.training.seq_len - sampling.max_tokens
+    default_bound = cfg.training.seq_len - sampling.max_tokens  # where the user set none
     if data.max_prompt_tokens == default_bound:
         data.max_prompt_tokens = min(default_bound, room)
     data.bound(

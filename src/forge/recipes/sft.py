@@ -48,12 +48,12 @@ class SFTConfig(RecipeConfig):
 
     @property
     def engine(self) -> EngineSettings | None:
-        """The engine that answers held-out problems, where it is to."""
+        """Return the engine that answers held-out problems, where it is to."""
         return self.generator if self.eval.accuracy else None
 
     @property
     def generates(self) -> bool:
-        """Whether evaluations generate answers."""
+        """Return whether evaluations generate answers."""
         return self.eval.accuracy and self.eval.problems > 0
 
 
@@ -72,6 +72,7 @@ async def train(cfg: SFTConfig, job: Job) -> None:
         components.start_reward(cfg) if samples_answers else components.start_nothing(),
     )
     state = RunState(trainer, dataset)
+
     await state.resume(record)
     samples = as_samples(held_out, job.model)
     step = record.start
@@ -100,4 +101,5 @@ async def train(cfg: SFTConfig, job: Job) -> None:
         metrics = await trainer.train_step.route(episodes)
         if await job.end_step(cfg, state, step, metrics, evaluate_held_out, is_accurate):
             break
+
     await trainer.export_model.call(record.model)

@@ -30,7 +30,7 @@ class Answers:
         row: the columns of the prompt's row.
         messages: of the prompt, where it is a conversation.
         conversational: the row had the conversation itself, a list of messages.
-        completions: with the tokens of each response; without them they have the texts alone.
+        completions: with the tokens of each response; without them they have the texts only.
     """
 
     prompt: str
@@ -49,7 +49,7 @@ class Answers:
         target: str | None = None,
         completions: Sequence[Completion] | None = None,
     ) -> Answers:
-        """The answers to a `Prompt`, which has its row, or to a text."""
+        """Return the answers to a `Prompt`, which has its row, or to a text."""
         completions = completions or [Completion(text) for text in responses]
         if not isinstance(prompt, Prompt):
             return cls(str(prompt), responses, target, completions=completions)
@@ -57,7 +57,7 @@ class Answers:
         return cls(prompt.text, responses, target, prompt.row, messages, prompt.conversational, completions)
 
     def conversation(self, number: int) -> list[Message]:
-        """The messages of the prompt and of a response."""
+        """Return the messages of the prompt and of a response."""
         messages = self.messages or [{"role": "user", "content": self.prompt}]
         return [*messages, {"role": "assistant", "content": self.responses[number]}]
 
@@ -85,6 +85,7 @@ class RewardCall:
             parameters = list(inspect.signature(function).parameters.values())
         except (TypeError, ValueError):  # of a function in C
             parameters = []
+
         # Collections of arguments name nothing by themselves; `_` and `_prompt` are names for what is not used.
         named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         unnamed = [p for p in named if p.kind is p.POSITIONAL_ONLY or (p.name.startswith("_") and p.default is p.empty)]
@@ -93,9 +94,11 @@ class RewardCall:
         self.by_position = bool(unnamed) or not (named or self.takes_all)
         self.is_group = is_group or (not self.by_position and "responses" in self.names)
         wanted = {"responses"} if is_group else {"response", "completion", "responses"}
+
         if not self.by_position and not wanted & self.names:
             listed = ", ".join(map(str, parameters))
             raise ValueError(f"the reward {name}({listed}) names nothing of a response: name its parameters {KNOWN}")
+
         # What is neither of the response nor of the prompt is a column.
         known = OF_A_GROUP if self.is_group else OF_A_RESPONSE
         columns = [] if self.by_position else [p for p in named if p.name not in known]
@@ -104,12 +107,12 @@ class RewardCall:
 
     @property
     def needs_target(self) -> bool:
-        """Whether it takes the target."""
+        """Return whether it takes the target."""
         return self.by_position or "target" in self.names
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether it takes more of a completion than its text."""
+        """Return whether it takes more of a completion than its text."""
         return bool({"completion", "completions"} & self.names)
 
     def __call__(self, answers: Answers, number: int | None = None) -> Any:
@@ -127,10 +130,12 @@ class RewardCall:
             values["response"] = answers.responses[number]
             values["completion"] = answers.completions[number] if "completion" in self.names else None
             values["messages"] = answers.conversation(number)
+
         for name in self.columns:
             if name not in answers.row:
                 columns = ", ".join(answers.row) or "none"
                 raise MissingColumn(f"the reward {self.name} names {name!r}, and the prompt's row has {columns}")
+
         row = {
             name: value
             for name, value in answers.row.items()
@@ -140,13 +145,13 @@ class RewardCall:
 
 
 def adapt_function(function: Any) -> Any:
-    """The function, or one of ours in its place where an extension knows another library's form of it."""
+    """Return the function, or one of ours in its place where an extension knows another library's form of it."""
     found = (point.load()(function) for point in entry_points(group="forge.reward_forms"))
     return next((ours for ours in found if ours is not None), function)
 
 
 def columns_of(calls: Sequence[RewardCall]) -> list[str] | None:
-    """The columns that these functions take, required ones first; None: all."""
+    """Return the columns that these functions take, required ones first; None: all."""
     if any(call.takes_all for call in calls):
         return None
     return list(dict.fromkeys(name for call in calls for name in (*call.columns, *call.optional)))

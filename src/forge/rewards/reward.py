@@ -93,17 +93,20 @@ class FunctionVerifier:
     def _check_score(self, returned: Any, answers: Answers) -> Scores:
         name = self.names[0]
         count = len(answers.responses)
+
         # A wrong number or kind of scores is an error of the function, which must not be hidden as a missing score.
         if not hasattr(returned, "__len__") or isinstance(returned, str | Mapping):
             with self._name_answer(answers):
                 raise BadScore(
                     f"the reward {name} gave {returned!r:.80}: give a list of {count} numbers, one a response"
                 )
+
         if len(returned) != count:
             raise BadScore(f"the reward {name} gave {len(returned)} scores for {count} responses")
         scores = Scores(np.full((count, 1), np.nan))
         if any(isinstance(score, Mapping) for score in returned):
             scores.extras = [extras_of(score) for score in returned]
+
         for i, item in enumerate(returned):
             # verl's functions may give a mapping with the score.
             score = item["score"] if isinstance(item, Mapping) and "score" in item else item
@@ -117,7 +120,9 @@ class FunctionVerifier:
                 remedy = "give a finite number, or None for no score"
                 with self._name_answer(answers, i):
                     raise BadScore(f"the reward {name} gave {score!r:.80}: {remedy}") from None
+
             scores.values[i, 0] = score
+
         return scores
 
     async def _report(self, prompt: str) -> None:
@@ -144,7 +149,7 @@ class FunctionVerifier:
 
 
 def as_verifier(scorer: Any, name: str | None = None) -> Verifier:
-    """A `Verifier` from a verifier, a function, or an object with `score_group`.
+    """Return a `Verifier` from a verifier, a function, or an object with `score_group`.
 
     Args:
         name: of a function's column; None: its own.
@@ -160,14 +165,14 @@ def as_verifier(scorer: Any, name: str | None = None) -> Verifier:
 
 
 def call_of(verifier: Verifier) -> RewardCall:
-    """How a verifier is called: all of its responses at once, and further parameters by name."""
+    """Return how a verifier is called: all of its responses at once, and further parameters by name."""
     if isinstance(verifier, FunctionVerifier):
         return verifier.call
     return RewardCall(verifier.score, verifier.names[0], is_group=True)
 
 
 def part_names(verifiers: Sequence[Verifier], names: Sequence[str] | None = None) -> list[str]:
-    """The name of what each scorer adds to the reward; of several with one name the later ones have a number."""
+    """Return the name of what each scorer adds to the reward; of several with one name the later ones have a number."""
     parts: list[str] = []
     for number, verifier in enumerate(verifiers):
         is_function = isinstance(verifier, FunctionVerifier)
@@ -219,6 +224,7 @@ class Reward:
             raise ValueError("a reward needs at least one function, or verifiers")
         check_parts(len(scorers), weights, names)
         self.verifiers = [as_verifier(scorer) for scorer in scorers]
+
         # The accuracy function is often among the scorers: it is then called once.
         functions = [verifier for verifier in self.verifiers if isinstance(verifier, FunctionVerifier)]
         matching = (verifier for verifier in functions if accuracy is None or verifier.function is accuracy)
@@ -228,6 +234,7 @@ class Reward:
         learning = [verifier for verifier in self.verifiers if getattr(verifier, "learns", False)]
         if len(learning) > 1:
             raise ValueError("only one of a reward's functions may learn")
+
         self.learner: Any = learning[0] if learning else None
         self.weights = [*(weights or ()), *[1.0] * (len(self.verifiers) - len(weights or ()))]
         self.names = part_names(self.verifiers, names)
@@ -247,7 +254,8 @@ class Reward:
         target: str | None,
         completions: Sequence[Completion] | None = None,
     ) -> list[Score]:
-        """The rewards of the responses of one prompt, in order. Records the share of missing scores of verifiers.
+        """Return the rewards of the responses of one prompt, in order. Records the share of missing scores of
+        verifiers.
 
         Args:
             prompt: a `Prompt`, whose row has the columns that scorers name, or a text.
@@ -259,12 +267,14 @@ class Reward:
         answers = Answers.of(prompt, responses, target, completions)
         total = np.zeros(len(responses))
         applied = np.zeros(len(responses), dtype=bool)  # by any scorer
+
         # Sums over the scorers, with each one's part and the rewards of steps.
         correct: list[bool | None] = [None] * len(responses)
         parts: dict[str, np.ndarray] = {}
         steps: list[list[tuple[int, float]]] = [[] for _ in responses]
         reasons: list[str] = [""] * len(responses)
         extras: list[dict[str, float]] = [{} for _ in responses]
+
         for verifier, call, weight, name in zip(self.verifiers, self.calls, self.weights, self.names, strict=True):
             scores = await scored_by(verifier, call, answers)
             part = weight * scores.values.sum(1)
@@ -274,6 +284,7 @@ class Reward:
             if not isinstance(verifier, FunctionVerifier):
                 report_missing(verifier, scores, self._logged)
             applied |= ~np.isnan(part)
+
             # Of some functions, None says that they do not apply, and the others decide.
             total += np.nan_to_num(part) if getattr(verifier, "may_abstain", False) else part
             for response_steps, scored_steps in zip(steps, scores.steps or (), strict=False):
@@ -282,11 +293,13 @@ class Reward:
                 response_extras |= scored_extras
             if verifier is self.accuracy:
                 correct = _is_correct(scores)
+
         total[~applied] = np.nan
         # An accuracy function that is not among the scorers is asked separately.
         if self.accuracy is not None and self.accuracy not in self.verifiers:
             correct = await self.judge(prompt, responses, target, completions)
         several = len(self.verifiers) > 1
+
         return [
             Score(
                 None if np.isnan(reward) else float(reward),
@@ -306,7 +319,7 @@ class Reward:
         target: str | None,
         completions: Sequence[Completion] | None = None,
     ) -> list[bool | None]:
-        """Whether each response is right, by the accuracy function alone; None where that is unscored.
+        """Return whether each response is right, by the accuracy function only; None where that is unscored.
 
         Raises:
             ValueError: there is no such function.
@@ -335,12 +348,12 @@ def check_parts(scorers: int, weights: Sequence[float] | None, names: Sequence[s
 
 
 async def scored_by(verifier: Verifier, call: RewardCall, answers: Answers) -> Scores:
-    """The scores of a verifier, which gets what its parameters name. MissingColumn: the row lacks one."""
+    """Return the scores of a verifier, which gets what its parameters name. MissingColumn: the row lacks one."""
     return await (verifier.score_answers(answers) if isinstance(verifier, FunctionVerifier) else call(answers))
 
 
 def extras_of(score: object) -> dict[str, float]:
-    """The numbers of a mapping beside its score."""
+    """Return the numbers of a mapping alongside its score."""
     numbers = score.items() if isinstance(score, Mapping) else ()
     return {
         str(key): float(value)

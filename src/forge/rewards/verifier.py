@@ -17,7 +17,7 @@ class Unscored(Exception):
 
 
 def reason_of(error: BaseException) -> str:
-    """The reason that `Scores` gives for an exception."""
+    """Return the reason that `Scores` gives for an exception."""
     return str(error) if isinstance(error, Unscored) else f"{type(error).__name__}: {error}"
 
 
@@ -36,14 +36,14 @@ class Scores:
 
     @classmethod
     def none(cls, responses: int, names: int, reason: str) -> Scores:
-        """All unscored, for one reason."""
+        """Return all unscored, for one reason."""
         reasons = {(i, j): reason for i in range(responses) for j in range(names)}
         return cls(np.full((responses, names), np.nan), reasons)
 
     @classmethod
     def of(cls, outcomes: Sequence[float | Sequence[float] | BaseException | None], names: int) -> Scores:
-        """Scores from the outcome of each response: `names` numbers (or the number, of one name); None or an exception
-        where it is unscored. Numbers that are not finite and strings are unscored too."""
+        """Return scores from the outcome of each response: `names` numbers (or the number, of one name); None or an
+        exception where it is unscored. Numbers that are not finite and strings are unscored too."""
         scores = cls(np.full((len(outcomes), names), np.nan))
         for i, outcome in enumerate(outcomes):
             try:
@@ -51,6 +51,7 @@ class Scores:
                     raise outcome
                 if outcome is None:
                     raise Unscored("it gave no score (None)")
+
                 # Strings would be converted to numbers by numpy.
                 if not all(isinstance(number, Real | np.bool_) for number in np.asarray(outcome).flat):
                     raise Unscored(f"it gave {outcome!r:.80}, which is not a number")
@@ -60,10 +61,12 @@ class Scores:
                 reason = f"it gave {outcome}"
             except BaseException as error:
                 reason = reason_of(error)
+
             for j in range(names):
                 if not math.isfinite(scores.values[i, j]):
                     scores.values[i, j] = np.nan
                     scores.reasons[i, j] = reason
+
         return scores
 
 

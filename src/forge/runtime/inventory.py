@@ -31,13 +31,13 @@ def package_versions() -> dict[str, str]:
 
 
 def free_shared_memory() -> int:
-    """Bytes free in /dev/shm; 0 if there is none."""
+    """Return bytes free in /dev/shm; 0 if there is none."""
     shm = Path("/dev/shm")
     return shutil.disk_usage(shm).free if shm.is_dir() else 0
 
 
 def memory_limit() -> int:
-    """Bytes of memory of this machine, or of the control group of this process."""
+    """Return bytes of memory of this machine, or of the control group of this process."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         try:

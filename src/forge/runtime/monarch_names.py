@@ -75,6 +75,7 @@ def check_monarch() -> None:
                 missing.append(f"monarch.actor.concurrent_endpoint: {_CONCURRENT} (accept it in a ForgeActor)")
         except AttributeError as error:
             missing.append(f"monarch._src.actor.endpoint.EndpointProperty: {error}")
+
     if missing:
         try:
             installed = version("torchmonarch")

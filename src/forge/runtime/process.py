@@ -22,7 +22,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 @cache
 def machine_id() -> str:
-    """Return the name of this machine, with what tells its process ids from those of others: its boot, and the
+    """Return the name of this machine, with what tells its process ids from other machines': its boot, and the
     container."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{socket.gethostname()} {boot} {os.stat('/proc/self/ns/pid').st_ino}"
@@ -55,7 +55,7 @@ def activity_of(pid: int) -> Activity:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process exists and was stopped by a signal (SIGSTOP)."""
+    """Return whether a process exists and was stopped by a signal (SIGSTOP)."""
     return _read_state(f"/proc/{pid}/stat") == "T"
 
 
@@ -77,7 +77,7 @@ class Watched(Protocol):
 
     @property
     def stopped(self) -> bool:
-        """Whether it is known to be stopped by a signal."""
+        """Return whether it is known to be stopped by a signal."""
 
     def kill(self) -> None:
         """End it by force, if that is possible and allowed."""
@@ -111,12 +111,12 @@ class Process:
 
     @property
     def stopped(self) -> bool:
-        """Whether it exists and was stopped by a signal (SIGSTOP)."""
+        """Return whether it exists and was stopped by a signal (SIGSTOP)."""
         return is_stopped(self.pid)
 
     @property
     def alive(self) -> bool:
-        """Whether it has not ended."""
+        """Return whether it has not ended."""
         return self._handle is not None and not select.select([self._handle], [], [], 0)[0]
 
     async def activity(self) -> Activity:
@@ -157,6 +157,7 @@ async def read_stacks(pid: int) -> str:
     process = await asyncio.create_subprocess_exec(
         program, "dump", "--nonblocking", "--pid", str(pid), stdout=pipe, stderr=pipe
     )
+
     # The report of a hang must not hang itself.
     try:
         out, errors = await asyncio.wait_for(process.communicate(), DUMP_TIMEOUT)
@@ -165,5 +166,6 @@ async def read_stacks(pid: int) -> str:
     finally:
         if process.returncode is None:
             process.kill()
+
     text = out.decode(errors="replace") if process.returncode == 0 else f"(py-spy failed: {errors.decode().strip()})"
     return "\n".join(f"  {line}" for line in text.strip().splitlines())

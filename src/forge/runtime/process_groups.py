@@ -33,11 +33,13 @@ def process_store(rendezvous: str | None, world_size: int, rank: int = 0) -> dis
     if rendezvous.startswith(TCP):
         host, _, port = rendezvous.removeprefix(TCP).rpartition(":")
         return dist.TCPStore(host, int(port), world_size, rank == 0)
+
     # In the run's private folder: a TCPStore obeys every local user.
     path = Path(os.environ.get("TMPDIR", tempfile.gettempdir())) / rendezvous
     if not path.parent.is_dir():
         raise ConnectionError(
             f"the ranks of this process group meet in {path.parent}, a folder of the controller's machine: on others "
-            "use cluster.hosts in place of a Monarch mesh"
+            "use cluster.hosts instead of a Monarch mesh"
         )
+
     return dist.FileStore(str(path), world_size)

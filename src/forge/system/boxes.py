@@ -25,7 +25,7 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Return number of elements."""
         return prod(self.size)
 
     def meet(self, box: Box) -> Box | None:
@@ -51,7 +51,8 @@ def full_box(shape: Iterable[int]) -> Box:
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether a tensor is a DTensor. None can exist in a process that has not imported the class, which takes .7 s."""
+    """Return whether a tensor is a DTensor. None can exist in a process that has not imported the class, which takes .7
+    s."""
     module = sys.modules.get("torch.distributed.tensor")
     return isinstance(tensor, getattr(module, "DTensor", ()))
 
@@ -69,6 +70,7 @@ def local_boxes(tensor: Tensor) -> list[tuple[Box, Tensor]]:
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return []
+
     # For each dimension of the tensor the indices that this rank holds, divided by one mesh dimension after the other.
     # An example: 4 rows over a mesh of 2 (FSDP) by 2 (tensor parallel), placements [_StridedShard(0), Shard(0)], for
     # the rank at the coordinate (0, 1):
@@ -80,6 +82,7 @@ def local_boxes(tensor: Tensor) -> list[tuple[Box, Tensor]]:
     # It holds the box [2:3]. With Shard in both places the order would be the other way round: [0 1], then [1].
     spans = [torch.arange(size) for size in tensor.shape]
     steps = list(zip(tensor.placements, tensor.device_mesh.shape, coordinate, strict=True))
+
     # A strided shard divides after the mesh dimensions to its right (FSDP over tensor parallelism).
     ordinary = [step for step in steps if not isinstance(step[0], _StridedShard)]
     strided = [step for step in reversed(steps) if isinstance(step[0], _StridedShard)]
@@ -90,11 +93,13 @@ def local_boxes(tensor: Tensor) -> list[tuple[Box, Tensor]]:
             parts = spans[placement.dim].chunk(ranks)  # type: ignore[attr-defined]
             none = spans[placement.dim][:0]  # type: ignore[attr-defined]
             spans[placement.dim] = parts[rank] if rank < len(parts) else none  # type: ignore[attr-defined]
+
     local = tensor.to_local()
     if tuple(map(len, spans)) != tuple(local.shape):
         raise ValueError(f"rank holds {tuple(local.shape)} of a tensor that is laid out as {tuple(map(len, spans))}")
     if not local.numel():
         return []
+
     # Uneven strided shards may hold indices with gaps, such as [0 1 4 5]: two runs (first index, position, length), (0,
     # 0, 2) and (4, 2, 2), and so two boxes.
     runs = []
@@ -105,6 +110,7 @@ def local_boxes(tensor: Tensor) -> list[tuple[Box, Tensor]]:
     for block in itertools.product(*runs):
         box = Box(tuple(first for first, _, _ in block), tuple(n for _, _, n in block))
         boxes.append((box, local[tuple(slice(start, start + n) for _, start, n in block)]))
+
     return boxes
 
 

@@ -1,4 +1,4 @@
-"""Checksums: of a folder's files, in a text file beside them, and of a text, at its end.
+"""Checksums: of a folder's files, in a text file alongside them, and of a text, at its end.
 
 A list has a line `<xxh3-128> <size> <name>` for each file. It may name other lists of the same folder, which are
 followed: each rank of a trainer writes the list of its own files. A sealed text ends with `# xxh3-128 <digest>` of all
@@ -54,7 +54,7 @@ def check_files(folder: Path, name: str = CHECKSUMS) -> None:
         if size != expected_size:
             raise DamagedFile(f"{folder / file} is damaged: it has {size} bytes, and {expected_size} were written")
         if digest != expected_digest:
-            raise DamagedFile(f"{folder / file} is damaged: its checksum is not that of what was written")
+            raise DamagedFile(f"{folder / file} is damaged: its checksum differs from what was written")
     # A list of checksums may itself be on the list: checkpoints contain folders with their own lists.
     for file in expected:
         if file.endswith(CHECKSUMS):
@@ -115,4 +115,5 @@ def _digest_file(path: Path) -> tuple[str, int]:
         if error.errno != errno.EIO:
             raise
         raise DamagedFile(f"{path} is damaged: the disk cannot read it") from None
+
     return digest.hexdigest(), size

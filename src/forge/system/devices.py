@@ -20,7 +20,7 @@ class NoAccelerator(RuntimeError):
 
 
 def type_of(device: torch.device) -> str:
-    """The type of a device, such as "cpu"; of the meta device that of the one which a plan is for."""
+    """Return the type of a device, such as "cpu"; of the meta device the type of the device that a plan is for."""
     return (_planned_type or device.type) if device.type == "meta" else device.type
 
 
@@ -37,7 +37,7 @@ def planning_for(device_type: str) -> Iterator[None]:
 
 
 def has_wide_products(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether `torch.mm` can return the sums of two half-precision matrices in float32, which only CUDA can."""
+    """Return whether `torch.mm` can return the sums of two half-precision matrices in float32, which only CUDA can."""
     import torch
 
     halves = torch.bfloat16, torch.float16

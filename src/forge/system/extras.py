@@ -20,5 +20,5 @@ def run_elsewhere() -> Iterator[None]:
 
 
 def are_needed() -> bool:
-    """Whether this machine must have what a configuration needs."""
+    """Return whether this machine must have what a configuration needs."""
     return not _runs_elsewhere.get()

@@ -47,7 +47,7 @@ def removed_on_error(folder: Path) -> Iterator[None]:
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether an exception reports a lack of space, for one of the reasons in `FULL`."""
+    """Return whether an exception reports a lack of space, for one of the reasons in `FULL`."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in FULL
     # Errors of Rust libraries and of checkpoints have no errno.
@@ -121,7 +121,7 @@ def make_private(folder: Path) -> None:
 
 
 def is_plain(path: Path) -> bool:
-    """Whether there is a plain file at a path, and not a link to one."""
+    """Return whether there is a plain file at a path, and not a link to one."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except (OSError, ValueError):

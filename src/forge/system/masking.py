@@ -51,7 +51,7 @@ _VALUE = re.compile(r"\"[^\"\n]*\"|'[^'\n]*'|[^\s\"'&;,)}\]]+")
 
 
 def without_secrets(value: Json, name: str = "") -> Json:
-    """Return plain data in which secrets are `MASK`: those of environment variables and headers, of names such as
+    """Return plain data in which secrets are `MASK`: of environment variables and headers, of names such as
     `api_key`, and texts that look like one.
 
     Args:
@@ -65,6 +65,7 @@ def without_secrets(value: Json, name: str = "") -> Json:
     if isinstance(value, dict):
         path = name if is_place or is_secret(last) else ""
         return {key: without_secrets(item, f"{path}.{key}" if path else str(key)) for key, item in value.items()}
+
     if isinstance(value, list | tuple):
         # In a command line the word after --api-key is its value.
         words = ["", *(item if isinstance(item, str) else "" for item in value)]
@@ -72,6 +73,7 @@ def without_secrets(value: Json, name: str = "") -> Json:
             MASK if word.startswith("--") and is_secret(word) else without_secrets(item, name + "." * is_place)
             for word, item in zip(words, value, strict=False)
         ]
+
     if is_place or any(map(is_secret, sections)):
         return MASK
     if is_secret(last) and not isinstance(value, bool):
@@ -92,7 +94,7 @@ def mask_secrets(text: str) -> str:
 
 
 def is_secret(name: str) -> bool:
-    """Whether the value of this name is a secret, as far as a name can tell."""
+    """Return whether the value of this name is a secret, as far as a name can tell."""
     words = "_".join(word.lower() for word in _WORDS.findall(name))
     return _NAME.fullmatch(words) is not None and _HARMLESS.fullmatch(words) is None
 
@@ -136,9 +138,11 @@ def _without_assigned(text: str) -> str:
         if not is_secret(name) or (mark.isspace() and not name.startswith("--")):
             continue
         value = _VALUE.match(text, position)
+
         # In a sentence a word follows the colon.
         is_word = mark[0] == ":" and value is not None and not re.search(r"[0-9]", value[0])
         if value is not None and not value[0].isdecimal() and not is_word:
             parts.append(MASK)
             position = value.end()
+
     return "".join([*parts, text[position:]])

@@ -78,6 +78,7 @@ def _remove_abandoned(folder: Path) -> bool:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:  # it was removed, is a link, or another user's
         return False
+
     try:
         if os.fstat(handle).st_uid != os.geteuid():
             return False
@@ -96,4 +97,5 @@ def _remove_abandoned(folder: Path) -> bool:
         return False
     finally:
         os.close(handle)
+
     return True

@@ -54,11 +54,12 @@ class PackedLayout:
     def of(
         cls, lengths: list[int], device: torch.device | str = "cpu", parents: list[int] | None = None
     ) -> PackedLayout:
-        """The layout of runs of these lengths, back to back in this order; parents come before, -1 is none."""
+        """Return the layout of runs of these lengths, back to back in this order; parents come before, -1 is none."""
         if type_of(torch.device(device)) != "cpu":
             runs = Runs.of(lengths, parents or [-1] * len(lengths))
             columns = {name: column.to(device) for name, column in runs.columns().items()}
             return cls.masked(TreeMask(runs, **columns))
+
         # Each run's first token in the pack, and the tokens of its context.
         starts = [0]
         for length in lengths:
@@ -69,10 +70,11 @@ class PackedLayout:
                 contexts[i] = torch.cat([contexts[parent], torch.arange(starts[parent], starts[parent + 1])])
         order = sorted(range(len(lengths)), key=lambda i: (len(contexts[i]), -lengths[i]))
         queries, keys, shapes = [], [], []
+
         offset = 0
         scatter = torch.empty(starts[-1], dtype=torch.long)
         while order:
-            # The next rectangle: the longest run that has none yet, and those of similar length and equal context.
+            # The next rectangle: the longest run that has none yet, and runs of similar length and equal context.
             width = lengths[order[0]]
             context = len(contexts[order[0]])
             rows = []
@@ -84,17 +86,19 @@ class PackedLayout:
             tokens = first[:, None] + torch.minimum(column, size[:, None] - 1)
             queries.append(tokens.flatten())
             keys.append(torch.cat([torch.stack([contexts[i] for i in rows]), tokens], dim=1).flatten())
+
             # Where the results of real tokens are, rectangle after rectangle.
             real = column < size[:, None]
             slots = offset + torch.arange(len(rows) * width).view(len(rows), width)
             scatter[queries[-1][real.flatten()]] = slots[real]
             offset += len(rows) * width
             shapes.append((len(rows), width, context))
+
         return cls(torch.cat(queries).to(device), torch.cat(keys).to(device), scatter.to(device), shapes)
 
     @classmethod
     def masked(cls, mask: TreeMask) -> PackedLayout:
-        """The layout of an accelerator, which has the mask only."""
+        """Return the layout of an accelerator, which has the mask only."""
         empty = torch.empty(0, dtype=torch.long, device=mask.first.device)
         return cls(empty, empty, empty, [], mask)
 
@@ -115,7 +119,7 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: [1, heads, tokens, head_dim] in, [1, tokens, heads, head_dim] out.
 
-    With context parallelism the tokens are this rank's and `layout` is that of all tokens: all-to-alls exchange
+    With context parallelism the tokens are this rank's and `layout` covers all tokens: all-to-alls exchange
     tokens for heads and back (Jacobs et al. 2023, DeepSpeed Ulysses).
     With `sliding_window` a token sees itself and the `sliding_window` - 1 tokens before.
     """
@@ -127,16 +131,18 @@ def packed_attention(
         if times > 1:
             key, value = (x.repeat_interleave(times, dim=1) for x in (key, value))
         # [1, heads, own tokens, head_dim] to [1, own heads, tokens, head_dim], all three in one collective. Heads are
-        # dealt in order, so that a rank's key heads are those of its query heads.
+        # dealt in order, so that a rank's key heads match its query heads.
         chunks = [x[0].unflatten(0, (ranks, -1)) for x in (query, key, value)]
         counts = [x.shape[1] for x in chunks]
         heads = _exchange(torch.cat(chunks, dim=1), context, _all_to_all, _all_to_all)
         query, key, value = (x.transpose(0, 1).flatten(1, 2)[None] for x in heads.split(counts, dim=1))
+
     window = kwargs.get("sliding_window")
     if layout.mask is not None:
         out = tree_attention(query, key, value, layout.mask, window, scaling)
     else:
         out = _attend_rectangles(query, key, value, layout, window, scaling)
+
     if ranks > 1:
         tokens = _exchange(out.unflatten(0, (ranks, -1)), context, _all_to_all, _all_to_all)
         out = tokens.transpose(0, 1).flatten(1, 2)
@@ -155,6 +161,7 @@ def _attend_rectangles(
     queries = query.split([rows * width for rows, width, _ in layout.shapes])
     sizes = [rows * (before + width) for rows, width, before in layout.shapes]
     rectangles = []
+
     for (rows, width, before), *parts in zip(layout.shapes, queries, key.split(sizes), value.split(sizes), strict=True):
         q, k, v = (x.unflatten(0, (rows, -1)).transpose(1, 2) for x in parts)
         if groups > 1:
@@ -165,6 +172,7 @@ def _attend_rectangles(
             mask = causal_mask(width, before, before + width, q.device) if before else None
             o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
         rectangles.append(o.transpose(1, 2).flatten(0, 1))
+
     return torch.cat(rectangles).index_select(0, layout.scatter)
 
 
@@ -181,8 +189,10 @@ def _attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | 
     k0, v0 = (x[:, :, : before + count] for x in (k, v))
     mask = causal_mask(count, before, window, q.device)
     first = F.scaled_dot_product_attention(q[:, :, :count], k0, v0, attn_mask=mask, scale=scale)
+
     if width == count:
         return first
+
     # The later pieces, as rows of one call, each with its keys and the piece's before:
     # [rows, pieces, heads, window, head_dim].
     without_prefix = (q, k[:, :, before:], v[:, :, before:])
@@ -191,6 +201,7 @@ def _attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | 
     mask = causal_mask(window, window, window, q.device)
     later = F.scaled_dot_product_attention(q[:, 1:].flatten(0, 1), k, v, attn_mask=mask, scale=scale)
     later = later.unflatten(0, (q.shape[0], -1)).transpose(1, 2).flatten(2, 3)
+
     return torch.cat([first, later], dim=2)[:, :, :width]
 
 
@@ -207,7 +218,7 @@ AttentionInterface.register(NAME, packed_attention)
 
 
 def count_repeats(heads: int, ranks: int) -> int:
-    """The number of copies of each head with which all ranks have the same number of heads."""
+    """Return the number of copies of each head with which all ranks have the same number of heads."""
     return ranks // gcd(heads, ranks)
 
 
@@ -263,7 +274,7 @@ def gather_tokens(tokens: Tensor, group: RankGroup) -> Tensor:
 
 @torch.compiler.disable
 def scatter_tokens(partial_sums: Tensor, group: RankGroup) -> Tensor:
-    """Partial sums [1, tokens, dim] to this rank's [1, tokens / ranks, dim]."""
+    """Return partial sums [1, tokens, dim] to this rank's [1, tokens / ranks, dim]."""
     return _Exchange.apply(partial_sums[0], group, _reduce_scatter, _all_gather)[None]
 
 

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def load_model(path: str | Path, head: Head, **options: Any) -> Policy | ScalarModel:
-    """The model of a folder or hub id with this head; options are `dtype`, `gradient_checkpointing` and `meta`.
+    """Return the model of a folder or hub id with this head; options are `dtype`, `gradient_checkpointing` and `meta`.
 
     Raises:
         ValueError: an unknown head, or a model that does not suit it.
@@ -49,7 +49,7 @@ def build_policy(
     cpu_offload: bool = False,
     compile: bool = False,
 ) -> Any:
-    """The model ready to train on the device of `ranks`: loaded, with adapters, sharded and compiled.
+    """Return the model ready to train on the device of `ranks`: loaded, with adapters, sharded and compiled.
 
     Where there is a mesh, each rank reads only its part of the weights (see `loading.on_meta`).
 
@@ -71,6 +71,7 @@ def build_policy(
                 "trainer.backend titan trains all weights of policies, in float32: use fsdp for adapters, heads and "
                 "bfloat16 weights"
             )
+
         return resolve("forge_titan.policy:build_titan", "trainer.backend")(
             path,
             ranks,
@@ -80,8 +81,10 @@ def build_policy(
             cpu_offload=cpu_offload,
             compile=compile,
         )
+
     if backend != "fsdp":
         raise ValueError(f"trainer.backend must be fsdp or titan, got {backend!r}")
+
     # Where there is a mesh the weights are read after sharding.
     policy = load_model(
         path,
@@ -97,6 +100,7 @@ def build_policy(
     if ranks.tensor.size > 1:
         parallelize_model(policy.model, ranks)
     layers = list(policy.model.model.layers)
+
     # Before sharding, which wraps the compiled layers.
     if compile:
         for layer in layers:
@@ -104,10 +108,12 @@ def build_policy(
             parts = [part for name, part in layer.named_children() if name != "self_attn"]
             for part in parts if gradient_checkpointing else (layer,):
                 part.compile(dynamic=True)
+
     policy.ranks = ranks
     policy.train()
     if ranks.mesh is None:
         return policy.to(ranks.device)
+
     # FSDP2: one group per decoder layer, one for embedding, final norm and head (which may be tied).
     mesh = ranks.mesh[tuple(name for name in ranks.mesh.mesh_dim_names or () if name != "tensor")]
     precision = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
@@ -116,12 +122,13 @@ def build_policy(
         fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload)
     fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
     fill_model(policy.model, path, torch.device("cpu") if cpu_offload else ranks.device)
+
     sum_gradients(policy)
     return policy
 
 
 def precision_context(ranks: Ranks, dtype: torch.dtype) -> AbstractContextManager[object]:
-    """The context of a forward pass in `dtype`: autocast in one process; FSDP2 has its own mixed precision."""
+    """Return the context of a forward pass in `dtype`: autocast in one process; FSDP2 has its own mixed precision."""
     mixed = dtype != torch.float32 and ranks.mesh is None
     return torch.autocast(ranks.device.type, dtype) if mixed else nullcontext()
 
@@ -136,7 +143,7 @@ def round_products(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of the forward pass: bfloat16 only where the device computes in it."""
+    """Return the dtype of the forward pass: bfloat16 only where the device computes in it."""
     if name == "bfloat16" and device.type == "cpu" and not torch.cpu._is_avx512_bf16_supported():
         log.info("training.dtype: this CPU has no bfloat16 arithmetic; computing in float32")
         return torch.float32

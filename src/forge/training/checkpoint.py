@@ -78,7 +78,7 @@ class CheckpointPart:
 
     @classmethod
     def of(cls, trainer: PolicyTrainer, folder: str | Path, extra: dict[str, Any] | None) -> CheckpointPart:
-        """The trainer's current state; every rank must call it."""
+        """Return the trainer's current state; every rank must call it."""
         rank, device = trainer.ranks.rank, trainer.ranks.device
         state: dict[str, Any] = {
             "step": trainer.step,
@@ -94,7 +94,7 @@ class CheckpointPart:
 
     @property
     def size(self) -> int:
-        """Bytes of this rank's tensors and files."""
+        """Return bytes of this rank's tensors and files."""
         return tensor_bytes(self.shards) + sum(map(len, self.files.values()))
 
     def write(self, group: dist.ProcessGroup | None = None) -> Path:
@@ -145,6 +145,7 @@ class CheckpointPart:
         self._run_stage(write_files, group)
         self._run_stage(write_rank_checksums, group)
         self._run_stage(rename_folder, group, lead=True)
+
         return self.final
 
     def _run_stage(self, stage: Callable[[], Any], group: dist.ProcessGroup | None, lead: bool = False) -> None:
@@ -156,11 +157,13 @@ class CheckpointPart:
         # CheckpointException is a BaseException
         except (Exception, CheckpointException) as raised:
             error = raised
+
         report = (None if error is None else _describe_error(error), self.size)
         parts = [report] * self.ranks.world_size
         if self.ranks.mesh is not None:
             dist.all_gather_object(parts, report, group=group)
         reason = next((text for text, _ in parts if text), None)
+
         # No rank failed.
         if reason is None:
             return
@@ -187,7 +190,7 @@ def _describe_error(error: BaseException) -> str:
 
 
 def tensor_bytes(state: Any) -> int:
-    """Bytes of this rank's tensors in a nested state."""
+    """Return bytes of this rank's tensors in a nested state."""
     if isinstance(state, dict):
         return sum(map(tensor_bytes, state.values()))
     if isinstance(state, DTensor):
@@ -199,7 +202,7 @@ class Background:
     """Asynchronous checkpoints: copies the trainer's state in memory and writes the copy in a thread.
 
     Every rank must construct one and make the same calls. The threads have their own process group, so that their
-    collectives never mix with those of training.
+    collectives never mix with training's.
     """
 
     def __init__(self, trainer: PolicyTrainer) -> None:
@@ -259,6 +262,7 @@ def load_checkpoint(trainer: PolicyTrainer, checkpoint: str | Path) -> dict[str,
     checkpoint = _complete_folder(checkpoint)
     _check_together(checkpoint, trainer.ranks)
     rank_file = checkpoint / f"rank_{trainer.ranks.rank}.pt"
+
     # A new rank, which the checkpoint has no random state for, keeps its own.
     saved = load_plain(rank_file if rank_file.exists() else checkpoint / "rank_0.pt")
     if (wrote := saved.get("optimizer", "adamw")) != (now := _optimizer_name(trainer)):
@@ -270,6 +274,7 @@ def load_checkpoint(trainer: PolicyTrainer, checkpoint: str | Path) -> dict[str,
         dcp.load(state, storage_reader=reader, planner=Planner())
     except CheckpointException as error:
         raise next(cause for cause, _ in error.failures.values()) from error
+
     set_state_dict(
         trainer.policy,
         trainer.optimizer,
@@ -282,6 +287,7 @@ def load_checkpoint(trainer: PolicyTrainer, checkpoint: str | Path) -> dict[str,
         torch.set_rng_state(saved["rng"])
         if "device" in saved and trainer.ranks.device.type != "cpu":
             torch.get_device_module(trainer.ranks.device).set_rng_state(saved["device"])
+
     return read_extra(checkpoint)
 
 
@@ -300,7 +306,7 @@ def _check_together(checkpoint: Path, ranks: Ranks) -> None:
 
 
 def _trained_state(trainer: PolicyTrainer) -> dict[str, Any]:
-    """Trained weights and optimiser state; frozen weights are in the base model."""
+    """Return trained weights and optimiser state; frozen weights are in the base model."""
     begin_state(trainer.optimizer)
     weights, optimizer = get_state_dict(trainer.policy, trainer.optimizer)
     frozen = _frozen_names(trainer)
@@ -317,17 +323,17 @@ def _frozen_names(trainer: PolicyTrainer) -> set[str]:
 
 
 def read_extra(checkpoint: str | Path) -> dict[str, Any]:
-    """The `extra` of a checkpoint. Raises as `load` does, but does not compare checksums."""
+    """Return the `extra` of a checkpoint. Raises as `load` does, but does not compare checksums."""
     return load_plain(_complete_folder(checkpoint) / "extra.pt")
 
 
 def step_of(checkpoint: str | Path) -> int:
-    """The step after which a checkpoint was written."""
+    """Return the step after which a checkpoint was written."""
     return int(Path(checkpoint).stem.removeprefix("step_"))
 
 
 def list_checkpoints(folder: str | Path) -> list[Path]:
-    """The complete checkpoints of a folder, oldest first."""
+    """Return the complete checkpoints of a folder, oldest first."""
     complete: dict[int, Path] = {}
     for path in sorted(Path(folder).glob("step_*")):  # a checkpoint sorts before the one it replaced
         if match := re.fullmatch(rf"step_(\d+)({re.escape(REPLACED)})?", path.name):
@@ -348,6 +354,7 @@ def export_model(trainer: PolicyTrainer, folder: str | Path, tokenizer: str | Pa
     if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").exists():
         raise FileExistsError(f"{folder} exists and is not a model: choose another folder")
     weights = split_experts(trainer.export_weights())
+
     if trainer.ranks.rank != 0:
         deque(weights, maxlen=0)  # takes part in gathering each
     else:
@@ -355,6 +362,7 @@ def export_model(trainer: PolicyTrainer, folder: str | Path, tokenizer: str | Pa
         shutil.rmtree(aside, ignore_errors=True)
         words = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
         planned = list(split_experts(trainer.export_weights(meta=True)))
+
         with room_for(folder, sum(tensor.nbytes for _, tensor in planned)), removed_on_error(aside):
             trainer.policy.save_config(aside, words)
             write_weights(aside, planned, weights)
@@ -364,9 +372,11 @@ def export_model(trainer: PolicyTrainer, folder: str | Path, tokenizer: str | Pa
                 sync_path(path)
             write_checksums(aside, [str(path.relative_to(aside)) for path in files])
             sync_path(aside)
+
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(aside, folder)
         sync_path(folder.parent)
+
     if trainer.ranks.mesh is not None:
         dist.barrier()
 
@@ -379,7 +389,7 @@ def set_aside(checkpoint: Path) -> Path:
 
 
 def _complete_folder(checkpoint: str | Path) -> Path:
-    """The checkpoint of this name, or the one it was replacing when its writer was killed."""
+    """Return the checkpoint of this name, or the one it was replacing when its writer was killed."""
     checkpoint = Path(checkpoint)
     replaced = checkpoint.with_suffix(REPLACED)
     folder = replaced if replaced.exists() and not checkpoint.exists() else checkpoint

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from .. import types
 
-# What a checkpoint may hold beside tensors and plain data: rollouts, and the arrays of verifiers that learn.
+# What a checkpoint may hold alongside tensors and plain data: rollouts, and the arrays of verifiers that learn.
 ALLOWED: tuple[type, ...] = (
     types.Completion,
     types.Episode,
@@ -79,7 +79,7 @@ def load_plain(file: Path | io.BytesIO, name: str = "a value in a shard") -> Any
 
 
 class Reader(dcp.FileSystemReader):
-    """Reads the metadata with the classes of torch's own metadata alone."""
+    """Reads the metadata with the classes of torch's own metadata only."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the metadata without running code from it. ValueError: it holds anything but plain data."""

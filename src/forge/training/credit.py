@@ -36,13 +36,15 @@ def record_rollouts(episodes: Iterable[Episode]) -> None:
             record_metric("accuracy", info["correct"])
         for name, part in ((info.get("parts") or {}) | (info.get("extras") or {})).items():
             record_metric(f"reward/{name}", part)
-        # Lengths are those of turns; an episode of one turn has none.
+
+        # Lengths are of turns; an episode of one turn has none.
         branches = (*episode.branches, episode)
         turns = [(turn.end - turn.start, turn.finish) for branch in branches for turn in branch.turns]
         for length, finish in turns or [(sum(episode.mask), info.get("finish", ""))]:
             tokens += length
             record_metric("generation/completion_length", length)
             record_metric("generation/truncated", finish == "length")
+
         # Metrics of dialogues only.
         if episode.turns:
             record_metric("episode/turns", info["turns"])
@@ -51,6 +53,7 @@ def record_rollouts(episodes: Iterable[Episode]) -> None:
             record_metric("episode/unread_calls", info["unread_calls"])
             for stop in ("terminated", "truncated", "max_turns", "max_tokens"):
                 record_metric(f"episode/{stop}", info["stop"] == stop)
+
     record_metric("generation/tokens", tokens, Reduce.SUM)
 
 
@@ -58,7 +61,7 @@ def record_rollouts(episodes: Iterable[Episode]) -> None:
 def make_batch(
     groups: Sequence[Group], algorithm: Algorithm, version: int, recorded: Sequence[Group] = (), **shares: Any
 ) -> Batch:
-    """The groups as one batch that trains weights `version`, with episode-level advantages.
+    """Return the groups as one batch that trains weights `version`, with episode-level advantages.
 
     Sequences without gradient are omitted, see `skip_idle`. Records the age of the groups in versions, and the share
     of groups without signal.
@@ -71,8 +74,10 @@ def make_batch(
     for age in (version - group.version for group in groups if group.version >= 0):
         record_metric("policy_age", age)
         record_metric("policy_age", age, Reduce.MAX)
+
     sequences = learnable_episodes(groups, algorithm)
     batch = pack(sequences, **shares)
+
     # Numbered in the order of the data: groups arrive in another one in each run, and mini-batches are drawn by number.
     groups = sorted(groups, key=lambda group: group.index)
     numbers = {
@@ -86,6 +91,7 @@ def make_batch(
         recorded_ids = {id(group) for group in recorded}
         is_recorded = np.repeat([id(groups[number]) in recorded_ids for number in batch.groups], batch.lengths)
         batch.recorded = np.where(is_recorded, np.cumsum(is_recorded) - 1, -1)
+
     trained = skip_idle(batch, algorithm)
     check_certificates(groups, int(batch.mask.sum()), int(trained.mask.sum()))
     return trained
@@ -113,8 +119,9 @@ def check_certificates(groups: Sequence[Group], packed_tokens: int, trained_toke
 
 
 def learnable_episodes(groups: Sequence[Group], algorithm: Algorithm) -> list[Episode]:
-    """The groups' episodes with advantages, in the order of the data, each after its earlier branches, which share its
-    advantage. ValueError: an episode has another number of advantages than trained tokens, or one is not finite."""
+    """Return the groups' episodes with advantages, in the order of the data, each after its earlier branches, which
+    share its advantage. ValueError: an episode has another number of advantages than trained tokens, or one is not
+    finite."""
     rewards = [group.rewards for group in groups]
     further = {}
     if "episodes" in inspect.signature(algorithm.advantages).parameters:
@@ -151,8 +158,8 @@ def give_advantage(episode: Episode, advantage: float | Sequence[float]) -> None
 
 
 def skip_idle(batch: Batch, algorithm: Algorithm) -> Batch:
-    """The batch without sequences of advantage 0, if the loss has no other term. The others keep their share of the
-    loss. A batch of such sequences only is returned unchanged."""
+    """Return the batch without sequences of advantage 0, if the loss has no other term. The others keep their share of
+    the loss. A batch of such sequences only is returned unchanged."""
     other_terms = algorithm.needs_reference or algorithm.entropy_coef or algorithm.whiten
     if other_terms or not (algorithm.within_group and algorithm.advantages_alone):
         return batch
@@ -188,6 +195,7 @@ def assign_credit(batch: Batch, algorithm: Algorithm) -> None:
     cost = torch.zeros_like(advantages)
     if kl_in_reward:
         cost = algorithm.beta * kl(select_trained("logprobs"), select_trained("ref_logprobs"), algorithm.kl)
+
     if algorithm.needs_critic:
         rewards = pad_sequences(select_trained("rewards") - cost, counts)
         values = pad_sequences(select_trained("values"), counts)
@@ -200,6 +208,7 @@ def assign_credit(batch: Batch, algorithm: Algorithm) -> None:
         # Without a critic, an undiscounted sum: what the rest of the episode will cost.
         future_cost, _ = gae(pad_sequences(cost, counts), torch.zeros_like(mask), mask)
         advantages = advantages - pack_sequences(future_cost, counts)
+
     if algorithm.whiten:
         advantages = whiten_values(advantages)
     batch.advantages[batch.mask] = advantages.numpy()

@@ -89,17 +89,22 @@ def join_ranks(
     else:
         device = torch.device(kind.type, rank % torch.accelerator.device_count())
         torch.accelerator.set_device_index(device.index)
+
     if world_size == 1 and not (cpu_offload or mesh):
         return Ranks(0, 1, device, None)
+
     # FSDP2 needs a process group even for a single process.
     if world_size == 1:
         store = dist.HashStore()
     elif store is None:
         raise ValueError(f"{world_size} ranks need a store in which they find one another")
+
     store.set_timeout(COLLECTIVE_TIMEOUT)
     backend = dist.get_default_backend_for_device(device)
+
     # gloo sums offloaded gradients in host memory, for their norm.
     backend = f"cpu:gloo,{device.type}:{backend}" if cpu_offload else backend
+
     # NCCL would otherwise guess the device of a rank from its number.
     bound = device if device.type == "cuda" else None
     dist.init_process_group(
@@ -109,7 +114,7 @@ def join_ranks(
 
 
 def lay_out(layout: Parallelism, device: torch.device) -> Ranks:
-    """The mesh and groups of this rank in the process group; every rank must call this with the same layout.
+    """Return the mesh and groups of this rank in the process group; every rank must call this with the same layout.
 
     Raises:
         ValueError: see `Parallelism.over`.
@@ -122,10 +127,12 @@ def lay_out(layout: Parallelism, device: torch.device) -> Ranks:
     context = layout.context_parallel_degree
     tensor = layout.tensor_parallel_degree
     assert copies is not None
+
     # Context parallelism divides tokens only: for the weights its ranks are data-parallel ones.
     dims = {"replicate": copies, "shard": shards * context, "tensor": tensor}
     dims = {name: size for name, size in dims.items() if size > 1 or name == "shard"}
     mesh = init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+
     # Each group is the ranks that differ in some of these dimensions only.
     everyone = torch.arange(world_size).view(copies * shards, context, tensor)
     return Ranks(
@@ -142,7 +149,7 @@ def lay_out(layout: Parallelism, device: torch.device) -> Ranks:
 
 
 def _make_group(rows: torch.Tensor, rank: int) -> RankGroup:
-    """The group of this rank's row of [groups, size]; every rank must call this with the same rows."""
+    """Return the group of this rank's row of [groups, size]; every rank must call this with the same rows."""
     if rows.shape[1] == 1:
         return ALONE
     if len(rows) == 1:
@@ -190,7 +197,7 @@ PINNED = ("cuda", "xpu")  # devices that copy from page-locked memory by themsel
 
 
 def to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """The tensors on `device`, by one copy. On a CPU they are the same ones.
+    """Return the tensors on `device`, by one copy. On a CPU they are the same ones.
 
     A copy from pageable memory waits until the device has done all that it was given: with one for each tensor, an
     H100 was idle 18 times a micro-batch, while the host prepared the next.

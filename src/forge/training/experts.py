@@ -2,7 +2,7 @@
 
 Router replay (Ma et al. 2025, arXiv 2510.11370): the engine and the trainer compute with different kernels, a router
 close to a tie then picks another expert, and the token's log-probability jumps. The trainer takes the experts that the
-engine recorded. The gates are those of its own router, so that the router learns.
+engine recorded. The gates come from its own router, so that the router learns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..types import UNKNOWN_EXPERT
 
 
 class Routers:
-    """The routers of a model: those of transformers' Qwen3-MoE and OLMoE, which return logits, gates and experts.
+    """The routers of transformers' Qwen3-MoE and OLMoE, which return logits, gates and experts.
 
     `begin` before a forward pass, `take` after it; a backward pass that recomputes activations routes as the forward
     pass before it.
@@ -51,8 +51,8 @@ class Routers:
         self._real = real
 
     def take(self) -> Tensor:
-        """The load of experts over this rank's real tokens, [2, layers, E], float32: the number of tokens of each
-        expert, and the sums of its probabilities, which alone have a gradient."""
+        """Return the load of experts over this rank's real tokens, [2, layers, E], float32: the number of tokens of
+        each expert, and the sums of its probabilities, the only ones with a gradient."""
         assert self._routed is not None
         probabilities = torch.stack([probs[: self._real].sum(0) for probs, _ in self._routed])
         experts = torch.stack([experts[: self._real].flatten() for _, experts in self._routed])
@@ -68,8 +68,8 @@ class Routers:
         return logits, *self.route(number, logits.float().softmax(-1), gates, experts)
 
     def route(self, number: int, probabilities: Tensor, gates: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
-        """The gates and experts that a layer takes, both [tokens, k], in place of its router's.
-        probabilities: [tokens, E], float32."""
+        """Return the gates and experts that a layer takes, both [tokens, k], instead of its router's. probabilities:
+        [tokens, E], float32."""
         if self._replayed is not None:
             recorded = self._replayed[:, number]
             experts = torch.where(recorded == UNKNOWN_EXPERT, experts, recorded)
@@ -83,9 +83,10 @@ class Routers:
 
 
 def balance_loss(local: Tensor, everyone: Tensor, k: int) -> Tensor:
-    """A rank's share in the loss that balances experts, a scalar; shares add up to the loss over all ranks' tokens.
+    """Return a rank's share in the loss that balances experts, a scalar; shares add up to the loss over all ranks'
+    tokens.
 
-    The loss is that of Fedus et al. 2021 (Switch Transformer, equations 4 to 6) as transformers computes it, over all
+    The loss follows Fedus et al. 2021 (Switch Transformer, equations 4 to 6) as transformers computes it, over all
     layers together: E * sum over experts of (tokens per expert / rows) * (probability / rows), where each token is a
     row in each layer. The first factor has no gradient: it is taken from `everyone`, the load of all ranks in a
     micro-batch (Qiu et al. 2025, arXiv 2501.11873).
@@ -96,8 +97,8 @@ def balance_loss(local: Tensor, everyone: Tensor, k: int) -> Tensor:
 
 
 def load_metrics(load: Tensor, layers: list[int], k: int) -> dict[str, float]:
-    """Metrics of a load in host memory: by layer `experts/max_share_<layer>`, the share of tokens that went to the
-    busiest expert (k / E to 1), and `experts/entropy_<layer>` of the load, in nats (at most log E); and
+    """Return metrics of a load in host memory: by layer `experts/max_share_<layer>`, the share of tokens that went to
+    the busiest expert (k / E to 1), and `experts/entropy_<layer>` of the load, in nats (at most log E); and
     `router_aux_loss` over all layers."""
     shares = load[0] / load[0].sum(1, keepdim=True)
     metrics = {"router_aux_loss": float(balance_loss(load, load, k))}

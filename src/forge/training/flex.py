@@ -56,11 +56,13 @@ class Runs(NamedTuple):
         for run in reversed(range(len(lengths))):
             if parents[run] >= 0:
                 size[parents[run]] += size[run]
+
         # A run's number is the first free one of its parent's interval.
         before = [0] * len(lengths)
         first = list[int]()
         free = list[int]()
         roots = 0
+
         for run, parent in enumerate(parents):
             if parent < 0:
                 first.append(roots)
@@ -70,19 +72,20 @@ class Runs(NamedTuple):
                 free[parent] += size[run]
                 before[run] = before[parent] + lengths[parent]
             free.append(first[run] + 1)
+
         numbers = np.array(first)
         return cls(numbers, numbers + np.array(size), np.array(lengths), np.array(before))
 
     def columns(self) -> dict[str, Tensor]:
-        """The attributes of `TreeMask` for each token, [tokens]."""
+        """Return the attributes of `TreeMask` for each token, [tokens]."""
         starts = self.lengths.cumsum() - self.lengths
         position = np.arange(self.lengths.sum()) + (self.before - starts).repeat(self.lengths)
         arrays = {"first": self.first.repeat(self.lengths), "end": self.end.repeat(self.lengths), "position": position}
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def long_sequences(self) -> list[int]:
-        """Lengths of the sequences that lie one after the other; empty if some continue the same run, or are short.
-        Those of one token, such as padding, may be at the end."""
+        """Return lengths of the sequences that lie one after the other; empty if some continue the same run, or are
+        short. Those of one token, such as padding, may be at the end."""
         begins = self.before == 0
         follows = self.before[1:] == (self.before + self.lengths)[:-1]
         # A run may have as many tokens before it without continuing its neighbour.
@@ -96,14 +99,15 @@ class Runs(NamedTuple):
         return lengths.tolist() if count and is_long else []
 
     def blocks(self, window: int | None) -> tuple[np.ndarray, np.ndarray]:
-        """Which blocks of keys the queries of a block see: some pairs of tokens, and all of them; bool [blocks, blocks]
-        each.
+        """Return which blocks of keys the queries of a block see: some pairs of tokens, and all of them; bool [blocks,
+        blocks] each.
 
         A run is cut where a block ends. Positions of a piece are an interval, and so are the distances between those
         of two pieces: for 3 to 5 and 1 to 2 they are 1 to 4. With a window of 3 some distances are below it, not all.
         """
         ends = self.lengths.cumsum()
         tokens = int(ends[-1])
+
         # Pieces of runs within a block, each with its run and the interval of its positions.
         cuts = np.unique(np.concatenate([[0], ends, np.arange(BLOCK, tokens, BLOCK)]))
         starts = cuts[:-1]
@@ -111,6 +115,7 @@ class Runs(NamedTuple):
         run = np.searchsorted(ends, starts, side="right")
         low = self.before[run] + starts - (ends - self.lengths)[run]
         high = low + stops - starts - 1
+
         # Whether one piece continues the other's run, and sees some or all of its keys.
         first = self.first[run]
         end = self.end[run]
@@ -119,15 +124,18 @@ class Runs(NamedTuple):
         furthest = high[:, None] - low
         some = continues & (furthest >= 0)
         every = continues & (nearest >= 0)
+
         if window is not None:
             some &= nearest < window
             every &= furthest < window
+
         # Pieces to blocks.
         heads = np.searchsorted(starts, np.arange(0, tokens, BLOCK))
         some = np.logical_or.reduceat(np.logical_or.reduceat(some, heads, axis=0), heads, axis=1)
         every = np.logical_and.reduceat(np.logical_and.reduceat(every, heads, axis=0), heads, axis=1)
         if tokens % BLOCK:  # padding beyond the last token sees nothing
             every[-1] = every[:, -1] = False
+
         return some, every
 
 
@@ -147,18 +155,18 @@ class TreeMask:
 
     @classmethod
     def of(cls, lengths: list[int], parents: list[int]) -> TreeMask:
-        """The mask of runs that lie back to back, in host memory; parents come before, -1 is none."""
+        """Return the mask of runs that lie back to back, in host memory; parents come before, -1 is none."""
         runs = Runs.of(lengths, parents)
         return cls(runs, **runs.columns())
 
     def sees(self, query: Tensor, key: Tensor, window: int | Tensor | None = None) -> Tensor:
-        """Whether tokens see others, by index in the pack; `window` counts the token itself."""
+        """Return whether tokens see others, by index in the pack; `window` counts the token itself."""
         first, position = self.first, self.position
         visible = (first[key] <= first[query]) & (first[query] < self.end[key]) & (position[key] <= position[query])
         return visible if window is None else visible & (position[query] - position[key] < window)
 
     def blocks(self, window: int | None) -> BlockMask:
-        """The mask as FlexAttention takes it; made once for each kind of attention of a model.
+        """Return the mask as FlexAttention takes it; made once for each kind of attention of a model.
 
         It is made from the runs, in host memory: `create_block_mask` asks for every pair of tokens, compiles that
         first, and takes an H100 .6 ms for 8,192 tokens, and 64 times that for 65,536.
@@ -166,6 +174,7 @@ class TreeMask:
         if window not in self._blocks:
             count = len(self.first)
             device = self.first.device
+
             # A tensor: as a number it would be compiled into the kernels, or be a symbol that inductor lacks in places.
             size = None if window is None else torch.full((), window, device=device)
 
@@ -183,11 +192,12 @@ class TreeMask:
             self._blocks[window] = BlockMask(
                 (count, count), **on_device, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=is_visible
             )
+
         return self._blocks[window]
 
 
 def order_blocks(blocks: np.ndarray) -> tuple[Tensor, Tensor]:
-    """The number of true columns of each row of a bool matrix, [1, 1, rows], and the columns, true ones first,
+    """Return the number of true columns of each row of a bool matrix, [1, 1, rows], and the columns, true ones first,
     [1, 1, rows, columns]; int32."""
     columns = torch.from_numpy((~blocks).argsort(axis=1, kind="stable").astype(np.int32))
     return torch.from_numpy(blocks.sum(1, dtype=np.int32))[None, None], columns[None, None]
@@ -215,11 +225,12 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, blocks: BlockMas
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float | None) -> Tensor:
-    """`tree_attention` of sequences of these lengths, one after the other; those of one token come last."""
+    """`tree_attention` of sequences of these lengths, one after the other; single tokens come last."""
     group = query.shape[1] // key.shape[1]
     longer = [length for length in lengths if length > 1]
     parts = []
     start = 0
+
     with sdpa_kernel(CAUSAL, set_priority=True) if query.device.type == "cuda" else nullcontext():
         for length in longer:
             # Whole tiles: cuDNN's backward pass had NaN where the last was half empty (pytorch/pytorch#196678). Real
@@ -229,6 +240,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[in
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=group > 1)
             parts.append(out[0, :, :length].transpose(0, 1))
             start += length
+
     if len(longer) < len(lengths):
         # One key: the result is its value.
         parts.append(value[0, :, start:].repeat_interleave(group, 0).transpose(0, 1))

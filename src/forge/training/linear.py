@@ -1,7 +1,7 @@
 """Linear layers: float32 products through oneDNN, and token log-probabilities without the logits' matrix.
 
 torch gives float32 products on CPU to MKL, which keeps to AVX2 on processors that are not Intel's; oneDNN uses AVX-512
-on all of them, at more than twice the speed, and with AVX2 alone is a little faster too (docs/benchmarks.md).
+on all of them, at more than twice the speed, and with AVX2 only is a little faster too (docs/benchmarks.md).
 The results differ by rounding only.
 """
 
@@ -82,12 +82,12 @@ def speed_up(model: nn.Module) -> None:
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """The tensor in float32, or unchanged in float64."""
+    """Return the tensor in float32, or unchanged in float64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def rows_of_chunk(device: torch.device, vocabulary: int) -> int:
-    """The number of rows whose logits are computed at a time."""
+    """Return the number of rows whose logits are computed at a time."""
     if type_of(device) == "cpu":
         return CHUNK
     return max(CHUNK, CHUNK_BYTES // (4 * vocabulary) // ROWS * ROWS)
@@ -101,7 +101,8 @@ def wide_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def scores_of(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The label's log-probability, the log-normaliser and the entropy of each row of logits [rows, vocabulary]."""
+    """Return the label's log-probability, the log-normaliser and the entropy of each row of logits [rows,
+    vocabulary]."""
     logits = logits / temperature
     normaliser = logits.logsumexp(-1)
     logp = logits - normaliser[:, None]
@@ -118,7 +119,7 @@ def gradient_of(
     temperature: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The gradient of logits [rows, vocabulary] from the gradients of each row's scores, in `dtype`.
+    """Return the gradient of logits [rows, vocabulary] from the gradients of each row's scores, in `dtype`.
 
     d logp(y) / d logit_j = [j = y] - p_j   and   d H / d logit_j = -p_j (logp_j + H)
     """
@@ -130,7 +131,7 @@ def gradient_of(
 
 @lru_cache
 def _compile_function(function: Callable[..., A]) -> Callable[..., A]:
-    """A function compiled for any number of rows: one pass over the logits instead of ten."""
+    """Return a function compiled for any number of rows: one pass over the logits instead of ten."""
     return torch.compile(function, dynamic=True)
 
 
@@ -151,13 +152,16 @@ class _TokenLogprobs(torch.autograd.Function):
                 entropy = -(logp.exp() * logp).sum(-1)
             else:
                 logprob, normaliser, entropy = _fuse_function(scores_of, h)(wide_product(h, head), y, temperature)
+
             logprobs.append(logprob)
             normalisers.append(normaliser)
             entropies.append(entropy)
+
         normaliser = torch.cat(normalisers)
         entropy = torch.cat(entropies)
         ctx.save_for_backward(hidden, weight, labels, normaliser, entropy)
         ctx.temperature, ctx.chunk = temperature, chunk
+
         return torch.cat(logprobs), entropy
 
     @staticmethod
@@ -170,6 +174,7 @@ class _TokenLogprobs(torch.autograd.Function):
             # Accumulated in float32: thousands of small bf16 additions would be lost.
             wide = torch.promote_types(weight.dtype, torch.float32)
             grad_weight = torch.zeros_like(weight, dtype=wide)
+
         rows = (x.split(ctx.chunk) for x in (hidden, labels, normaliser, entropy, grad_logprobs, grad_entropy))
         start = 0
         for h, y, lse, ent, g_logp, g_ent in zip(*rows, strict=True):
@@ -183,22 +188,25 @@ class _TokenLogprobs(torch.autograd.Function):
             else:
                 logits = wide_product(h, head)
                 grad = _fuse_function(gradient_of, h)(logits, y, lse, ent, g_logp, g_ent, ctx.temperature, hidden.dtype)
+
             grad_hidden[start : start + len(h)] = multiply_transposed(grad, head.T)
             if grad_weight is not None:
                 grad_weight += wide_product(grad.T, h.T)
             start += len(h)
+
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
 def _fuse_function(function: Callable[..., A], rows: Tensor) -> Callable[..., A]:
-    """The function, compiled on a GPU."""
+    """Return the function, compiled on a GPU."""
     return _compile_function(function) if type_of(rows.device) in ("cuda", "xpu") else function
 
 
 def token_logprobs(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, temperature: float = 1.0, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of `labels`, and entropies, under softmax(hidden @ weight.T / temperature); differentiable.
+    """Return log-probabilities of `labels`, and entropies, under softmax(hidden @ weight.T / temperature);
+    differentiable.
 
     Args:
         hidden: [tokens, dim]; weight: [vocabulary, dim]; labels: [tokens].

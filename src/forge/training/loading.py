@@ -30,8 +30,8 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or
 def on_meta(
     kind: Any, path: str | Path, dtype: torch.dtype, *, new: Collection[str] = (), **settings: Any
 ) -> tuple[PreTrainedModel, set[str]] | None:
-    """A model whose parameters are on the meta device, for `fill`, but buffers are real; and which weights of `new` the
-    folder lacks, which are real and without values.
+    """Return a model whose parameters are on the meta device, for `fill`, but buffers are real; and which weights of
+    `new` the folder lacks, which are real and without values.
 
     None: transformers has to load it. The folder is not local or has no safetensors files, or lacks other weights, as
     it does if transformers renames or converts them, or they are quantised or adapters.
@@ -43,6 +43,7 @@ def on_meta(
     folder = Path(path)
     if not folder.is_dir() or (folder / "adapter_config.json").exists():
         return None
+
     # Weights that transformers converts have other names or values than the files.
     config = AutoConfig.from_pretrained(path, **settings, trust_remote_code=False)
     if any(getattr(config, name, None) for name in ("quantization_config", "transformers_weights")):
@@ -52,19 +53,23 @@ def on_meta(
     files = files_of(folder)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     missing = {name for name, _ in split_experts(model.named_parameters())} - files.keys()
+
     if missing - set(new) or model.state_dict().keys() - parameters.keys():
         return None
     for name in missing:
         module, _, key = name.rpartition(".")
         setattr(model.get_submodule(module), key, nn.Parameter(torch.empty_like(parameters[name], device="cpu")))
+
     # Buffers are computed, not read.
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = torch.empty_like(buffer, device="cpu")
+
     model.initialize_weights()  # of the buffers; on the meta device it does nothing
     model.config.name_or_path = str(path)
     if model.can_generate() and (folder / GENERATION_CONFIG_NAME).exists():
         model.generation_config = GenerationConfig.from_dict(read_json(folder / GENERATION_CONFIG_NAME))
+
     return model, missing
 
 
@@ -89,7 +94,7 @@ def read_weights(tensors: Mapping[str, Tensor], folder: Path) -> None:
     Raises:
         ValueError: the files lack a tensor, or it has another shape; names it.
     """
-    # Files have each expert by itself, models a stack of them, which is sharded along its first dimension alone.
+    # Files have each expert by itself, models a stack of them, which is sharded along its first dimension only.
     parts: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         boxes = local_boxes(tensor.detach())
@@ -104,12 +109,13 @@ def read_weights(tensors: Mapping[str, Tensor], folder: Path) -> None:
         if tuple(stored[name].size) != tuple(tensor.shape):
             shapes = f"{tuple(stored[name].size)}, the model has {tuple(tensor.shape)}"
             raise ValueError(f"{folder}: tensor {name!r} has shape {shapes}")
+
     dcp.load(parts, storage_reader=reader, no_dist=True)
 
 
 def files_of(folder: Path) -> dict[str, Path]:
-    """The safetensors file of each tensor of a model folder, by name; empty if there is none. Of several sets the one
-    that transformers reads."""
+    """Return the safetensors file of each tensor of a model folder, by name; empty if there is none. Of several sets
+    the one that transformers reads."""
     if (single := folder / SAFE_WEIGHTS_NAME).is_file():
         with safe_open(single, framework="pt") as opened:
             return dict.fromkeys(opened.keys(), single)
@@ -131,7 +137,7 @@ def write_weights(
     """Write tensors under these names into a folder, in several files with an index if they are larger than `largest`.
 
     Args:
-        planned: tensors without values, whose names, shapes and dtypes are those of `named_tensors`, in the same order.
+        planned: tensors without values, whose names, shapes and dtypes equal `named_tensors`', in the same order.
 
     Raises:
         ValueError: a tensor is not the planned one; names it.
@@ -146,6 +152,7 @@ def write_weights(
         places = [size, size + tensor.nbytes]
         headers[-1][name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": places}
         size, total, parameters = places[1], total + tensor.nbytes, parameters + tensor.numel()
+
     files = [SAFE_WEIGHTS_NAME]
     if len(headers) > 1:
         files = [f"model-{i:05d}-of-{len(headers):05d}.safetensors" for i in range(1, len(headers) + 1)]
@@ -154,6 +161,7 @@ def write_weights(
             "weight_map": {name: file for file, header in zip(files, headers, strict=True) for name in header},
         }
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
     remaining = iter(named_tensors)
     # Then the tensors, in the same order, one in memory at a time.
     for file, header in zip(files, headers, strict=True):
@@ -168,5 +176,6 @@ def write_weights(
                 values: Any = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
                 opened.write(values)
                 del tensor, values  # before the next one is made
+
     for received, _ in remaining:
         raise ValueError(f"{received!r} was not planned")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .linear import FastLinear
 from .settings import LoraSettings
 
-SCORE = "score.weight"  # the scalar head, which trains beside the adapters
+SCORE = "score.weight"  # the scalar head, which trains alongside the adapters
 
 
 class LoraLinear(FastLinear):
@@ -44,9 +44,11 @@ def add_adapters(model: nn.Module, settings: LoraSettings) -> None:
         raise ValueError(f"lora.targets: the model has no linear layers {unknown}; its linear layers are {names}")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name == SCORE)
+
     for path, module in backbone.items():
         if path.rpartition(".")[2] not in targets:
             continue
+
         # `loading.fill` reads only the layer, not its adapter: that one is never on the meta device.
         device = torch.device("cpu") if module.weight.is_meta else module.weight.device
         dtype = module.weight.dtype
@@ -55,6 +57,7 @@ def add_adapters(model: nn.Module, settings: LoraSettings) -> None:
         generator = torch.Generator().manual_seed(zlib.crc32(path.encode()))
         nn.init.kaiming_uniform_(a.weight, math.sqrt(5), generator=generator)
         nn.init.zeros_(b.weight)
+
         # The module keeps its place in the model and its parameters' names.
         module.__class__ = LoraLinear
         assert isinstance(module, LoraLinear)

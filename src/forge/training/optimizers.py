@@ -43,7 +43,7 @@ def begin_state(optimizer: torch.optim.Optimizer) -> None:
     """Make the state that an optimiser has before its first step, where it has none. All ranks must call this.
 
     torch's `get_state_dict` makes it by a step without gradient at rate 0, which is counted: the bias corrections of
-    the first real step would be those of the second.
+    the first real step would be the second's.
     """
     if optimizer.state:
         return
@@ -57,7 +57,7 @@ class MixedAdamW(torch.optim.Optimizer):
     """AdamW, computed in float32, with state of any dtype.
 
     With bfloat16 weights and float32 state, `remainder` holds what rounding took from each weight, the low 16 bits of
-    its float32 value. The two together are that value, so that no update is lost: training is that of float32 weights.
+    its float32 value. The two together are that value, so that no update is lost: training equals float32 weights'.
 
     Args:
         dtype: of the state; None: the dtype of each weight.
@@ -96,6 +96,7 @@ class MixedAdamW(torch.optim.Optimizer):
         assert parameter.grad is not None
         if not self.state[parameter]:
             self.state[parameter] = self._make_state(parameter)
+
         # On this rank's part, in float32: the stored tensors themselves where they are float32.
         state = {name: local_part(value) for name, value in self.state[parameter].items()}
         weight = local_part(parameter)
@@ -134,7 +135,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def join_bits(weight: Tensor, remainder: Tensor) -> Tensor:
-    """The float32 tensor that `split_bits` has written to a bfloat16 and an int16 tensor."""
+    """Return the float32 tensor that `split_bits` has written to a bfloat16 and an int16 tensor."""
     return ((weight.view(torch.int16).int() << 16) + remainder.int()).view(torch.float32)
 
 

@@ -87,9 +87,11 @@ def rank_tokens(batch: Batch, lag: int, ranks: Ranks) -> RankTokens:
     parents = tree.parents + [-1] * surplus
     tokens = F.pad(torch.from_numpy(batch.tokens[tree.source]), (0, surplus))
     positions = F.pad(torch.from_numpy(tree.positions), (0, surplus))
+
     local = tokens.chunk(sequence.size)[sequence.rank]
     first = sequence.rank * len(local)
     real = min(max(len(tree.source) - first, 0), len(local))
+
     # Which rank has the state that each trained token is read from.
     trained = np.flatnonzero(batch.mask)
     read = torch.from_numpy(tree.index[trained - lag])
@@ -104,10 +106,12 @@ def rank_tokens(batch: Batch, lag: int, ranks: Ranks) -> RankTokens:
         "labels": torch.from_numpy(batch.tokens[trained])[local_reads],
         "order": torch.empty_like(by_rank).scatter_(0, by_rank, torch.arange(len(by_rank))),
     }
+
     if batch.experts is not None:
         experts = torch.from_numpy(batch.experts[tree.source[first : first + real]]).long()
         columns["experts"] = F.pad(experts, (0, 0, 0, 0, 0, len(local) - real), value=UNKNOWN_EXPERT)
-    # All tensors go to the device in one copy, those of an accelerator's mask among them.
+
+    # All tensors go to the device in one copy, including an accelerator's mask.
     runs = None if type_of(device) == "cpu" else Runs.of(lengths, parents)
     if runs is not None:
         columns |= runs.columns()
@@ -116,12 +120,13 @@ def rank_tokens(batch: Batch, lag: int, ranks: Ranks) -> RankTokens:
         layout = PackedLayout.of(lengths, device, parents)
     else:
         layout = PackedLayout.masked(TreeMask(runs, *(on_device.pop(name) for name in ("first", "end", "position"))))
+
     counts = torch.bincount(rank, minlength=sequence.size).tolist()
     return RankTokens(layout=layout, experts=on_device.pop("experts", None), real=real, counts=counts, **on_device)
 
 
 def count_padding(tokens: int, ranks: int, device: torch.device) -> int:
-    """The number of tokens to add to a pack of `tokens`, which `ranks` share."""
+    """Return the number of tokens to add to a pack of `tokens`, which `ranks` share."""
     if type_of(device) == "cpu":
         return -tokens % lcm(ROWS, ranks)
     return max(tokens, MIN_TOKENS) + -max(tokens, MIN_TOKENS) % lcm(BLOCK, ranks) - tokens
@@ -156,7 +161,7 @@ class PackedModel(nn.Module):
         self.model.save_pretrained(folder, state_dict={})
 
     def states(self, batch: Batch, lag: int) -> tuple[Tensor, RankTokens, Ranks]:
-        """The backbone's states [read, dim], `lag` tokens before those with mask True, of this rank's tokens."""
+        """Return the backbone's states [read, dim], `lag` tokens before those with mask True, of this rank's tokens."""
         ranks = self.ranks or Ranks(0, 1, next(self.model.parameters()).device, None)
         local = rank_tokens(batch, lag, ranks)
         limit = rotary_limit(self.model.config)
@@ -165,6 +170,7 @@ class PackedModel(nn.Module):
             raise ValueError(
                 f"a sequence of {length} tokens: beyond {limit[0]} this model's {limit[1]} is not supported"
             )
+
         if self.routers is not None:
             self.routers.begin(local.experts, local.real)
         hidden = self.model.model(
@@ -174,6 +180,7 @@ class PackedModel(nn.Module):
             layout=local.layout,
             context=ranks.context,
         ).last_hidden_state[0]
+
         return hidden[local.state_indices], local, ranks
 
 
@@ -212,7 +219,7 @@ class Policy(PackedModel):
         return cls(model)
 
     def forward(self, batch: Batch, temperature: float = 1.0) -> TokenScores:
-        """Log-probability and entropy of each token with mask True."""
+        """Return log-probability and entropy of each token with mask True."""
         states, local, ranks = self.states(batch, lag=1)  # the state at t - 1 predicts token t
         scores = token_logprobs(states, self.model.lm_head.weight, local.labels, temperature=temperature)
         return TokenScores(*gather_scores(scores, local.counts, ranks.sequence, local.order))
@@ -255,6 +262,7 @@ class ScalarModel(PackedModel):
             raise ValueError(f"{path} has {classes.num_labels} classes: a {head} model has one scalar per token")
         kind = AutoModelForSequenceClassification
         built = on_meta(kind, path, dtype, new={SCORE}, num_labels=1) if meta else None
+
         if built is not None:
             model, missing = built
         else:
@@ -268,20 +276,24 @@ class ScalarModel(PackedModel):
                     trust_remote_code=False,
                     use_safetensors=True,
                 )
+
             missing = info["missing_keys"]
+
         if lacking := sorted(missing - {SCORE}):
             raise ValueError(f"{path} lacks {len(lacking)} weights of a {head} model, {lacking[0]!r} among them")
+
         # A causal language model's backbone: the head is new.
         if missing:
             score = model.get_parameter(SCORE).data
             spread = 0.0 if head == "value" else (score.shape[1] + 1) ** -0.5
             score.copy_(torch.randn(score.shape, generator=torch.Generator().manual_seed(0)) * spread)
+
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return cls(model, lag=1 if head == "value" else 0)
 
     def forward(self, batch: Batch, temperature: float = 1.0) -> TokenValues:
-        """One scalar for each token with mask True; the temperature is ignored."""
+        """Return one scalar for each token with mask True; the temperature is ignored."""
         states, local, ranks = self.states(batch, self.lag)
         # In float32 for any dtype of the backbone: in bfloat16 100 and 100.4 are equal.
         with torch.autocast(type_of(states.device), enabled=False):
@@ -310,7 +322,7 @@ class FusedNorm(nn.Module):
     variance_epsilon: float
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """The norm over the last dimension, [..., dim] to [..., dim]."""
+        """Return the norm over the last dimension, [..., dim] to [..., dim]."""
         if type_of(hidden_states.device) == "cpu":
             return super().forward(hidden_states)
         weight = self.weight.to(hidden_states.dtype)

@@ -30,7 +30,7 @@ class OptimizerSettings(Section):
     """`adamw`, or a class of torch's interface that takes groups, `lr`, `betas` and `eps`, such as
     `torchao.optim:AdamW8bit` ([parallelism.md](parallelism.md))."""
     optimizer_dtype: Literal["float32", "bfloat16"] | None = None
-    """Data type of the optimiser's state; null: that of the weights. float32 with bfloat16 weights keeps their low bits
+    """Data type of the optimiser's state; null: the weights'. float32 with bfloat16 weights keeps their low bits
     as well: no update is lost, at 14 bytes a parameter. bfloat16 with float32 weights: 12 bytes."""
     learning_rate: float = Field(1e-6, ge=0)
     """Peak learning rate."""
@@ -66,12 +66,12 @@ class OptimizerSettings(Section):
             )
 
     def kind(self, weights_dtype: str) -> str:
-        """The optimiser, and the dtype of its state where the weights have another."""
+        """Return the optimiser, and the dtype of its state where the weights have another."""
         differs = self.optimizer_dtype not in (None, weights_dtype)
         return f"{self.optimizer} with {self.optimizer_dtype} state" if differs else self.optimizer
 
     def scale(self, step: int) -> float:
-        """Share of the peak rate at optimiser step `step` (from 0)."""
+        """Return share of the peak rate at optimiser step `step` (from 0)."""
         # Step 0 has a rate above 0: it would be wasted otherwise.
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
@@ -128,8 +128,8 @@ class PassSettings(Section):
 
 
 class LoraSettings(Section):
-    """Train low-rank factors beside frozen weights (Hu et al. 2021): W + (alpha / rank) B A. Null trains all weights.
-    Generators receive the adapters alone; exports are merged."""
+    """Train low-rank factors next to frozen weights (Hu et al. 2021): W + (alpha / rank) B A. Null trains all weights.
+    Generators receive the adapters only; exports are merged."""
 
     rank: PositiveInt = 16
     """Rank of each layer's update."""
@@ -139,7 +139,7 @@ class LoraSettings(Section):
     """Names of linear layers, without the path to them; null: all of attention and feed-forward, but experts."""
 
     def layers(self, linear_layers: Iterable[str]) -> tuple[str, ...]:
-        """The names of the linear layers that get an adapter, in a model that has `linear_layers`."""
+        """Return the names of the linear layers that get an adapter, in a model that has `linear_layers`."""
         if self.targets is not None:
             return tuple(self.targets)
         return tuple(name for name in (*TARGETS, *FUSED) if name in linear_layers)
@@ -159,7 +159,7 @@ class PolicySettings(PassSettings):
 
 
 class Parallelism(Section):
-    """Degrees whose product is the number of ranks: `services.trainer.procs`, the critic's, and that of a reference
+    """Degrees whose product is the number of ranks: `services.trainer.procs`, the critic's, and a reference
     model of several processes."""
 
     data_parallel_replicate_degree: int | None = None
@@ -171,13 +171,13 @@ class Parallelism(Section):
     context_parallel_degree: int = 1
     """Ranks that share the weights, the tokens of a sequence and, in attention, the heads (Ulysses)."""
     expert_parallel_degree: int = 1
-    """For a mixture of experts: neighbouring ranks, out of those of shards and context, that divide the experts between
+    """For a mixture of experts: neighbouring ranks, out of shard and context ranks, that divide the experts between
     them and exchange tokens instead of weights ([mixtures.md](mixtures.md)). Needs `trainer.backend` titan."""
     pipeline_parallel_degree: int = 1
     """1: pipelines are not supported."""
 
     def over(self, ranks: int, subject: str | None = None) -> Parallelism:
-        """All degrees, filled in for a number of ranks, which errors call `subject`.
+        """Return all degrees, filled in for a number of ranks, which errors call `subject`.
 
         Raises:
             ValueError: an invalid or unsupported degree, or a product that is not the number of ranks.
@@ -185,22 +185,26 @@ class Parallelism(Section):
         subject = subject or f"the trainer's {ranks} ranks"
         replicate = self.data_parallel_replicate_degree
         shard = self.data_parallel_shard_degree
+
         # Degrees by themselves.
         if self.pipeline_parallel_degree != 1:
             raise ValueError(
                 f"parallelism.pipeline_parallel_degree = {self.pipeline_parallel_degree} is not supported: set it to 1 "
                 "and raise data_parallel_shard_degree, tensor_parallel_degree or context_parallel_degree"
             )
+
         degrees = ("data_parallel_replicate", "tensor_parallel", "context_parallel", "expert_parallel")
         for name in (f"{kind}_degree" for kind in degrees):
             if (degree := getattr(self, name)) is not None and degree < 1:
                 raise ValueError(f"parallelism.{name} must be at least 1, got {degree}")
+
         # Their product with the number of ranks.
         if ranks % (self.tensor_parallel_degree * self.context_parallel_degree):
             raise ValueError(
                 f"parallelism: tensor_parallel_degree * context_parallel_degree = {self.tensor_parallel_degree} * "
                 f"{self.context_parallel_degree} does not divide {subject}"
             )
+
         # Data parallelism has the ranks that tensor and context parallelism leave; -1 and null are the remaining ones.
         data = ranks // (self.tensor_parallel_degree * self.context_parallel_degree)
         remark = "" if data == ranks else f", of which tensor and context parallelism leave {data}"
@@ -209,6 +213,7 @@ class Parallelism(Section):
                 raise ValueError(
                     f"parallelism.data_parallel_{name}_degree = {degree} does not divide {subject}{remark}"
                 )
+
         if shard == -1:
             shard = data // (replicate or 1)
         replicate = replicate or data // shard
@@ -217,17 +222,19 @@ class Parallelism(Section):
                 f"parallelism: data_parallel_replicate_degree * data_parallel_shard_degree = {replicate} * {shard} "
                 f"does not make {subject}{remark}"
             )
+
         # Experts are divided among the ranks that shard a layer.
         if (shard * self.context_parallel_degree) % self.expert_parallel_degree:
             raise ValueError(
                 f"parallelism.expert_parallel_degree = {self.expert_parallel_degree} does not divide "
                 f"data_parallel_shard_degree * context_parallel_degree = {shard} * {self.context_parallel_degree}"
             )
+
         filled = {"data_parallel_replicate_degree": replicate, "data_parallel_shard_degree": shard}
         return self.model_copy(update=filled)
 
     def shares(self, ranks: int) -> int:
-        """The parts that the weights are divided into; raises as `over` does."""
+        """Return the parts that the weights are divided into; raises as `over` does."""
         layout = self.over(ranks)
         return layout.data_parallel_shard_degree * layout.context_parallel_degree * layout.tensor_parallel_degree
 
@@ -240,12 +247,15 @@ class Parallelism(Section):
             family in families and getattr(config, name, False)
             for name, families in (("attention_bias", BIASES), ("mlp_bias", MLP_BIASES))
         )
+
         # Layers are divided by the names of their modules, which differ between families.
         if tensor > 1 and family not in SPLIT_BY_NAME:
             supported = ", ".join(SPLIT_BY_NAME)
             raise ValueError(f"parallelism.tensor_parallel_degree: {family} models are not supported; use {supported}")
+
         if tensor > 1 and biased:
             raise ValueError("parallelism.tensor_parallel_degree: a bias of o_proj or down_proj is not supported")
+
         # Heads and columns are divided equally.
         for name, degree, product in (
             ("num_attention_heads", tensor * context, "tensor_parallel_degree * context_parallel_degree"),
@@ -269,12 +279,14 @@ class Parallelism(Section):
             raise ValueError(
                 f"parallelism.expert_parallel_degree needs a mixture of experts, this is {config.model_type}"
             )
+
         experts = config.num_experts
         if experts % degree:
             raise ValueError(
                 f"parallelism: the model's num_experts = {experts} is not a multiple of "
                 f"expert_parallel_degree = {degree}"
             )
+
         ranks = self.data_parallel_shard_degree * self.context_parallel_degree
         if degree == 1:  # TorchTitan counts the copies as well, and would divide within experts
             ranks *= self.data_parallel_replicate_degree or 1

@@ -41,6 +41,7 @@ def mini_batches(batch: Batch, parts: int, seed: tuple[int, ...]) -> Iterator[Ba
         return
     if not batch.weights.any():
         raise ValueError("all weights of this batch are 0: there is nothing to train")
+
     # The unit of each sequence.
     units = np.arange(len(batch)) // batch.unit
     if batch.episodes is not None:
@@ -48,6 +49,7 @@ def mini_batches(batch: Batch, parts: int, seed: tuple[int, ...]) -> Iterator[Ba
     if batch.groups is not None and len(groups := np.unique(batch.groups)) >= parts:
         units = np.searchsorted(groups, batch.groups)
     order = np.random.default_rng(seed).permutation(units.max() + 1)
+
     for drawn in np.array_split(order, parts):
         if not len(drawn):
             continue
@@ -83,12 +85,14 @@ def loss_inputs(micro: Batch, output: TokenScores | TokenValues) -> Inputs:
     }
     behaviour = inputs.pop("behaviour_logprobs")
     proximal = inputs.pop("proximal_logprobs")
+
     if isinstance(output, TokenScores):
         proximal = output.logprobs.detach() if proximal is None else proximal
         assert behaviour is not None
         # NaN: the sampler of this token is unknown.
         inputs["behaviour_logprobs"] = torch.where(behaviour.isnan(), proximal, behaviour)
         inputs["proximal_logprobs"] = proximal
+
     return inputs
 
 
@@ -101,7 +105,7 @@ def trained_positions(mask: np.ndarray, sequences: np.ndarray) -> np.ndarray:
 
 
 def parameters_of(loss: Callable[..., object]) -> dict[str, inspect.Parameter]:
-    """The parameters of a loss by name, without *args and **kwargs, and what its `token_loss` names besides."""
+    """Return the parameters of a loss by name, without *args and **kwargs, and what its `token_loss` names besides."""
     parameters = inspect.signature(getattr(loss, "forward", loss)).parameters
     own = {n: p for n, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     if len(own) == len(parameters) or not isinstance(loss, Algorithm):
@@ -131,11 +135,12 @@ def call_by_name(loss: Callable[..., A], inputs: Inputs) -> A:
             raise ValueError(
                 f"{getattr(loss, '__name__', type(loss).__name__)} needs {name!r}; this batch has {present}"
             )
+
     return loss(**arguments)
 
 
 def micro_batch_loss(loss: Loss, micro: Batch, inputs: Inputs, output: TokenScores | TokenValues) -> Tensor:
-    """The micro-batch's share of the batch's loss, a scalar.
+    """Return the micro-batch's share of the batch's loss, a scalar.
 
     A loss without a `weights` parameter averages by itself: it gets right-padded tensors [episodes, width], and its
     value is scaled by the micro-batch's weight, which is exact if its mean is the batch's aggregation and no episode
@@ -160,7 +165,7 @@ def micro_batch_loss(loss: Loss, micro: Batch, inputs: Inputs, output: TokenScor
 def score_tokens(
     forward: Callable[[Batch], Tensor], batch: Batch, *, max_tokens: int, ranks: Ranks | None = None
 ) -> np.ndarray:
-    """One number per token with mask True, 0 elsewhere; [tokens], float32.
+    """Return one number per token with mask True, 0 elsewhere; [tokens], float32.
 
     Args:
         forward: returns the numbers of a part's tokens with mask True, [trained].
@@ -172,12 +177,14 @@ def score_tokens(
     limit = min(max_tokens, math.ceil(len(batch.tokens) / world_size))
     runs: list[list[int]] = [[]]  # neighbouring sequences that fit into one forward pass
     filled = 0
+
     for sequence, length in enumerate(batch.lengths.tolist()):
         if runs[-1] and filled + length > limit:
             runs.append([])
             filled = 0
         runs[-1].append(sequence)
         filled += length
+
     starts = np.concatenate([[0], np.cumsum(batch.lengths)])
     out = np.zeros(len(batch.tokens), dtype=np.float32)
     for turn in range(0, len(runs), world_size):
@@ -187,6 +194,7 @@ def score_tokens(
         numbers = forward(part).float().cpu().numpy()
         if turn + rank < len(runs):
             out[starts[run[0]] : starts[run[-1] + 1]][part.mask] = numbers
+
     if ranks is None or world_size == 1:
         return out
     return ranks.sum(torch.from_numpy(out).to(ranks.device)).cpu().numpy()
@@ -257,6 +265,7 @@ class TokenRecord:
         logprobs = inputs["logprobs"]
         behaviour = inputs["behaviour_logprobs"]
         assert logprobs is not None and behaviour is not None
+
         # Indices of the recorded tokens: in the micro-batch, and in the record.
         columns = {"source": torch.from_numpy(recorded), "target": torch.from_numpy(numbers[recorded])}
         source, target = to_device(columns, logprobs.device).values()
@@ -271,7 +280,7 @@ class TokenRecord:
                 self._sums[name][target] += values.get(name, missing).detach().float()[source]
 
     def reduce(self, ranks: Ranks, updates: int) -> dict[str, np.ndarray]:
-        """The numbers by name, [recorded] each; every rank must call this."""
+        """Return the numbers by name, [recorded] each; every rank must call this."""
         sums = ranks.sum(torch.stack(list(self._sums.values()))).cpu().numpy()
         record = dict(zip(self._sums, sums, strict=True))
         times = record.pop("times")
@@ -318,7 +327,7 @@ class Metrics:
         Args:
             current: [trained] bool, tokens sampled by the version in training; None: not a policy.
             current_sequences: [trained] bool, tokens of sequences that this version sampled from beginning to end.
-            scored_at_start: the proximal policy is known: its distance to the sampler is that of trainer and engine.
+            scored_at_start: the proximal policy is known: its distance to the sampler is trainer to engine.
         """
         if hasattr(loss, "metrics"):
             for name, values in call_by_name(loss.metrics, inputs).items():
@@ -332,6 +341,7 @@ class Metrics:
         self.add("entropy", entropy)
         if ref is not None:
             self.add("kl", kl_k3(logprobs, ref))
+
         # Later epochs compare weights that the step itself changed.
         if not first_epoch:
             return
@@ -340,6 +350,7 @@ class Metrics:
         self.add("ratio", ratio)
         self.add("ratio_deviation", deviation)
         largest = deviation.double().max() if len(ratio) else torch.zeros_like(ratio, dtype=torch.float64).sum()
+
         self._maxima["ratio_max_deviation"] = torch.maximum(self._maxima.get("ratio_max_deviation", largest), largest)
         self.add("on_policy", current)
         if scored_at_start:
@@ -349,8 +360,8 @@ class Metrics:
             self.add("engine_difference_across_updates", difference, current & ~current_sequences)
 
     def reduce(self, ranks: Ranks) -> dict[str, float]:
-        """Means and maxima over all ranks; every rank must call this. Means over no value are omitted. The load is in
-        host memory afterwards."""
+        """Return means and maxima over all ranks; every rank must call this. Means over no value are omitted. The load
+        is in host memory afterwards."""
         sums = sorted(self._sums)
         maxima = sorted(self._maxima)
         if ranks.data.group is not None:
@@ -359,12 +370,14 @@ class Metrics:
             dist.all_gather_object(by_rank, (sums, maxima), group=ranks.data.group)
             sums = sorted({name for names, _ in by_rank for name in names})
             maxima = sorted({name for _, names in by_rank for name in names})
+
         zero = torch.zeros((), dtype=torch.float64, device=ranks.device)  # no maximum is negative
         totals = [self._sums.get(name, zero.expand(2)) for name in sums]
         largest = torch.stack([self._maxima.get(name, zero) for name in maxima]) if maxima else zero[None][:0]
         if ranks.data.group is not None and maxima:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=ranks.data.group)
         flat = ranks.sum(torch.cat(totals)) if sums else zero[None][:0]
+
         # All of them at once, as the host waits for the device to read them.
         load = self.load.flatten() if self.load.dim() else flat[:0]
         read = torch.cat([flat, largest, load]).cpu()
@@ -373,4 +386,5 @@ class Metrics:
         numbers = read[: len(read) - len(load)].tolist()
         pairs = zip(numbers[: 2 * len(sums) : 2], numbers[1 : 2 * len(sums) : 2], strict=True)
         means = {name: total / count for name, (total, count) in zip(sums, pairs, strict=True) if count}
+
         return means | dict(zip(maxima, numbers[2 * len(sums) :], strict=True))

@@ -42,7 +42,7 @@ class FullParameters(nn.Module):
 
 
 def _is_gathered(value: object) -> TypeGuard[DTensor]:
-    """Whether FSDP2 has gathered this parameter; before that its mesh has one more dimension."""
+    """Return whether FSDP2 has gathered this parameter; before that its mesh has one more dimension."""
     return isinstance(value, DTensor) and value.device_mesh.ndim == 1
 
 
@@ -52,6 +52,7 @@ def parallelize_model(model: PreTrainedModel, ranks: Ranks) -> None:
     tensor = ranks.tensor
     mesh = ranks.mesh["tensor"]
     sharded: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay one
+
     for path, module in list(model.named_modules()):
         # The layer's name, for its adapter's factors too.
         name = next((part for part in reversed(path.split(".")) if not part.startswith("lora_")), "")
@@ -60,6 +61,7 @@ def parallelize_model(model: PreTrainedModel, ranks: Ranks) -> None:
             placement = Shard(1)
         elif name in COLUMN and not path.endswith(".lora_A"):
             placement = Shard(0)  # of an adapter, the factor on the sharded side is sharded too
+
         parameters = dict(module.named_parameters(recurse=False))
         for key, parameter in parameters.items():
             if parameter not in sharded:
@@ -71,10 +73,12 @@ def parallelize_model(model: PreTrainedModel, ranks: Ranks) -> None:
                 distributed = DTensor.from_local(local, mesh, [placement], run_check=False)
                 sharded[parameter] = nn.Parameter(distributed, parameter.requires_grad)
             setattr(module, key, sharded[parameter])
+
         if parameters:
             mixin = FullParameters if name in TABLES else LocalParameters
             kind: Any = type(module)
             module.__class__ = _combine_class(mixin, kind)
+
     # Norms work on this rank's tokens; attention and feed-forward on all, with this rank's heads and columns.
     for layer in model.model.layers:
         sandwich = getattr(layer, "pre_feedforward_layernorm", None)  # Gemma's other norms are of own tokens

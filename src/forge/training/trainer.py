@@ -72,6 +72,7 @@ class PolicyTrainer:
             raise ValueError(f"temperature must be finite and above 0, got {temperature}")
         if passes.deterministic:
             repeat_bits()
+
         # The device decides about the dtype, the head about the settings that apply.
         self.dtype = resolve_dtype(passes.dtype, ranks.device)
         self.head = head
@@ -83,6 +84,7 @@ class PolicyTrainer:
             passes.check(AutoConfig.from_pretrained(model, trust_remote_code=False))
         elif head == "reward" and passes.router_aux_loss:
             raise ValueError("training.router_aux_loss is of policies: a reward model has none")
+
         # Built and sharded, then the optimiser: its state follows the layout of the parameters.
         self.policy = build_policy(
             model,
@@ -127,7 +129,7 @@ class PolicyTrainer:
         """
         if same_step and not self.step:
             raise ValueError("there is no step yet to which further updates could belong")
-        # Schedule, mini-batches and the share of tokens on policy are those of the step that it belongs to.
+        # Schedule, mini-batches and the share of tokens on policy belong to its step.
         step = self.step
         self.step -= same_step
         try:
@@ -153,6 +155,7 @@ class PolicyTrainer:
         self.step += 1
         self.recorded = None if record is None else record.reduce(self.ranks, len(updates))
         routers = self.policy.routers
+
         return {
             **metrics.reduce(self.ranks),
             **(load_metrics(metrics.load, routers.layers, routers.k) if routers else {}),
@@ -165,12 +168,13 @@ class PolicyTrainer:
         }
 
     def logprobs(self, batch: Batch) -> np.ndarray:
-        """Log-probabilities under the current weights, [tokens], 0 where not trained. Every rank must call this.
+        """Return log-probabilities under the current weights, [tokens], 0 where not trained. Every rank must call this.
         ValueError: not a policy."""
         return self._score_batch(batch, TokenScores)
 
     def predict(self, batch: Batch) -> np.ndarray:
-        """A scalar head's values, [tokens], 0 where not trained. Every rank must call this. ValueError: a policy."""
+        """Return a scalar head's values, [tokens], 0 where not trained. Every rank must call this. ValueError: a
+        policy."""
         return self._score_batch(batch, TokenValues)
 
     def weights(self) -> dict[str, Tensor]:
@@ -188,7 +192,7 @@ class PolicyTrainer:
         }
 
     def export_weights(self, *, meta: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors by Hugging Face name, adapters merged, each gathered when it is its turn. Every rank must
+        """Return full tensors by Hugging Face name, adapters merged, each gathered when it is its turn. Every rank must
         iterate; all get the same. With `meta` only names, shapes and dtypes, which a single rank may ask for."""
 
         def gather_full(tensor: Tensor) -> Tensor:
@@ -233,7 +237,7 @@ class PolicyTrainer:
         *,
         first: bool,
     ) -> dict[str, float]:
-        """One optimiser update on a mini-batch, the `first` or a later one of its step."""
+        """Return one optimiser update on a mini-batch, the `first` or a later one of its step."""
         data = self.ranks.data
         passes = self.passes
         by_rank = split_batch(
@@ -271,6 +275,7 @@ class PolicyTrainer:
             del output, inputs, value, current, current_sequences
         total = self.ranks.sum(total)
         length = clip_gradients(list(self.policy.parameters()), self.settings.max_grad_norm or float("inf"))
+
         # Both at once: here the host waits for the device.
         loss_value, norm = torch.stack([total, length.to(total)]).tolist()
         if not (math.isfinite(loss_value) and math.isfinite(norm)):
@@ -317,7 +322,7 @@ class PolicyTrainer:
         parts = [part for part in (loss, getattr(loss, "metrics", None)) if part is not None]
         names = {name for part in parts for name in parameters_of(part)}
         if "behaviour_logprobs" in names and np.isnan(batch.logprobs[batch.mask]).any():
-            return True  # in place of an unknown sampler
+            return True  # instead of an unknown sampler
         # This library's losses use it for their off-policy correction, if they have one.
         return "proximal_logprobs" in names and getattr(loss, "correction", loss) is not None
 
@@ -329,8 +334,8 @@ class PolicyTrainer:
 
 
 def sampled_by(version: int, batch: Batch) -> dict[str, np.ndarray]:
-    """Masks of the tokens that a version sampled, and of the sequences that it sampled from beginning to end; bool
-    [tokens] each, by the names of `Metrics.add_micro_batch`."""
+    """Return masks of the tokens that a version sampled, and of the sequences that it sampled from beginning to end;
+    bool [tokens] each, by the names of `Metrics.add_micro_batch`."""
     current = batch.versions == version
     sampled_earlier = batch.mask & ~current
     began_earlier = np.add.reduceat(sampled_earlier, np.cumsum(batch.lengths) - batch.lengths) > 0
@@ -345,6 +350,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], bound: float) -> Tensor:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not any(isinstance(gradient, DTensor) for gradient in gradients):
         return torch.nn.utils.clip_grad_norm_(parameters, bound)
+
     # Each rank sums its squares, divided by the number of ranks with the same elements: each element counts once.
     local = []
     shares = []
@@ -356,12 +362,14 @@ def clip_gradients(parameters: Iterable[nn.Parameter], bound: float) -> Tensor:
             gradient = gradient.to_local()
         local.append(gradient)
         shares.append(parts / dist.get_world_size())
+
     squares = torch.stack(torch._foreach_norm(local)).double().square()
     weights = to_device({"shares": torch.tensor(shares, dtype=torch.float64)}, squares.device)["shares"]
     total = (squares * weights).sum()
     dist.all_reduce(total)
     norm = total.sqrt()
     torch._foreach_mul_(local, (bound / (norm + 1e-6)).clamp(max=1.0).float())
+
     return norm
 
 

@@ -22,14 +22,14 @@ from .sampling import Spans as Spans
 from .sampling import are_texts as are_texts
 
 Info = dict[str, Any]  # what a user, a reward or an environment says of an episode; plain values
-UNKNOWN_EXPERT = 255  # in place of an expert that was not recorded
+UNKNOWN_EXPERT = 255  # instead of an expert that was not recorded
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A prompt ready for generation. `token_ids` is what the policy sees; `str(prompt)` is its text.
 
-    `row` has the columns of its row that rewards name, as plain data. `messages` are those of a conversation, which a
+    `row` has the columns of its row that rewards name, as plain data. `messages` are a conversation's, which a
     `conversational` row has itself; `stop_ids` end an answer to it, besides the generator's.
     """
 
@@ -50,7 +50,7 @@ class Prompt:
 
     @property
     def bare(self) -> Prompt:
-        """The prompt as a generator needs it: without its row and messages."""
+        """Return the prompt as a generator needs it: without its row and messages."""
         return replace(self, row={}, messages=())
 
 
@@ -62,7 +62,7 @@ class Sample(NamedTuple):
 
 
 def oldest_version(versions: Iterable[int]) -> int:
-    """The oldest of some policy versions, of which -1 stands for an unknown one; -1 if none is known."""
+    """Return the oldest of some policy versions, of which -1 stands for an unknown one; -1 if none is known."""
     return min((version for version in versions if version >= 0), default=-1)
 
 
@@ -71,7 +71,7 @@ class Completion:
     """One sampled continuation: `Completion(text, token_ids, logprobs, metadata)`.
 
     `logprobs[i]` is the log-probability of `token_ids[i]` under the distribution it was drawn from (after
-    temperature, grammar, top-k and top-p; greedy decoding has that of temperature 1 under the grammar), and
+    temperature, grammar, top-k and top-p; greedy decoding has temperature 1's under the grammar), and
     `versions[i]` the policy version that drew it, -1 where that is not known. `finish` is "stop" (a stop token,
     included in `token_ids`) or "length". `metadata` is the user's, and goes into the `info` of an episode. `identities`
     has, for every version in `versions`, the identity of the weights that drew its tokens: the digest their publisher
@@ -107,7 +107,7 @@ class Completion:
 
     @property
     def version(self) -> int:
-        """The oldest known policy version that contributed a token; -1 where none is known."""
+        """Return the oldest known policy version that contributed a token; -1 where none is known."""
         return oldest_version(self.versions)
 
     @property
@@ -158,7 +158,7 @@ class Episode:
     Where it was played in several turns, `turns` has them; what of `reward` is not theirs came at the end. `branches`
     are the episodes that came before it where the conversation was rewritten; each one's reward is what was still to
     come when it began. `steps` has rewards within it, (tokens until its end, reward), which are part of `reward`.
-    `experts` are those of a completion, for all tokens. `policy` is the name of the player whose episode it is, where a
+    `experts` are as in a completion, for all tokens. `policy` is the name of the player whose episode it is, where a
     game has several.
 
     Call forms: `Episode(completion, reward)`,
@@ -197,11 +197,13 @@ class Episode:
     ) -> None:
         if (completion is None) == (response_ids is None):
             raise ValueError("an Episode is made from a completion or from prompt_ids and response_ids")
+
         # A completion has all that the other form states.
         if completion is not None:
             prompt_ids, response_ids = completion.prompt_ids, completion.token_ids
             logprobs, versions = completion.logprobs, completion.versions
             info = {**completion.metadata, **(info or {})}
+
         # An empty response has nothing to train, and no turn to score.
         response = list(response_ids or ())
         if not response:
@@ -209,6 +211,7 @@ class Episode:
         for name, values in (("logprobs", logprobs), ("versions", versions)):
             if values is not None and len(values) != len(response):
                 raise ValueError(f"{name} has {len(values)} entries for {len(response)} response tokens")
+
         # The prompt is context: not trained, without a sampler.
         context = len(prompt_ids)
         self.tokens = [*prompt_ids, *response]
@@ -217,6 +220,7 @@ class Episode:
         self.versions = [-1] * context + (list(versions) if versions is not None else [-1] * len(response))
         self.reward = reward
         self.advantage = advantage
+
         self.weight = weight
         self.text = completion.text if completion is not None else ""
         self.info = dict(info or {})
@@ -225,6 +229,7 @@ class Episode:
         self.origins = frozenset(Origin(v, identities.get(v, ""), sampled_by) for v in {*(versions or ())})
         self.turns = self.branches = self.steps = ()
         self.experts = None if completion is None else completion.experts
+
         self.policy = ""
         if completion is not None:
             self.info.setdefault("finish", completion.finish)
@@ -238,7 +243,7 @@ class Episode:
 
     @classmethod
     def given(cls, tokens: list[int], mask: list[bool], *, weight: float = 1.0) -> Episode:
-        """An episode of given tokens, to be imitated where `mask` is True; its advantage is 1.
+        """Return an episode of given tokens, to be imitated where `mask` is True; its advantage is 1.
 
         ValueError: lengths differ, or nothing is to be imitated.
         """
@@ -264,7 +269,7 @@ class Episode:
         info: Info | None = None,
         experts: np.ndarray | None = None,
     ) -> Episode:
-        """An episode of several turns. Without a turn it has no reward: there is nothing in it to learn from.
+        """Return an episode of several turns. Without a turn it has no reward: there is nothing in it to learn from.
 
         ValueError: the arrays differ in length, or say different things of a token.
         """
@@ -275,6 +280,7 @@ class Episode:
             raise ValueError("mask and versions differ about which tokens the policy wrote")
         if any(logprob and not trained for logprob, trained in zip(logprobs, mask, strict=True)):
             raise ValueError("a token that the policy did not write has a logprob")
+
         # The constructor is for episodes of one turn.
         episode = cls.__new__(cls)
         episode.tokens, episode.mask, episode.logprobs, episode.versions = tokens, mask, logprobs, versions
@@ -284,24 +290,27 @@ class Episode:
         episode.origins = frozenset(origins)
         if sum(turn.end - turn.start for turn in episode.turns) != sum(mask) or (reward is not None and not any(mask)):
             raise ValueError("the turns are not the tokens that the policy wrote, or a reward has no turn")
+
         episode.reward, episode.advantage, episode.weight = reward, None, 1.0
         episode.text, episode.info = text, dict(info or {})
         return episode
 
     @property
     def version(self) -> int:
-        """The oldest known version among the tokens the policy wrote, in all branches; -1 where none is known."""
+        """Return the oldest known version among the tokens the policy wrote, in all branches; -1 where none is
+        known."""
         known_versions = (version for version, trained in zip(self.versions, self.mask, strict=True) if trained)
         return oldest_version([*known_versions, *(branch.version for branch in self.branches)])
 
     @property
     def had_no_turn(self) -> bool:
-        """Whether its policy was never asked in a game of several: it has nothing to score, and nothing was lost."""
+        """Return whether its policy was never asked in a game of several: it has nothing to score, and nothing was
+        lost."""
         return bool(self.policy) and self.info.get("stop") == NO_TURN
 
     @property
     def outcome(self) -> float | None:
-        """The reward of all that was played, earlier branches included."""
+        """Return the reward of all that was played, earlier branches included."""
         return self.branches[0].reward if self.branches else self.reward
 
 
@@ -309,8 +318,8 @@ class Episode:
 class Group:
     """The episodes of one prompt, scored together. The texts are for people.
 
-    `index` is that of the prompt: it orders groups, and a replay buffer takes each once in a run. -1 says that it has
-    none. `samples` numbers the episodes among those of the prompt where some were dropped; () stands for all.
+    `index` is the prompt's: it orders groups, and a replay buffer takes each once in a run. -1 says that it has
+    none. `samples` numbers the prompt's episodes where some were dropped; () stands for all.
     """
 
     episodes: list[Episode]
@@ -326,24 +335,24 @@ class Group:
 
     @property
     def version(self) -> int:
-        """The oldest known policy version among the group's episodes; -1 where none is known."""
+        """Return the oldest known policy version among the group's episodes; -1 where none is known."""
         return oldest_version(episode.version for episode in self.episodes)
 
     def of(self, policy: str) -> Group:
-        """The group with the episodes of one player alone: the sides of a game are not alike, and each is compared with
-        itself (role-conditioned advantages, SPIRAL, arXiv:2506.24119)."""
+        """Return the group with the episodes of one player only: the sides of a game are not alike, and each is
+        compared with itself (role-conditioned advantages, SPIRAL, arXiv:2506.24119)."""
         return replace(self, episodes=[episode for episode in self.episodes if episode.policy == policy], samples=())
 
     @property
     def has_signal(self) -> bool:
-        """Whether the outcomes of a player's episodes differ. ValueError: as of `rewards`."""
+        """Return whether the outcomes of a player's episodes differ. ValueError: as of `rewards`."""
         return len(set(zip(self.rewards, (episode.policy for episode in self.episodes), strict=True))) > len(
             {episode.policy for episode in self.episodes}
         )
 
     @property
     def rewards(self) -> list[float]:
-        """The episodes' outcomes; ValueError if one is unscored (the replay buffer lets none of those in)."""
+        """Return the episodes' outcomes; ValueError if one is unscored (the replay buffer lets none of those in)."""
         rewards = [outcome for episode in self.episodes if (outcome := episode.outcome) is not None]
         if len(rewards) < len(self.episodes):
             raise ValueError(f"group {self.index} has an unscored episode")

@@ -21,7 +21,7 @@ class Batch:
     token's share of the loss: a batch's loss is the weighted sum of its tokens' losses, so any split of a batch
     gives the same loss and gradient. `rewards`, where all sequences are scored, has what each trained token earned:
     a step's or a turn's at its last one, an episode's at its end. `ref_logprobs` is filled in by a reference model,
-    `proximal_logprobs` by the trainer where a step makes several updates: those of the policy that it starts from;
+    `proximal_logprobs` by the trainer where a step makes several updates: of the policy that it starts from;
     `values` by a critic, `returns` is what that critic should have said. `experts`, [tokens, layers, k], are those of
     the engine, `UNKNOWN_EXPERT` where they are not known; a policy in training takes them instead of its routers' own.
     `recorded` numbers the tokens of which a trainer records what it computes, from 0; -1 for the others. `groups` is
@@ -59,11 +59,11 @@ class Batch:
     )
 
     def __len__(self) -> int:
-        """Number of sequences."""
+        """Return number of sequences."""
         return len(self.lengths)
 
     def select(self, sequences: np.ndarray) -> Batch:
-        """The batch of these sequences only (indices into `lengths`), in this order."""
+        """Return the batch of these sequences only (indices into `lengths`), in this order."""
         # Columns of tokens by the positions of the sequences, columns of sequences by their number.
         starts = np.concatenate([[0], np.cumsum(self.lengths)])
         index = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in sequences])

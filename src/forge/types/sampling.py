@@ -21,7 +21,7 @@ class Sampling:
     Lark or JSON: only texts that it accepts are drawn, unless `max_tokens` cuts them; "" is off.
     `repetition_penalty` above 1 lowers tokens that prompt or answer have; a text of `stop` ends the answer and is part
     of it.
-    `logprobs_of` "drawn" are those of the distribution drawn from, "policy" those at `temperature` before anything is
+    `logprobs_of` "drawn" are of the distribution drawn from, "policy" those at `temperature` before anything is
     excluded, which a trainer computes. `schedule` has the `Spans` of each sample, for the embedded engine: a sample
     waits until the weights that draw its next token are there; () takes the weights as they come.
     """
@@ -43,6 +43,7 @@ class Sampling:
     def __post_init__(self) -> None:
         # A bool passes as an int.
         flags = [name for name in self.__slots__ if isinstance(getattr(self, name), bool)]
+
         for ok, message in (
             (not flags, f"{', '.join(flags)} must be a number, not true or false"),
             (self.n >= 1, f"n must be at least 1, got {self.n}"),
@@ -75,18 +76,18 @@ class Sampling:
 
     @property
     def restricted(self) -> bool:
-        """Whether tokens are drawn from something else than the policy's distribution at this temperature."""
+        """Return whether tokens are drawn from something else than the policy's distribution at this temperature."""
         bounded = self.top_p < 1 or self.top_k > 0
         return bounded or self.repetition_penalty != 1 or bool(self.grammar)
 
 
 def are_texts(value: object) -> bool:
-    """Whether a value is a list of texts, none of them empty."""
+    """Return whether a value is a list of texts, none of them empty."""
     return isinstance(value, list | tuple) and all(isinstance(text, str) and text for text in value)
 
 
 def are_spans(spans: Spans) -> bool:
-    """Whether versions ascend, and each draws at least one token."""
+    """Return whether versions ascend, and each draws at least one token."""
     versions = [version for version, _ in spans]
     is_ascending = versions == sorted({*versions})
     return bool(spans) and is_ascending and versions[0] >= 0 and all(count > 0 for _, count in spans)

@@ -15,22 +15,22 @@ class EventWriter(ABC):
 
     @abstractmethod
     def begin(self, prompt_tokens: int) -> bytes:
-        """The events before the first token."""
+        """Return the events before the first token."""
 
     @abstractmethod
     def delta(self, delta: Delta) -> bytes:
-        """The events of a piece of the answer."""
+        """Return the events of a piece of the answer."""
 
     @abstractmethod
     def end(self, turns: Sequence[ModelTurn]) -> bytes:
-        """The events after the last piece: how each sample ended, and usage."""
+        """Return the events after the last piece: how each sample ended, and usage."""
 
     def ping(self) -> bytes:
-        """An event or comment without content, while the client waits."""
+        """Return an event or comment without content, while the client waits."""
         return b": ping\n\n"
 
     def failure(self, error: BadRequest) -> bytes:
-        """The event of an error after the first event was sent."""
+        """Return the event of an error after the first event was sent."""
         return server_sent(openai_error(error))
 
 
@@ -40,7 +40,7 @@ class ItemWriter(EventWriter):
     open = ""  # "thought", "content", or "" while none is
 
     def delta(self, delta: Delta) -> bytes:
-        """A piece of the open item; before it, what ends another and begins this."""
+        """Return a piece of the open item; before it, what ends another and begins this."""
         events = b""
         for kind, text in (("thought", delta.thought), ("content", delta.content)):
             if text and self.open != kind:
@@ -53,19 +53,19 @@ class ItemWriter(EventWriter):
 
     @abstractmethod
     def begin_item(self, kind: str) -> bytes:
-        """The events before its first piece."""
+        """Return the events before its first piece."""
 
     @abstractmethod
     def piece(self, kind: str, text: str) -> bytes:
-        """The event of a piece of its text."""
+        """Return the event of a piece of its text."""
 
     @abstractmethod
     def close(self) -> bytes:
-        """The events of its end; none if no item is open."""
+        """Return the events of its end; none if no item is open."""
 
     @abstractmethod
     def call(self, call: Call) -> bytes:
-        """The events of a whole call."""
+        """Return the events of a whole call."""
 
 
 class Dialect(ABC):
@@ -81,12 +81,12 @@ class Dialect(ABC):
 
     @abstractmethod
     def complete(self, request: ModelRequest, turns: Sequence[ModelTurn]) -> Mapping[str, Any]:
-        """The body of an answer that is not streamed."""
+        """Return the body of an answer that is not streamed."""
 
     @abstractmethod
     def events(self, request: ModelRequest, ids: Sequence[str]) -> EventWriter:
-        """The writer of a streamed answer whose samples have these ids."""
+        """Return the writer of a streamed answer whose samples have these ids."""
 
     def error(self, error: BadRequest) -> Mapping[str, Any]:
-        """The body of an error."""
+        """Return the body of an error."""
         return openai_error(error)

@@ -25,7 +25,7 @@ IGNORED = {
 }
 NEUTRAL: Mapping[str, Sequence[Json]] = {"container": (), "mcp_servers": ([],), "compaction": ({"type": "disabled"},)}
 TEXT = {"text": "text"}
-BILLING = "x-anthropic-billing-header:"  # begins a block that Claude Code sends for Anthropic's accounts alone
+BILLING = "x-anthropic-billing-header:"  # begins a block that Claude Code sends for Anthropic's accounts only
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # Clients decide by the type as much as by the status whether they try again.
 ERRORS = {
@@ -54,12 +54,14 @@ class AnthropicDialect(Dialect):
             # The client's own helper repeats the request with the whole history when it reads these details.
             details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
             raise BadRequest("thread is not supported: send the whole history", "thread", details=details)
+
         _check_edits(body.get("context_management"))
         tools = tuple(_read_tool(tool, path) for path, tool in fields.read_objects(body.get("tools"), "tools"))
         choice = fields.read_object(body.get("tool_choice"), "tool_choice")
         output = fields.read_object(body.get("output_config"), "output_config")
         if {name for name, value in output.items() if value is not None} - {"effort", "format"}:
-            raise BadRequest("output_config supports effort and format alone", "output_config")
+            raise BadRequest("output_config supports effort and format only", "output_config")
+
         return ModelRequest(
             body["model"],
             fields.arrange_conversation(_read_messages(body), "messages"),
@@ -75,14 +77,16 @@ class AnthropicDialect(Dialect):
         )
 
     def complete(self, request: ModelRequest, turns: Sequence[ModelTurn]) -> Mapping[str, Json]:
-        """The body of an answer that is not streamed."""
+        """Return the body of an answer that is not streamed."""
         turn = turns[0]
         content: list[Json] = []
+
         # The signature only has to come back: clients drop a thought without one.
         if turn.thought:
             content.append(
                 api.ThinkingBlock(type="thinking", thinking=turn.thought, signature=fields.opaque_token(turn.id))
             )
+
         if turn.content:
             content.append(api.TextBlock(type="text", text=turn.content))
         for call in turn.calls:
@@ -90,14 +94,15 @@ class AnthropicDialect(Dialect):
             content.append(api.ToolUseBlock(type="tool_use", id=call.id, name=call.name, input=arguments))
         message = _start_message(request, turn.id, _turn_usage(turn))
         message = message.model_copy(update={"content": content, **_stop_reason(turn).model_dump(exclude_unset=True)})
+
         return message.model_dump(exclude_unset=True)
 
     def events(self, request: ModelRequest, ids: Sequence[str]) -> AnthropicEvents:
-        """The writer of a streamed answer."""
+        """Return the writer of a streamed answer."""
         return AnthropicEvents(request, ids)
 
     def error(self, error: BadRequest) -> Mapping[str, Json]:
-        """The body of an error."""
+        """Return the body of an error."""
         kind = ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
         body: dict[str, Json] = {"type": kind, "message": str(error)}
         if error.details:
@@ -114,39 +119,39 @@ class AnthropicEvents(ItemWriter):
         self._index = 0  # of the open block, or of the next
 
     def begin(self, prompt_tokens: int) -> bytes:
-        """The message without content. Its usage is a first count, which the last event replaces."""
+        """Return the message without content. Its usage is a first count, which the last event replaces."""
         usage = api.Usage(input_tokens=prompt_tokens, output_tokens=0)
         message = _start_message(self._request, self._id, usage)
         return _write_event(api.RawMessageStartEvent(type="message_start", message=message))
 
     def end(self, turns: Sequence[ModelTurn]) -> bytes:
-        """The end of the open block, why the message ended, and usage."""
+        """Return the end of the open block, why the message ended, and usage."""
         usage = api.MessageDeltaUsage.model_validate(_turn_usage(turns[0]).model_dump(exclude_unset=True))
         stopped = api.RawMessageDeltaEvent(type="message_delta", delta=_stop_reason(turns[0]), usage=usage)
         return self.close() + _write_event(stopped) + _write_event(api.RawMessageStopEvent(type="message_stop"))
 
     def ping(self) -> bytes:
-        """The event that clients expect while they wait."""
+        """Return the event that clients expect while they wait."""
         return fields.server_sent({"type": "ping"}, "ping")
 
     def failure(self, error: BadRequest) -> bytes:
-        """An event with the body of the error."""
+        """Return an event with the body of the error."""
         return fields.server_sent(AnthropicDialect().error(error), "error")
 
     def begin_item(self, kind: str) -> bytes:
-        """A block without text."""
+        """Return a block without text."""
         if kind == "content":
             return self._begin_block(api.TextBlock(type="text", text=""))
         return self._begin_block(api.ThinkingBlock(type="thinking", thinking="", signature=""))
 
     def piece(self, kind: str, text: str) -> bytes:
-        """The event of a piece of its text."""
+        """Return the event of a piece of its text."""
         if kind == "content":
             return self._write_delta(api.TextDelta(type="text_delta", text=text))
         return self._write_delta(api.ThinkingDelta(type="thinking_delta", thinking=text))
 
     def close(self) -> bytes:
-        """The end of the block, before which a thought gets its signature."""
+        """Return the end of the block, before which a thought gets its signature."""
         if not self.open:
             return b""
         events = b""
@@ -158,7 +163,7 @@ class AnthropicEvents(ItemWriter):
         return events + self._end_block()
 
     def call(self, call: Call) -> bytes:
-        """A block of a call, whose arguments come in one piece."""
+        """Return a block of a call, whose arguments come in one piece."""
         begun = self._begin_block(api.ToolUseBlock(type="tool_use", id=call.id, name=call.name, input={}))
         arguments = self._write_delta(api.InputJSONDelta(type="input_json_delta", partial_json=call.arguments))
         return begun + arguments + self._end_block()
@@ -182,7 +187,7 @@ def _write_event(event: BaseModel) -> bytes:
 
 
 def _start_message(request: ModelRequest, identity: str, usage: api.Usage) -> api.Message:
-    """The message of an answer before it has content."""
+    """Return the message of an answer before it has content."""
     return api.Message(
         id=identity,
         type="message",
@@ -196,7 +201,7 @@ def _start_message(request: ModelRequest, identity: str, usage: api.Usage) -> ap
 
 
 def _turn_usage(turn: ModelTurn) -> api.Usage:
-    # Here, unlike in OpenAI's dialects, the tokens of the cache are not among those of the input.
+    # Here, unlike in OpenAI's dialects, cached tokens are not counted as input.
     return api.Usage(
         input_tokens=turn.prompt_tokens - turn.cached_tokens,
         cache_read_input_tokens=turn.cached_tokens,
@@ -225,6 +230,7 @@ def _read_messages(body: Mapping[str, Json]) -> list[Message]:
     messages: list[Message] = [{"role": "system", "content": fields.text_of(blocks, "system", TEXT)}]
     entries = fields.read_objects(body.get("messages"), "messages")
     fields.require_field(bool(entries), "messages", "a list of at least one message", entries)
+
     for path, message in entries:
         role = message.get("role")
         if role == "assistant":
@@ -235,6 +241,7 @@ def _read_messages(body: Mapping[str, Json]) -> list[Message]:
             messages.append({"role": "system", "content": fields.text_of(message.get("content"), path, TEXT)})
         else:
             raise BadRequest(f"{path}.role {fields.shorten_value(role)} is neither user nor assistant", path)
+
     if role == "assistant":
         # In this dialect, such a request asks to continue the text of the last message.
         raise BadRequest("the last message is the assistant's: a text that was begun cannot be continued", "messages")
@@ -246,6 +253,7 @@ def _read_assistant(content: Json, path: str) -> Message:
         return fields.assistant_message(content=content)
     texts: dict[str, str] = {"thinking": "", "text": ""}
     calls = []
+
     for place, block in fields.read_objects(content, path):
         kind = block.get("type")
         if isinstance(kind, str) and kind in texts:
@@ -258,6 +266,7 @@ def _read_assistant(content: Json, path: str) -> Message:
         # A thought that was made unreadable is of another model.
         elif kind != "redacted_thinking":
             raise BadRequest(f"{path}: a block of type {fields.shorten_value(kind)} is not supported", path)
+
     return fields.assistant_message(texts["thinking"], texts["text"], calls)
 
 
@@ -275,11 +284,13 @@ def _add_user(messages: list[Message], content: Json, path: str) -> None:
             messages.append({"role": "user", "content": fields.text_of(texts, path, TEXT)})
             texts = []
         text = fields.text_of(block.get("content"), f"{place}.content", TEXT)
+
         # A word marks an error, unless the text has one at its beginning.
         if block.get("is_error") and "error" not in text[:80].lower():
             text = f"error: {text}"
         call_id = fields.read_string(block, "tool_use_id", place)
         messages.append({"role": "tool", "content": text, "call_id": call_id, "name": ""})
+
     if texts:
         messages.append({"role": "user", "content": fields.text_of(texts, path, TEXT)})
 

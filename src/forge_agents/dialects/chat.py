@@ -59,6 +59,7 @@ class ChatDialect(Dialect):
             _read_message(message, path) for path, message in fields.read_objects(body.get("messages"), "messages")
         ]
         options = fields.read_object(body.get("stream_options"), "stream_options")
+
         return ModelRequest(
             body["model"],
             fields.arrange_conversation(messages, "messages"),
@@ -77,7 +78,7 @@ class ChatDialect(Dialect):
         )
 
     def complete(self, request: ModelRequest, turns: Sequence[ModelTurn]) -> Mapping[str, Json]:
-        """The body of an answer that is not streamed."""
+        """Return the body of an answer that is not streamed."""
         choices = [
             Choice(
                 index=index,
@@ -95,10 +96,11 @@ class ChatDialect(Dialect):
             choices=choices,
             usage=usage_of(turns),
         )
+
         return completion.model_dump(exclude_unset=True)
 
     def events(self, request: ModelRequest, ids: Sequence[str]) -> ChatEvents:
-        """The writer of a streamed answer."""
+        """Return the writer of a streamed answer."""
         return ChatEvents(request, ids)
 
 
@@ -112,18 +114,19 @@ class ChatEvents(EventWriter):
         self._calls = [0] * len(ids)  # that were sent, of each sample
 
     def begin(self, prompt_tokens: int) -> bytes:
-        """One chunk with the role for each sample."""
+        """Return one chunk with the role for each sample."""
         # Programs that add up the chunks begin with this text.
         role = ChoiceDelta(role="assistant", content="")
         return b"".join(self._write_delta(index, role) for index in range(len(self._ids)))
 
     def delta(self, delta: Delta) -> bytes:
-        """A chunk of each kind of text in the piece; a call's name and its arguments are two."""
+        """Return a chunk of each kind of text in the piece; a call's name and its arguments are two."""
         chunks = b""
         if delta.thought:
             chunks += self._write_delta(delta.sample, ChoiceDelta.model_validate({"reasoning_content": delta.thought}))
         if delta.content:
             chunks += self._write_delta(delta.sample, ChoiceDelta(content=delta.content))
+
         if delta.call is not None:
             number = self._calls[delta.sample]
             self._calls[delta.sample] += 1
@@ -133,10 +136,11 @@ class ChatEvents(EventWriter):
             tail = ChoiceDeltaToolCall(index=number, function=arguments)
             for call in (head, tail):
                 chunks += self._write_delta(delta.sample, ChoiceDelta(tool_calls=[call]))
+
         return chunks
 
     def end(self, turns: Sequence[ModelTurn]) -> bytes:
-        """Each sample's reason and log-probabilities, then the usage if the client asked for it."""
+        """Return each sample's reason and log-probabilities, then the usage if the client asked for it."""
         chunks = b""
         for index, turn in enumerate(turns):
             # They come at once: a piece of text need not be a token.
@@ -163,12 +167,13 @@ class ChatEvents(EventWriter):
 
 
 def _read_message(message: Mapping[str, Json], path: str) -> Message:
-    """Read a message. Fields that clients add to those of an answer, such as ids and parsed arguments, are ignored."""
+    """Read a message. Fields that clients add to an answer's, such as ids and parsed arguments, are ignored."""
     role = message.get("role")
     # Content of other kinds than text and calls, which must not be lost.
     for name in ("audio", "function_call"):
         if message.get(name) is not None:
             raise BadRequest(f"{path}.{name} is not supported", path)
+
     joint = "" if role == "assistant" else "\n"
     content = fields.text_of(message.get("content"), f"{path}.content", PARTS, joint)
     if role == "assistant":
@@ -178,6 +183,7 @@ def _read_message(message: Mapping[str, Json], path: str) -> Message:
         refusal = message.get("refusal")
         calls = [_read_call(*entry) for entry in fields.read_objects(message.get("tool_calls"), f"{path}.tool_calls")]
         return fields.assistant_message(thought, content or (refusal if isinstance(refusal, str) else ""), calls)
+
     if role == "tool":
         call_id = fields.read_string(message, "tool_call_id", path)
         return {"role": "tool", "content": content, "call_id": call_id, "name": str(message.get("name") or "")}
@@ -185,6 +191,7 @@ def _read_message(message: Mapping[str, Json], path: str) -> Message:
         raise BadRequest(f"{path}.role {fields.shorten_value(role)} is none of system, user, assistant and tool", path)
     if message.get("content") is None:
         raise BadRequest(f"{path}.content must be a text", path)
+
     return {"role": "user" if role == "user" else "system", "content": content}
 
 
@@ -216,7 +223,7 @@ def _read_logprobs(body: Mapping[str, Json]) -> int | None:
 
 
 def _answer_message(turn: ModelTurn) -> ChatCompletionMessage:
-    # A text that is empty beside calls is null in OpenAI's answers.
+    # A text that is empty alongside calls is null in OpenAI's answers.
     message: dict[str, Json] = {"role": "assistant", "content": turn.content or (None if turn.calls else "")}
     # The package's type has no field for a thought, and keeps further fields.
     if turn.thought:
@@ -244,7 +251,7 @@ def _token_logprobs(turn: ModelTurn) -> list[ChatCompletionTokenLogprob]:
 
 
 def usage_of(turns: Sequence[ModelTurn]) -> CompletionUsage:
-    """The tokens of the answers to one request."""
+    """Return the tokens of the answers to one request."""
     # All samples have the same prompt, which counts once.
     prompt = turns[0].prompt_tokens
     completion = sum(turn.completion_tokens for turn in turns)

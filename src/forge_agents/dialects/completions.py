@@ -41,6 +41,7 @@ class CompletionsDialect(ChatDialect):
         if not prompt or not (is_tokens or isinstance(prompt, str)):
             raise BadRequest("prompt must be one text or one list of token ids, not empty", "prompt")
         options = fields.read_object(body.get("stream_options"), "stream_options")
+
         return ModelRequest(
             body["model"],
             ({"role": "prompt", "content": str(prompt)},),
@@ -55,12 +56,12 @@ class CompletionsDialect(ChatDialect):
         )
 
     def complete(self, request: ModelRequest, turns: Sequence[ModelTurn]) -> Mapping[str, Json]:
-        """The body of an answer that is not streamed."""
+        """Return the body of an answer that is not streamed."""
         choices = [_make_choice(index, turn.content, turn, request) for index, turn in enumerate(turns)]
         return _make_completion(turns[0].id, request, choices, usage_of(turns))
 
     def events(self, request: ModelRequest, ids: Sequence[str]) -> CompletionEvents:
-        """The writer of a streamed answer."""
+        """Return the writer of a streamed answer."""
         return CompletionEvents(request, ids)
 
 
@@ -72,7 +73,7 @@ class CompletionEvents(ChatEvents):
         return b""
 
     def delta(self, delta: Delta) -> bytes:
-        """A chunk with a piece of a sample's text."""
+        """Return a chunk with a piece of a sample's text."""
         return (
             self._write_chunk([_make_choice(delta.sample, delta.content, None, self._request)])
             if delta.content
@@ -80,7 +81,7 @@ class CompletionEvents(ChatEvents):
         )
 
     def end(self, turns: Sequence[ModelTurn]) -> bytes:
-        """Each sample's reason and log-probabilities, then the usage if the client asked for it."""
+        """Return each sample's reason and log-probabilities, then the usage if the client asked for it."""
         chunks = b"".join(
             self._write_chunk([_make_choice(index, "", turn, self._request)]) for index, turn in enumerate(turns)
         )
@@ -102,7 +103,7 @@ def _make_completion(
 
 
 def _make_choice(index: int, text: str, turn: ModelTurn | None, request: ModelRequest) -> Json:
-    """A sample's text; with its turn also how it ended. A chunk within a stream has no reason yet."""
+    """Return a sample's text; with its turn also how it ended. A chunk within a stream has no reason yet."""
     values: dict[str, Json] = {"index": index, "text": text, "finish_reason": None, "logprobs": None}
     if turn is not None:
         values |= {"finish_reason": turn.finish, "token_ids": list(turn.token_ids)}

@@ -197,7 +197,8 @@ def answer_schema(form: Json, path: str) -> Mapping[str, Json] | None:
 
 
 def assistant_message(thought: str = "", content: str = "", calls: Sequence[Call] = ()) -> Message:
-    """A message of the assistant. A thought that a client wrote into the text, as Pydantic AI does, is its thought."""
+    """Return a message of the assistant. A thought that a client wrote into the text, as Pydantic AI does, is its
+    thought."""
     if not thought and content.lstrip().startswith("<think>") and "</think>" in content:
         thought, content = thought_of({"content": content})
     message: Message = {"role": "assistant", "content": content}
@@ -226,11 +227,13 @@ def arrange_conversation(messages: Sequence[Message], path: str) -> tuple[Messag
     """Arrange the messages of a request: see this module's docstring. Results of tools get the name of their call."""
     if not messages:
         raise BadRequest(f"{path} must have at least one message", path)
+
     # Templates want one system message, and at the beginning.
     leading = list(takewhile(lambda message: message["role"] == "system", messages))
     system = "\n\n".join(message["content"] for message in leading if message["content"])
     arranged: list[Message] = [{"role": "system", "content": system}] if system else []
     names: dict[str, str] = {}
+
     for message in messages[len(leading) :]:
         names.update((call.id, call.name) for call in message.get("calls", ()))
         if message["role"] == "system":
@@ -238,16 +241,17 @@ def arrange_conversation(messages: Sequence[Message], path: str) -> tuple[Messag
         elif message["role"] == "tool":
             message = {**message, "name": message.get("name") or names.get(message["call_id"], "")}
         arranged.append(message)
+
     return tuple(arranged)
 
 
 def opaque_token(identity: str) -> str:
-    """A token that means nothing to a client, where its dialect expects a signature or encrypted text."""
+    """Return a token that means nothing to a client, where its dialect expects a signature or encrypted text."""
     return urlsafe_b64encode(identity.encode()).decode()
 
 
 def server_sent(data: Mapping[str, Json], event: str = "") -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event."""
     name = f"event: {event}\n" if event else ""
     return f"{name}data: {json.dumps(data, ensure_ascii=False)}\n\n".encode()
 
@@ -257,7 +261,7 @@ OPENAI_ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not
 
 
 def openai_error(error: BadRequest) -> Mapping[str, Json]:
-    """The body of an error in both dialects of OpenAI."""
+    """Return the body of an error in both dialects of OpenAI."""
     kind = "server_error" if error.status >= 500 else OPENAI_ERRORS.get(error.status, "invalid_request_error")
     body: dict[str, Json] = {"message": str(error), "type": kind, "param": error.field, "code": error.code}
     if error.details:

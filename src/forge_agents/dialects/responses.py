@@ -2,7 +2,7 @@
 
 Functions in a namespace are offered to the model as `namespace.function`, and a call of one has both names apart, by
 which codex looks it up. Tools that OpenAI's servers would execute are not offered: a client that lists web search
-beside its functions works without it.
+alongside its functions works without it.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class ResponsesDialect(Dialect):
         previous = body.get("previous_response_id")
         is_id = previous is None or isinstance(previous, str)
         fields.require_field(is_id, "previous_response_id", "the id of a response", previous)
+
         return ModelRequest(
             body["model"],
             fields.arrange_conversation(_read_messages(body), "input"),
@@ -77,12 +78,12 @@ class ResponsesDialect(Dialect):
         )
 
     def complete(self, request: ModelRequest, turns: Sequence[ModelTurn]) -> Mapping[str, Json]:
-        """The body of an answer that is not streamed."""
+        """Return the body of an answer that is not streamed."""
         turn = turns[0]
         return make_response(request, turn.id, output_items(turn), time.time(), turn).model_dump(exclude_unset=True)
 
     def events(self, request: ModelRequest, ids: Sequence[str]) -> ResponsesEvents:
-        """The writer of a streamed answer."""
+        """Return the writer of a streamed answer."""
         return ResponsesEvents(request, ids)
 
 
@@ -104,6 +105,7 @@ def _read_messages(body: Mapping[str, Json]) -> list[Message]:
 
 def _add_item(messages: list[Message], item: Mapping[str, Json], path: str) -> None:
     kind = item.get("type") or "message"
+
     if kind == "reasoning":
         # The text is in one of two fields; of a client that sends both, `content` is the unabridged one.
         thought = fields.text_of(item.get("content"), f"{path}.content", SUMMARY, "")
@@ -142,7 +144,7 @@ def _add_message(messages: list[Message], item: Mapping[str, Json], path: str) -
 
 
 def _read_tools(tools: Json, place: str, namespace: str = "") -> Iterator[Schema]:
-    """Read the functions that a client offers, those of namespaces among them."""
+    """Read the functions that a client offers, including namespaces'."""
     for path, tool in fields.read_objects(tools, place):
         kind = tool.get("type")
         # A client that offers one of these works without it.
@@ -151,11 +153,13 @@ def _read_tools(tools: Json, place: str, namespace: str = "") -> Iterator[Schema
         if kind not in ("function", "namespace") or (kind == "namespace" and namespace):
             raise BadRequest(f"{path}: a tool of type {fields.shorten_value(kind)} is not supported", "tools")
         name = fields.read_string(tool, "name", path)
+
         # OpenAI's rule for names; one with a dot would read as a namespace and a function in it.
         if not NAME.fullmatch(name):
             raise BadRequest(
                 f"{path}.name {fields.shorten_value(name)} has other characters than a-z A-Z 0-9 _ -", "tools"
             )
+
         if kind == "namespace":
             yield from _read_tools(tool.get("tools"), f"{path}.tools", name)
         else:

@@ -28,7 +28,7 @@ SEPARATOR = "."
 
 
 def output_items(turn: ModelTurn) -> list[Item]:
-    """The items of an answer: thought, text, calls."""
+    """Return the items of an answer: thought, text, calls."""
     items: list[Item] = []
     if turn.thought:
         items.append(reasoning_item(turn.id, turn.thought))
@@ -39,7 +39,8 @@ def output_items(turn: ModelTurn) -> list[Item]:
 
 
 def reasoning_item(identity: str, thought: str) -> api.ResponseReasoningItem:
-    """A thought, whole, as its summary. Clients send an item back if it has encrypted content, so it has a token."""
+    """Return a thought, whole, as its summary. Clients send an item back if it has encrypted content, so it has a
+    token."""
     summary = [Summary(type="summary_text", text=thought)] if thought else []
     return api.ResponseReasoningItem(
         id=f"rs_{identity.removeprefix(ID_PREFIX)}",
@@ -50,7 +51,7 @@ def reasoning_item(identity: str, thought: str) -> api.ResponseReasoningItem:
 
 
 def message_item(identity: str, text: str, status: Status) -> api.ResponseOutputMessage:
-    """A text; without a part while it is empty."""
+    """Return a text; without a part while it is empty."""
     return api.ResponseOutputMessage(
         id=f"msg_{identity.removeprefix(ID_PREFIX)}",
         type="message",
@@ -61,12 +62,12 @@ def message_item(identity: str, text: str, status: Status) -> api.ResponseOutput
 
 
 def text_part(text: str) -> api.ResponseOutputText:
-    """The text of a message."""
+    """Return the text of a message."""
     return api.ResponseOutputText(type="output_text", text=text, annotations=[], logprobs=[])
 
 
 def call_item(call: Call, status: Status = "completed") -> api.ResponseFunctionToolCall:
-    """A call; of a function in a namespace it has both names."""
+    """Return a call; of a function in a namespace it has both names."""
     namespace, separator, name = call.name.partition(SEPARATOR)
     values = {
         "id": f"fc_{call.id.removeprefix('call_')}",
@@ -84,7 +85,8 @@ def call_item(call: Call, status: Status = "completed") -> api.ResponseFunctionT
 def make_response(
     request: ModelRequest, identity: str, items: Sequence[Item], created: float, turn: ModelTurn | None = None
 ) -> api.Response:
-    """The object that answers a request; without a turn it is in progress. Tools and settings are not repeated."""
+    """Return the object that answers a request; without a turn it is in progress. Tools and settings are not
+    repeated."""
     tool = request.tool_choice.removeprefix("function:")
     choice: Json = tool if tool == request.tool_choice else {"type": "function", "name": tool}
     truncated = turn is not None and turn.finish == "length"
@@ -108,6 +110,7 @@ def make_response(
         "top_p": None,
         "usage": None if turn is None else _turn_usage(turn),
     }
+
     return api.Response.model_validate(values)
 
 
@@ -134,13 +137,13 @@ class ResponsesEvents(ItemWriter):
         self._text = ""  # of the open item
 
     def begin(self, prompt_tokens: int) -> bytes:
-        """The response while it has no output."""
+        """Return the response while it has no output."""
         started = make_response(self._request, self._id, [], self._created)
         created = self._write_event(api.ResponseCreatedEvent, response=started)
         return created + self._write_event(api.ResponseInProgressEvent, response=started)
 
     def end(self, turns: Sequence[ModelTurn]) -> bytes:
-        """The end of the open item, and the whole response."""
+        """Return the end of the open item, and the whole response."""
         # The limit of tokens also cuts what the item would have said.
         turn = turns[0]
         truncated = turn.finish == "length"
@@ -150,7 +153,7 @@ class ResponsesEvents(ItemWriter):
         return closing + self._write_event(last, response=finished)
 
     def failure(self, error: BadRequest) -> bytes:
-        """The event of a failed response."""
+        """Return the event of a failed response."""
         # The codes of the package's type are fewer than those that clients act on.
         code = error.code or ("rate_limit_exceeded" if error.status == 429 else "server_error")
         failed = make_response(self._request, self._id, self._items, self._created)
@@ -164,16 +167,16 @@ class ResponsesEvents(ItemWriter):
         return server_sent(event.model_dump(exclude_unset=True, warnings=False), kind)
 
     def _write_part(self, model: type[BaseModel], **values: Json) -> bytes:
-        """An event about the only part of the open item."""
+        """Return an event about the only part of the open item."""
         index = {"summary_index" if self.open == "thought" else "content_index": 0}
         return self._write_event(model, item_id=self._blank_item().id, output_index=len(self._items), **index, **values)
 
     def _blank_item(self) -> Item:
-        """The open item as it began."""
+        """Return the open item as it began."""
         return reasoning_item(self._id, "") if self.open == "thought" else message_item(self._id, "", "in_progress")
 
     def begin_item(self, kind: str) -> bytes:
-        """A thought or a text without a letter."""
+        """Return a thought or a text without a letter."""
         self._text = ""
         added = self._write_event(
             api.ResponseOutputItemAddedEvent, output_index=len(self._items), item=self._blank_item()
@@ -184,14 +187,14 @@ class ResponsesEvents(ItemWriter):
         return added + self._write_part(api.ResponseContentPartAddedEvent, part=text_part(""))
 
     def piece(self, kind: str, text: str) -> bytes:
-        """The event of a piece of its text."""
+        """Return the event of a piece of its text."""
         self._text += text
         if kind == "thought":
             return self._write_part(api.ResponseReasoningSummaryTextDeltaEvent, delta=text)
         return self._write_part(api.ResponseTextDeltaEvent, delta=text, logprobs=[])
 
     def close(self, status: Status = "completed") -> bytes:
-        """The whole text, the whole part and the whole item."""
+        """Return the whole text, the whole part and the whole item."""
         if not self.open:
             return b""
         item: Item
@@ -208,7 +211,7 @@ class ResponsesEvents(ItemWriter):
         return events + self._finish_item(item)
 
     def call(self, call: Call) -> bytes:
-        """A call. It is generated before it is read: its arguments come in one piece."""
+        """Return a call. It is generated before it is read: its arguments come in one piece."""
         item = call_item(call)
         position: dict[str, Json] = {"item_id": item.id, "output_index": len(self._items)}
         started = item.model_copy(update={"arguments": "", "status": "in_progress"})

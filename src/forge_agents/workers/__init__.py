@@ -1,1 +1,1 @@
-"""Programs that run in another Python, that of a collection of environments, and import nothing of forge."""
+"""Programs that run in the Python of a collection of environments, and import nothing of forge."""

@@ -2,7 +2,7 @@
 
 Requests: {"id", "op": "open" | "rows" | "play", "timeout": seconds, ...}. Answers: {"id", "result": {...}}, or {"id",
 "error": text, "setting": whether a setting is at fault}. Standard input ends with the controller, and the worker with
-it. Python 3.11 or newer, the standard library alone.
+it. Python 3.11 or newer, the standard library only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Collection(Protocol):
     """An environment of a collection."""
 
     def rows(self) -> Iterable[tuple[str, Values]]:
-        """The tasks, each with its split, "train" or "eval", as {"question", "answer"}."""
+        """Return the tasks, each with its split, "train" or "eval", as {"question", "answer"}."""
 
     async def play(self, task: Values, url: str, model: str) -> Values:
         """Play and score one episode: {"reward", "stop", "metrics"}.

@@ -60,6 +60,7 @@ class Environment:
                 f"agents {', '.join(self.players) or 'none'} would be played by the policy, and one is needed: give "
                 "each other agent a model by args.AGENT.client and args.AGENT.model"
             )
+
         for name, agent in agents.items():
             if agent.runtime.type == "prime" and not load_prime_config().get("api_key"):
                 raise SettingError(
@@ -79,16 +80,17 @@ class Environment:
         await self.shared.aclose()
 
     def rows(self) -> Iterator[tuple[str, Values]]:
-        """The tasks of the taskset."""
+        """Yield the tasks of the taskset."""
         for task in self.env.taskset:
             data = task.data
             question = data.prompt_text.strip() or data.description or data.name or f"task {data.idx}"
             yield "train", {"question": question, "answer": data.model_dump(mode="json")}
 
     async def play(self, task: Values, url: str, model: str) -> Values:
-        """One episode of a task, whose reward is that of the policy's trace."""
+        """Return one episode of a task, whose reward is the policy trace's."""
         data = self.task_type.data_type().model_validate(task)
         (slot,) = self.env.slots(self.task_type(data, self.env.config.taskset.task))
+
         # The key is in the address: a worker plays many episodes, and the variable is one.
         client = EvalClientConfig(base_url=f"{url}/v1", api_key_var="FORGE_NO_KEY")
         episode = await self.env.run_slot(slot, ModelContext(client=client, model=model, sampling=SamplingConfig()))
@@ -98,11 +100,13 @@ class Environment:
             raise EpisodeError("; ".join(f"{error.type}: {error.message}" for error in errors) or "it did not end")
         if len(traces) != 1:
             raise SettingError(f"an episode has {len(traces)} runs of {self.players[0]}: one is needed for its reward")
+
         (trace,) = traces
         rewards = {name: None if reward is None else reward.value for name, reward in trace.rewards.items()}
         if not rewards or None in rewards.values():
             raise EpisodeError(f"the environment gave no reward: {rewards}")
         metrics = {**trace.metrics, **rewards}
+
         return {"reward": trace.reward, "stop": trace.stop_condition or "ended", "metrics": metrics}
 
 

@@ -44,14 +44,14 @@ def parse(main: Callable[[Settings], object]) -> Callable[[], NoReturn]:
 
 
 def get_world_size_and_rank() -> tuple[int, int]:
-    """The size of the default process group and this process's rank in it; (1, 0) without a group."""
+    """Return the size of the default process group and this process's rank in it; (1, 0) without a group."""
     if not dist.is_available() or not dist.is_initialized():
         return 1, 0
     return dist.get_world_size(), dist.get_rank()
 
 
 def get_logger(level: str | None = None) -> logging.Logger:
-    """The logger of this library, at a level such as "DEBUG"; None leaves its level."""
+    """Return the logger of this library, at a level such as "DEBUG"; None leaves its level."""
     logger = logging.getLogger("forge")
     if level is not None:
         logger.setLevel(level.upper())
@@ -59,19 +59,19 @@ def get_logger(level: str | None = None) -> logging.Logger:
 
 
 def log_rank_zero(logger: logging.Logger, msg: str, level: int = logging.INFO) -> None:
-    """Log a message in rank 0 alone."""
+    """Log a message in rank 0 only."""
     if get_world_size_and_rank()[1] == 0:
         logger.log(level, msg, stacklevel=2)
 
 
 @functools.lru_cache(maxsize=1024)
 def log_once(logger: logging.Logger, msg: str, level: int = logging.INFO) -> None:
-    """Log a message in rank 0 alone, and only the first time in this process."""
+    """Log a message in rank 0 only, and only the first time in this process."""
     log_rank_zero(logger, msg, level)
 
 
 def compute_logprobs(logits: Tensor, input_ids: Tensor, temperature: float = 1.0, align: bool = True) -> Tensor:
-    """Log-probabilities of tokens in float32.
+    """Return log-probabilities of tokens in float32.
 
     Args:
         logits: [rows, length, vocabulary]

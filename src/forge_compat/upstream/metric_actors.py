@@ -44,6 +44,7 @@ class MetricLogger(ForgeActor):
                     f"metric_logging.{name}.logging_mode {mode} is unsupported: metrics are merged over all ranks, set "
                     "global_reduce"
                 )
+
         # Without a backend there would be no trace of what was recorded.
         self.writes_console = "console" in config or not config
         if "wandb" in config:
@@ -54,7 +55,7 @@ class MetricLogger(ForgeActor):
 
     @endpoint
     async def flush(self, global_step: int) -> dict[str, float]:
-        """Write the metrics since the last call as those of a step, and return them."""
+        """Write the metrics since the last call as a step's, and return them."""
         # Exact for any split of the values over processes.
         values = (await drain_metrics()).values()
         if self.writes_console:
@@ -79,7 +80,7 @@ class MetricLogger(ForgeActor):
 
 
 async def get_or_create_metric_logger(proc_mesh: object = None, process_name: str | None = None) -> Local:
-    """The logger of this controller, made on first use.
+    """Return the logger of this controller, made on first use.
 
     Args:
         proc_mesh, process_name: accepted for torchforge's programs: processes are known by their components' names.

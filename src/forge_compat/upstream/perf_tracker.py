@@ -66,7 +66,7 @@ class Tracer:
         self.began = None
 
     def _now(self) -> float:
-        # Kernels run after the call that starts them: without this a step would have the time of its launch alone.
+        # Kernels run after the call that starts them: without this a step would have the time of its launch only.
         if self.waits:
             torch.cuda.synchronize()
         return time.perf_counter()

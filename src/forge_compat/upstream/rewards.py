@@ -1,6 +1,6 @@
 """The two rewards of torchforge as it scores them, for programs that compare with its curves.
 
-`forge.data.rewards` gives those of `forge.rewards.rules`: they compare final answers as mathematics, and pay nothing
+`forge.data.rewards` gives `forge.rewards.rules`: they compare final answers as mathematics, and pay nothing
 for a number anywhere in the text, by which a policy learns to list numbers.
 """
 
@@ -39,7 +39,7 @@ class MathReward:
         return self.partial_credit if written in ANSWER.sub("", response) else 0.0
 
     def _to_float(self, text: str) -> float | None:
-        """A number without blanks, commas and dollars; None if it is none."""
+        """Return a number without blanks, commas and dollars; None if it is none."""
         try:
             return float(DECORATION.sub("", text))
         except (TypeError, ValueError):

@@ -105,6 +105,7 @@ class Session:
         if self.lost:
             raise InfrastructureError(f"the session with {self._url} is over")
         text = json.dumps({"type": kind, "data": data}, default=to_plain)
+
         # Until the answer is read: after a cancelled call, or a wrong answer, the next one would belong to this call.
         self.lost = True
         try:
@@ -115,6 +116,7 @@ class Session:
                 received = await self._socket.receive()
         except TimeoutError:
             raise InfrastructureError(f"{self._url} did not answer {kind} within {self._timeout:g} s") from None
+
         if received.type is not aiohttp.WSMsgType.TEXT:
             raise InfrastructureError(f"{self._url} ended the connection instead of answering {kind}")
         try:
@@ -122,15 +124,18 @@ class Session:
             content, received_type = dict(reply["data"]), reply["type"]
         except (ValueError, KeyError, TypeError, RecursionError):
             raise InfrastructureError(f"{self._url} answered {kind} with {received.data[:80]!r}") from None
+
         if received_type not in (expected, "error"):
             raise InfrastructureError(f"{self._url} answered {kind} with a message of type {received_type!r}")
         self.lost = False
         if received_type == "error":
             raise self._make_error(content)
+
         return content
 
     def _make_error(self, content: dict[str, Json]) -> Exception:
-        """The error of the server, of its environment, or of what was sent; the server ends the session after some."""
+        """Return the error of the server, of its environment, or of what was sent; the server ends the session after
+        some."""
         code, message = str(content.get("code")), str(content.get("message"))
         self.lost = code in ("CAPACITY_REACHED", "INFRASTRUCTURE_ERROR", "FACTORY_ERROR", "SESSION_ERROR")
         if code == "CAPACITY_REACHED":
@@ -214,6 +219,7 @@ class OpenEnvClient:
                     f"none of the {self._max_sessions} sessions with {self.url} was closed within "
                     f"{self._patience:g} s: raise `sessions`, or close them earlier"
                 ) from None
+
             try:
                 return await self._begin_session()
             except BaseException as error:
@@ -221,6 +227,7 @@ class OpenEnvClient:
                 is_over = asyncio.get_running_loop().time() + pause > deadline
                 if is_over or not isinstance(error, InfrastructureError):
                     raise
+
             # At random, so that clients that were rejected together do not return together.
             await asyncio.sleep(pause * random.uniform(0.5, 1))
             pause = min(2 * pause, MAX_PAUSE)
@@ -248,6 +255,7 @@ class OpenEnvClient:
         except (aiohttp.ClientError, OSError) as error:  # OSError includes TimeoutError
             reason = str(error) or f"no connection within {CONNECT_TIMEOUT:g} s"
             raise InfrastructureError(f"no session with {self.url}: {reason}") from error
+
         session = Session(socket, self.url, self._timeout, self._places)
         try:
             await session.state()
@@ -256,6 +264,7 @@ class OpenEnvClient:
             if not isinstance(error, OpenEnvError) or session.lost:
                 await socket.close()
                 raise
+
         return session
 
     async def _get_json(self, path: str) -> dict[str, Json]:
@@ -314,7 +323,7 @@ class LocalServer:
         Args:
             command: program and arguments; {port} is replaced by a free port, to listen at on 127.0.0.1.
             cwd: working directory.
-            env: variables added to those of this process.
+            env: variables added to this process's.
             limit: seconds until it must be healthy.
 
         Raises:
@@ -329,6 +338,7 @@ class LocalServer:
         words = [word.replace("{port}", port) for word in command]
         log = tempfile.TemporaryFile("w+b")  # noqa: SIM115 - it is closed with the server
         parent = os.getpid()
+
         try:
             process = await asyncio.create_subprocess_exec(
                 *words,
@@ -350,6 +360,7 @@ class LocalServer:
         except BaseException:
             await server.stop()
             raise
+
         return server
 
     async def stop(self) -> None:
@@ -375,6 +386,7 @@ class LocalServer:
                     status = await client.health()
                 except InfrastructureError as error:
                     status = str(error)
+
                 code = self.process.returncode
                 is_late = asyncio.get_running_loop().time() > end
                 if code is not None or is_late:
@@ -382,4 +394,5 @@ class LocalServer:
                     if code is not None:
                         state += f" by {signal.Signals(-code).name}" if code < 0 else f" with exit code {code}"
                     raise InfrastructureError(f"{name} {state}; its log ends with:\n{tail_of(self._log)}")
+
                 await asyncio.sleep(_HEALTH_PAUSE)

@@ -93,6 +93,7 @@ class OpenEnvEnvironment(Environment):
             return await self._call_tools(self._session, action)
         if self._mcp and self._to_action is None:
             return self._make_step((), None, {}, over=True)
+
         # A text that was cut at its limit says something else than the policy meant.
         if action.truncated and self._to_action is None and not self._is_forge:
             return Step((user_message(CUT),))
@@ -100,11 +101,13 @@ class OpenEnvEnvironment(Environment):
             sent = (self._to_action or self._default_action)(action)
         except ValueError as error:
             return Step((user_message(f"error: {error}"),))
+
         reply = await self._send_action(self._session, sent)
         if isinstance(reply, str):
             return Step((user_message(reply),))
         if self._is_forge:
             return step_from_reply(reply)
+
         return self._make_step(tuple(self._to_messages(reply)), reply.reward, reply.metadata, over=reply.done)
 
     async def close(self) -> None:
@@ -115,7 +118,7 @@ class OpenEnvEnvironment(Environment):
 
     @property
     def _is_forge(self) -> bool:
-        """Whether the server is one of this library: actions and steps are sent as they are."""
+        """Return whether the server is one of this library: actions and steps are sent as they are."""
         return self._is_default and self._schema.get("title") == FORGE_ACTION
 
     async def _end_session(self) -> None:
@@ -124,7 +127,7 @@ class OpenEnvEnvironment(Environment):
             await session.close()
 
     async def _send_action(self, session: Session, action: Mapping[str, Json]) -> Reply | str:
-        """The server's reply to an action, or an error for the policy."""
+        """Return the server's reply to an action, or an error for the policy."""
         try:
             return await session.step(action)
         # A rejected action is the policy's fault, and it may try again; other errors are the server's.
@@ -138,6 +141,7 @@ class OpenEnvEnvironment(Environment):
         rewards: list[float] = []
         metadata: dict[str, Json] = {}
         over = False
+
         for call in action.calls:
             # Every call needs an answer: chat templates expect one message for each.
             content = "error: not run: the episode is over"
@@ -151,7 +155,9 @@ class OpenEnvEnvironment(Environment):
                     rewards += [] if reply.reward is None else [reply.reward]
                     metadata |= reply.metadata
                     over = reply.done
+
             messages.append({"role": "tool", "name": call.name, "tool_call_id": call.id, "content": content})
+
         messages += [{"role": "tool", "name": "error", "content": f"error: {error}"} for error in action.errors]
         return self._make_step(tuple(messages), sum(rewards) if rewards else None, metadata, over=over)
 
@@ -170,7 +176,7 @@ class OpenEnvEnvironment(Environment):
         )
 
     def _default_messages(self, reply: Reply) -> list[Message]:
-        """The default messages. Most observations are one text: it is shown as it is, others as JSON."""
+        """Return the default messages. Most observations are one text: it is shown as it is, others as JSON."""
         shown = {name: value for name, value in reply.observation.items() if name != "metadata" and value is not None}
         only = next(iter(shown.values())) if len(shown) == 1 else None
         return [user_message(self._shorten_text(only if isinstance(only, str) else json.dumps(shown)))]
@@ -180,6 +186,7 @@ class OpenEnvEnvironment(Environment):
         if self._schema.get("title") == FORGE_ACTION:
             return asdict(action)
         fields = [name for name in parameters_of({"parameters": self._schema}).properties if name != "metadata"]
+
         # Without required fields, all are.
         required = [name for name in fields if name in (self._schema.get("required") or ())] or fields
         if len(required) == 1:
@@ -189,10 +196,12 @@ class OpenEnvEnvironment(Environment):
             if wrong := parameters.mismatch(arguments):
                 raise ValueError(wrong)
             return arguments
+
         try:
             value = json.loads(action.answer or "{}")
         except ValueError:
             value = None
+
         if not isinstance(value, dict):
             names = f" with {', '.join(required)}" if required else ", such as {}: its schema names no fields"
             raise ValueError(f"an action must be a JSON object{names}")

@@ -80,7 +80,8 @@ class ServedSession:
         return reply
 
     async def _call_tool(self, call: Awaitable[Step], name: str) -> Data:
-        """The reply with the environment's answer to a call. ServedError: it failed, or gave what has no JSON form."""
+        """Return the reply with the environment's answer to a call. ServedError: it failed, or gave what has no JSON
+        form."""
         try:
             async with asyncio.timeout(self._timeout):
                 step = await call
@@ -124,6 +125,7 @@ class OpenEnvServer:
         socket = web.WebSocketResponse(timeout=CLOSE_LIMIT, max_msg_size=MAX_MESSAGE, compress=False)
         await socket.prepare(request)
         session: ServedSession | None = None
+
         try:
             while (received := await socket.receive(self._idle)).type is aiohttp.WSMsgType.TEXT:
                 try:
@@ -145,6 +147,7 @@ class OpenEnvServer:
             if session is not None:
                 await self._end_session(session)
             await socket.close()
+
         return socket
 
     def _begin_session(self) -> ServedSession:
@@ -204,6 +207,7 @@ def web_app(
     constants: dict[str, Data] = {"/health": {"status": "healthy"}, "/metadata": metadata, "/schema": SCHEMA}
     app.add_routes([web.get(path, answer_constant(content)) for path, content in constants.items()])
     app.add_routes([web.get("/ws", server.answer)])
+
     return app
 
 

@@ -107,7 +107,7 @@ def check_shape(value: Json, name: str) -> None:
 
 
 def to_plain(value: object) -> Json:
-    """A number or truth value of NumPy or PyTorch as Python's; another value without a JSON form as text."""
+    """Return a number or truth value of NumPy or PyTorch as Python's; another value without a JSON form as text."""
     return value.item() if getattr(value, "shape", None) == () else str(value)  # type: ignore[attr-defined]
 
 
@@ -138,6 +138,7 @@ def step_from_reply(reply: Reply) -> Step:
         check_shape(observation, "observation")
     except ValueError as error:
         raise InfrastructureError(f"the server broke the protocol: {error}") from None
+
     truncated = bool(metadata.pop("truncated", False))
     return Step(
         messages=tuple(observation["messages"]),

@@ -9,7 +9,7 @@ from forge.cli.subparsers import Subparsers
 
 from . import Option, add_command
 
-TEXT = "count what became of each prompt and token of a run, from its files alone"
+TEXT = "count what became of each prompt and token of a run, from its files only"
 
 
 def add_to(commands: Subparsers) -> None:
@@ -36,5 +36,6 @@ def run(args: argparse.Namespace) -> None:
             print(f"fault: {fault}")
         if result.is_sound:
             print("no fault: every prompt was trained once, dropped for a counted reason, or in flight at the end")
+
     if not result.is_sound:
         raise SystemExit(1)

@@ -51,9 +51,11 @@ def run(args: argparse.Namespace) -> None:
 
         examine_reward(args)
         return
+
     if args.target == "machine":
         examine_machine()
         return
+
     # Imported here: `forge doctor` must also work where torch does not.
     from forge.runtime.controller.placement import machines_module
 
@@ -61,6 +63,7 @@ def run(args: argparse.Namespace) -> None:
         diagnosis = machines_module().examine(args.hosts, args.folder)
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         raise SystemExit(f"error: {error}") from error
+
     print(diagnosis.render())
     if diagnosis.problems:
         raise SystemExit(1)
@@ -90,6 +93,7 @@ def list_findings() -> Iterator[tuple[str, str, str]]:
     driver = driver_gpus()
     visible = tuple(visible_gpus())
     yield "GPUs", *check_accelerators(visible, driver)
+
     # On a GPU attention is always compiled, elsewhere with training.compile.
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"

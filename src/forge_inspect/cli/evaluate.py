@@ -36,16 +36,18 @@ def run(args: argparse.Namespace) -> None:
     cfg = load(RLConfig, words)
     if args.answers is not None:
         args.answers.touch()  # before the work, which may take an hour
+
     # The server imports its libraries while this process imports the recipe.
     with forked_processes():
         from ..suite import evaluate_suite
 
         metrics = evaluate_suite(cfg, args.answers)
+
     print(json.dumps(metrics) if args.json else format_table(metrics))
 
 
 def format_table(metrics: dict[str, float]) -> str:
-    """A line for each metric, with the half of its 95 % interval."""
+    """Return a line for each metric, with the half of its 95 % interval."""
     lines = []
     for name, value in metrics.items():
         if not name.endswith("/margin"):

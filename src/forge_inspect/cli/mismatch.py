@@ -42,6 +42,7 @@ def run(args: argparse.Namespace) -> None:
     except (ValueError, ImportError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(BAD_INPUT) from None
+
     # Where `forge watch` and `forge runs` look for its fault.
     write_atomic(args.folder / MISMATCH, result.json() + "\n")
     print(result.json() if args.json else "\n".join(_format_lines(result)))
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _format_lines(result: Mismatch) -> list[str]:
-    """The comparison for a terminal: a line for each pair of sides, then the faults."""
+    """Return the comparison for a terminal: a line for each pair of sides, then the faults."""
     lines = [f"{result.tokens} tokens of step {result.step}, sampled by version {result.version}"]
     width = max(len(f"{link.first} | {link.second}") for link in result.links)
     for link in result.links:

@@ -15,14 +15,14 @@ from forge.cli.subparsers import Subparsers
 from . import Option, add_command
 
 TEXT = "what a configuration needs: memory of each process; without a GPU and without weights"
-# The section that one recipe alone has.
+# The section that one recipe only has.
 SECTIONS = {"grpo": "train", "algorithm": "train", "dpo": "dpo", "reward_model": "reward-model", "distill": "distill"}
 
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
     options: list[Option] = [
-        ("config", {"help": "YAML file of a recipe; apps/... are those of the installed recipes"}),
+        ("config", {"help": "YAML file of a recipe; apps/... names an installed recipe"}),
         ("overrides", {"nargs": argparse.REMAINDER, "help": "--gpus 8xH100 (64xH200, cpu); --section.key VALUE"}),
     ]
     add_command(commands, "plan", TEXT, "apps/grpo/qwen3_1_7b.yaml --gpus 2xH100", run, options)
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def plan_file(config: str, overrides: list[str], gpus: str | None) -> tuple[Any, Any]:
-    """The configuration of a file, and its `forge_inspect.plan.plan.Plan`.
+    """Return the configuration of a file, and its `forge_inspect.plan.plan.Plan`.
 
     Raises:
         ConfigError: a setting that does not exist, or is wrong.
@@ -64,10 +64,11 @@ def plan_file(config: str, overrides: list[str], gpus: str | None) -> tuple[Any,
     further = (sections.get("models") or {}).values()
     if any(isinstance(model, dict) and (model.get("trains") or model.get("seat_of")) for model in further):
         module, kind = "forge_agents.several", "SeveralPoliciesConfig"
+
     config_type = getattr(importlib.import_module(module), kind)
 
     def change_settings(settings: dict[str, Any]) -> Any:
-        """The configuration, with further settings."""
+        """Return the configuration, with further settings."""
         words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
         # Checked as a run would be, but for what the run would look for on this machine.
         with run_elsewhere():
@@ -83,6 +84,7 @@ def plan_file(config: str, overrides: list[str], gpus: str | None) -> tuple[Any,
     cpu = Machines("CPU", memory_limit(), 1, "cpu")
     uses_gpus = any(cfg.services[name].with_gpus for name in cfg.configured())
     machines = parse_machines(gpus or ("8xH100" if uses_gpus else "cpu"), cpu)
+
     with tempfile.TemporaryDirectory() as scratch:
         find = partial(shape_folder, scratch=Path(scratch))
         if cfg.model is None:

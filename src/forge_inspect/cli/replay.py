@@ -16,7 +16,7 @@ def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
     options: list[Option] = [
         ("folder", {"type": Path, "help": "the folder of a run"}),
-        ("--until", {"type": int, "metavar": "STEP", "help": "the last step; by default that of the run"}),
+        ("--until", {"type": int, "metavar": "STEP", "help": "the last step; default: the run's"}),
         ("--replicas", {"type": int, "help": "generators; by default as many as the run had"}),
     ]
     add_command(commands, "replay", TEXT, "runs/x --replicas 3", run, options)

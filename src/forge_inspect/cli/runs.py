@@ -42,6 +42,7 @@ def list_runs(args: argparse.Namespace) -> None:
     if not folders:
         raise ValueError(f"no runs in {', '.join(map(str, args.folders))}")
     lines = []
+
     for folder in folders:
         # A damaged run is a line like any other, with a remark: the others are worth showing.
         numbers, config, damaged = [], {}, ""
@@ -50,8 +51,10 @@ def list_runs(args: argparse.Namespace) -> None:
             numbers = read_metric_rows(folder)
         except (ValueError, OSError) as error:
             damaged = f" (damaged: {error})"[:MAX_REASON]
+
         accuracy = [row["eval/accuracy"] for row in numbers if "eval/accuracy" in row]
         written = max((path.lstat().st_mtime for path in folder.glob("*.jsonl")), default=folder.stat().st_mtime)
+
         # A run that continues or is complete needs no reason.
         reason = read_ending(folder)[:MAX_REASON] if read_state(folder) in ("failed", "stopped") else ""
         cells = [
@@ -64,8 +67,10 @@ def list_runs(args: argparse.Namespace) -> None:
             _format_age(time.time() - written),
         ]
         lines.append((written, cells))
+
     head = ["run", "state", "step", "reward", "held-out accuracy", "entropy", "written"]
     _print_table([head, *(cells for _, cells in sorted(lines))])
+
     # One run leaves room for details.
     if len(folders) == 1:
         for alert in (*folder_alerts(folders[0]), *list_alerts(numbers, config)):
@@ -87,6 +92,7 @@ def compare_runs(args: argparse.Namespace) -> None:
     names = [escape_controls(folder) for folder in args.folders]
     settings = list_differences(args.folders)
     numbers = [read_metric_rows(folder) for folder in args.folders]
+
     if settings:
         _print_table(
             [
@@ -96,12 +102,15 @@ def compare_runs(args: argparse.Namespace) -> None:
         )
     else:
         print("the settings are the same")
+
     for name, rows_of_run in zip(names, numbers, strict=True):
         if not rows_of_run:
             raise ValueError(f"{name} has no step")
+
     # Runs of different lengths are compared at the last step that all of them have.
     step = min(rows_of_run[-1]["step"] for rows_of_run in numbers)
     shared = [[row for row in rows_of_run if row["step"] <= step] for rows_of_run in numbers]
+
     # A difference is one of two runs; of more, the reader compares.
     two = len(names) == 2
     lines = [[f"\nat step {step:g}", *names, *["difference"] * two]]
@@ -111,6 +120,7 @@ def compare_runs(args: argparse.Namespace) -> None:
         if present:
             change = f"{present[1] - present[0]:+.4g}" if len(present) == 2 else ""
             lines.append([metric, *map(_format_number, values), *[change] * two])
+
     _print_table(lines)
 
 

@@ -55,29 +55,29 @@ class ComponentPlan:
 
     @property
     def total(self) -> float:
-        """Bytes of a process, with the driver's where it has a GPU."""
+        """Return bytes of a process, with the driver's where it has a GPU."""
         return sum(self.parts.values()) + (CONTEXT if self.with_gpus else 0)
 
     @property
     def fits(self) -> bool:
-        """Whether it fits its device, with a margin."""
+        """Return whether it fits its device, with a margin."""
         if self.sequences is not None:
             return self.sequences >= 2
         return not self.with_gpus or self.total <= self.bound
 
     @property
     def bound(self) -> float:
-        """Bytes that a process may take."""
+        """Return bytes that a process may take."""
         return self.capacity * (1 - MARGIN)
 
 
 def kind_of(service: str) -> str:
-    """The kind of a service, also of a further model: `trainer` of `models.rival.trainer`."""
+    """Return the kind of a service, also of a further model: `trainer` of `models.rival.trainer`."""
     return service.rpartition(".")[2]
 
 
 def trainer_plan(cfg: TrainingRecipe, folder: Path, name: str, machines: Machines) -> ComponentPlan:
-    """The plan of a component that trains a model or scores with it.
+    """Return the plan of a component that trains a model or scores with it.
 
     Args:
         folder: with the model's config.json.
@@ -92,9 +92,11 @@ def trainer_plan(cfg: TrainingRecipe, folder: Path, name: str, machines: Machine
     settings = PassSettings(**cfg.training.trainer())
     learns = kind != "ref_model"
     device_type = machines.type if options.with_gpus else "cpu"
+
     # One process computes in bfloat16 by way of FSDP on a GPU, as `forge.training.distributed.join_ranks` makes it.
     has_mesh = options.procs > 1 or (device_type != "cpu" and (settings.dtype == "bfloat16" or settings.cpu_offload))
     head: Head = "value" if kind == "critic" else ("reward" if hasattr(cfg, "reward_model") else "policy")
+
     # A micro-batch is full, and an update has several of them where a pack does not hold the batch.
     data = options.procs // (layout.tensor_parallel_degree * layout.context_parallel_degree)
     seq_len = cfg.training.seq_len
@@ -114,6 +116,7 @@ def trainer_plan(cfg: TrainingRecipe, folder: Path, name: str, machines: Machine
         learns=learns,
         backend=cfg.trainer.backend if kind == "trainer" else "fsdp",
     )
+
     memory = trainer_memory(
         passes,
         settings,
@@ -127,6 +130,7 @@ def trainer_plan(cfg: TrainingRecipe, folder: Path, name: str, machines: Machine
     if cfg.training.cpu_offload and learns:
         # FSDP2 keeps these in host memory, where the optimiser computes too.
         parts |= {"weights": 0, "gradients": 0, "optimizer": 0}
+
     return ComponentPlan(
         name,
         options.procs * options.num_replicas,
@@ -139,12 +143,14 @@ def trainer_plan(cfg: TrainingRecipe, folder: Path, name: str, machines: Machine
 
 
 def full_batch(seq_len: int, length: int, ranks: int) -> Batch:
-    """A batch of one pack of `seq_len` tokens for each rank, of sequences of this length, which are trained whole."""
+    """Return a batch of one pack of `seq_len` tokens for each rank, of sequences of this length, which are trained
+    whole."""
     count = max(1, seq_len // length) * ranks
     tokens = count * length
     mask = np.ones(tokens, dtype=bool)
     mask[::length] = False
     numbers = np.zeros(tokens, dtype=np.float32)
+
     return Batch(
         # Different beginnings: no prefix is shared.
         tokens=np.arange(tokens) % 97 + np.repeat(np.arange(count), length) % 89,
@@ -158,17 +164,17 @@ def full_batch(seq_len: int, length: int, ranks: int) -> Batch:
 
 
 def weighted_scores(logprobs: Tensor, weights: Tensor) -> Tensor:
-    """Any loss of a policy: what it holds for a token is nothing beside the token's activations."""
+    """Return any loss of a policy: what it holds for a token is nothing alongside the token's activations."""
     return (logprobs * weights).sum()
 
 
 def weighted_values(values: Tensor, weights: Tensor) -> Tensor:
-    """The same of a scalar head."""
+    """Return the same of a scalar head."""
     return (values * weights).sum()
 
 
 def engine_plan(cfg: RecipeConfig, folder: Path, name: str, machines: Machines) -> ComponentPlan:
-    """The plan of a generator: weights, keys and values, and what else its engine holds."""
+    """Return the plan of a generator: weights, keys and values, and what else its engine holds."""
     options = Options(**cfg.placement(name))
     settings = cfg.generator
     on_gpus = options.with_gpus and machines.type != "cpu"
@@ -177,6 +183,7 @@ def engine_plan(cfg: RecipeConfig, folder: Path, name: str, machines: Machines) 
     length = round_up(check_length(config, settings.max_seq_len), BLOCK)
     per_token = token_bytes(config, getattr(torch, settings.dtype), settings.router_replay) // options.procs
     weights = elements * (2 if settings.dtype == "bfloat16" else 4) // options.procs
+
     update = most = 0
     if settings.engine == "vllm":
         share = float(settings.vllm.get("gpu_memory_utilization", UTILISATION))
@@ -190,6 +197,7 @@ def engine_plan(cfg: RecipeConfig, folder: Path, name: str, machines: Machines) 
         if settings.captures(config, machines.type if on_gpus else "cpu"):
             logits *= 2
         others = logits + int(settings.prefix_cache_mb * 1e6)
+
         # One more row, in which prompts are computed.
         cache = (round_up(settings.slots, WIDTH) + 1) * length * per_token
         if settings.cache_gb is not None:
@@ -201,12 +209,14 @@ def engine_plan(cfg: RecipeConfig, folder: Path, name: str, machines: Machines) 
             # More slots have more logits.
             most = (room + logits) // (length * per_token + logits // settings.slots) - 1
             most -= most % WIDTH
+
         sequences = max(0, min(settings.slots, cache // (length * per_token) - 1))
 
     limits = f"{sequences} of {settings.slots} slots at once with sequences of full length"
     if most > settings.slots:
         limits += f"; generator.slots {most} would fit"
     parts = {"weights": weights, "next version": update, "cache": cache, "others": others}
+
     return ComponentPlan(
         name,
         options.procs * options.num_replicas,
@@ -220,7 +230,7 @@ def engine_plan(cfg: RecipeConfig, folder: Path, name: str, machines: Machines) 
 
 
 def count_elements(folder: Path) -> int:
-    """Parameters of a causal language model, from its config.json."""
+    """Return parameters of a causal language model, from its config.json."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     # Without memory: a model of 32B has its number of parameters in .2 s.
     with META:
@@ -231,7 +241,7 @@ def count_elements(folder: Path) -> int:
 def reward_plan(
     cfg: RecipeConfig, folder: Path, machines: Machines, find: Callable[[str], Path]
 ) -> ComponentPlan | None:
-    """The memory of the reward's models, of which each of its processes has all; None where it has none.
+    """Return the memory of the reward's models, of which each of its processes has all; None where it has none.
 
     Args:
         folder: of the policy, whose sequences they read.
@@ -246,6 +256,7 @@ def reward_plan(
     options = cfg.service("reward") or Options()
     reach = cfg.reach(AutoConfig.from_pretrained(folder, trust_remote_code=False))
     memory = [scoring_memory(settings, find(settings.path), reach) for settings in models]
+
     return ComponentPlan(
         "reward",
         options.procs * options.num_replicas,
@@ -257,7 +268,7 @@ def reward_plan(
 
 
 def scoring_memory(settings: ModelSettings, folder: Path, length: int) -> tuple[int, int]:
-    """The bytes of a reward model's weights, and what its forward pass of a full batch holds beside them.
+    """Return the bytes of a reward model's weights, and what its forward pass of a full batch holds alongside them.
 
     Args:
         length: of the longest sequence that it is given, in tokens; shorter ones fill the batch as well.
@@ -270,6 +281,7 @@ def scoring_memory(settings: ModelSettings, folder: Path, length: int) -> tuple[
     text_config.pad_token_id = text_config.pad_token_id or 0  # a run takes the tokenizer's
     with META:
         model = loader.from_config(config, dtype=getattr(torch, settings.dtype), trust_remote_code=False)
+
     model.eval()
     # Long rows: attention's mask grows with the square of the width, all else with the tokens of the batch.
     width = min(length, max_length(config), settings.max_tokens or length, settings.batch_tokens)
@@ -278,5 +290,6 @@ def scoring_memory(settings: ModelSettings, folder: Path, length: int) -> tuple[
     weights = dict(model.named_parameters())
     with measure_block(weights) as meter, torch.no_grad():
         model(input_ids=ids, attention_mask=torch.ones_like(ids))
+
     held = sum(weight.nbytes for weight in weights.values())
     return held, max(most for _, most in meter.peaks.values())

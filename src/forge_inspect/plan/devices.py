@@ -39,7 +39,7 @@ class Machines:
 
 
 def parse_machines(text: str, cpu: Machines) -> Machines:
-    """The devices of `8xH100`, `H100` or `cpu`.
+    """Return the devices of `8xH100`, `H100` or `cpu`.
 
     Raises:
         ValueError: an unknown device; names those that are known.
@@ -100,7 +100,7 @@ PUBLIC["meta-llama/Llama-3.1-8B"] = PUBLIC["meta-llama/Llama-3.1-8B-Instruct"]
 
 
 def shape_folder(model: str, scratch: Path) -> Path:
-    """A folder with the config.json of a model, which is written to `scratch` unless the model is a folder.
+    """Return a folder with the config.json of a model, which is written to `scratch` unless the model is a folder.
 
     Raises:
         ValueError: the model is not a folder, not known here, and not at the hub.
@@ -108,6 +108,7 @@ def shape_folder(model: str, scratch: Path) -> Path:
     if Path(model).is_dir():
         return Path(model)
     name, revision = split_revision(model)
+
     # Before the hub, which takes half a minute where there is no network.
     if name in PUBLIC:
         fields = dict(PUBLIC[name])
@@ -116,6 +117,7 @@ def shape_folder(model: str, scratch: Path) -> Path:
         fields["architectures"] = [ARCHITECTURES[fields["model_type"]]]
         (folder / "config.json").write_text(json.dumps(fields, indent=1))
         return folder
+
     from huggingface_hub import hf_hub_download
 
     try:
@@ -124,5 +126,5 @@ def shape_folder(model: str, scratch: Path) -> Path:
         public_names = ", ".join(name for name in PUBLIC if "-Base" not in name)
         raise ValueError(
             f"{model} is not a folder, and its config.json cannot be read from the hub ({type(error).__name__}): "
-            f"give a folder with that file alone; known without it are {public_names}"
+            f"give a folder with that file only; known without it are {public_names}"
         ) from None

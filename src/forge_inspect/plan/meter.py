@@ -33,7 +33,7 @@ class Moment(NamedTuple):
 class Meter(TorchDispatchMode):
     """Counts the bytes of storages on the meta device within its block; those that exist before are not counted.
 
-    peaks: at each moment the bytes that existed beside the weights and their complete gradients: at first, and at most.
+    peaks: at each moment bytes besides the weights and their complete gradients: at first, and at most.
     """
 
     def __init__(self, weights: Mapping[str, nn.Parameter]) -> None:
@@ -64,7 +64,7 @@ class Meter(TorchDispatchMode):
         return result
 
     def fused(self, function: Callable[..., A]) -> Callable[..., A]:
-        """A function that is compiled into one kernel, of which the results alone are in memory."""
+        """Return a function that is compiled into one kernel, of which only the results are in memory."""
 
         def call_fused(*args: Any) -> A:
             self._is_fused = True
@@ -119,7 +119,7 @@ class Meter(TorchDispatchMode):
 
 @contextmanager
 def measure_block(weights: Mapping[str, nn.Parameter]) -> Iterator[Meter]:
-    """A meter of all that is done within the block with a model of these weights, by name."""
+    """Yield a meter of all that is done within the block with a model of these weights, by name."""
     meter = Meter(weights)
     # On the meta device torch computes these by many operators, where devices have a kernel.
     kernels: list[tuple[Any, str, Any]] = [
@@ -131,6 +131,7 @@ def measure_block(weights: Mapping[str, nn.Parameter]) -> Iterator[Meter]:
     before = [getattr(module, name) for module, name, _ in kernels]
     for module, name, kernel in kernels:
         setattr(module, name, kernel)
+
     try:
         with meter:
             yield meter
@@ -179,7 +180,7 @@ def _plan_attention(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tens
 
 
 def _grouped_product(a: Tensor, b: Tensor, offs: Tensor, **_: Any) -> Tensor:
-    """The products of experts, of any dtype; torch knows the shape of those in bfloat16 alone."""
+    """Return the products of experts, of any dtype; torch knows only bfloat16 shapes."""
     rows = (len(offs), a.shape[0]) if a.dim() == b.dim() == 2 else (a.shape[-2],)
     return a.new_empty(*rows, b.shape[-1])
 
@@ -191,12 +192,12 @@ def _storage_key(tensor: Tensor) -> int:
 
 class PlannedExperts(nn.Module):
     """One rank's experts of a layer, on the meta device, with the tensors of `forge_titan.policy.TitanExperts` and of
-    TorchTitan's `AllToAllTokenDispatcher`. It stands in place of transformers' experts and has their weights' names.
+    TorchTitan's `AllToAllTokenDispatcher`. It stands instead of transformers' experts and has their weights' names.
 
     Tokens are taken to be divided equally: a rank receives as many rows as it sends.
 
     Args:
-        experts: those of transformers, of all ranks.
+        experts: transformers', of all ranks.
         degree: number of ranks that divide the experts between them; must divide their number.
         has_grouped_kernel: all experts are one kernel, as on a GPU in bfloat16; otherwise each is computed by itself.
     """
@@ -222,19 +223,23 @@ class PlannedExperts(nn.Module):
         received, places = self._dispatch_rows(hidden, rows)
         computed = self._compute_experts(received)
         del received
+
         if self.degree > 1:
             ranked = computed.new_empty(computed.shape)
             ranked[places] = computed
             computed = _Exchange.apply(ranked)
             del ranked
+
         # The scores are multiplied in float32, whatever the dtype of the passes.
         weighted = (computed.to(torch.float32) * scores[:, None]).to(computed.dtype)
         result = torch.zeros_like(hidden).scatter_add(0, rows[:, None].expand(-1, hidden.shape[1]), weighted)
         del routes  # the map of tokens lives as long as the layer's forward pass
+
         return result
 
     def _dispatch_rows(self, hidden: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows that this rank's experts compute, [tokens * k, width], and their places before they were sorted."""
+        """Return the rows that this rank's experts compute, [tokens * k, width], and their places before they were
+        sorted."""
         sent = hidden[rows]
         if self.degree == 1:
             return sent, rows

@@ -64,7 +64,7 @@ class Passes:
 
     @property
     def elements(self) -> int:
-        """Elements of all weights, of which tensor parallelism alone has divided some."""
+        """Return elements of all weights, of which only tensor parallelism has divided some."""
         return sum(weight.elements * weight.spread for weight in self.weights.values())
 
 
@@ -87,7 +87,7 @@ def run_passes(
     Args:
         model: a folder with config.json; weights are not read.
         batch: of all data ranks; the first pack of the first rank is run.
-        device_type: "cpu", or that of a GPU.
+        device_type: "cpu", or a GPU's.
         learns: whether there is a backward pass.
         backend: with "titan" mixtures of experts compute as TorchTitan's do; the rest is taken to be alike.
 
@@ -101,11 +101,13 @@ def run_passes(
             resolve("forge_titan.setup:check_model", "trainer.backend")(policy.model.config)
             (parallelism or Parallelism()).over(world_size).check_experts(policy.model.config)
             divide_experts(policy, ranks.experts, device_type != "cpu" and dtype == torch.bfloat16)
+
         policy.ranks = ranks
         policy.train()
         weights = dict(policy.named_parameters())
         local = {name: w.to_local() if isinstance(w, DTensor) else w for name, w in weights.items()}
         pack = split_batch(batch, ranks=ranks.data.size, max_tokens=settings.seq_len)[0][0]
+
         with measure_block(weights) as meter, torch.set_grad_enabled(learns):
             output = policy(pack, 1.0)
             if learns:
@@ -116,6 +118,7 @@ def run_passes(
                 value.backward()
                 del value
             del output
+
         # TorchTitan divides an embedding that is not the head too by itself.
         is_tied = not any(name.endswith("lm_head.weight") for name in weights)
         resharded = () if backend != "titan" or is_tied else ("embed_tokens.weight",)
@@ -134,7 +137,7 @@ def run_passes(
 
 @contextmanager
 def ranks_of(parallelism: Parallelism, world_size: int) -> Iterator[Ranks]:
-    """The first of so many ranks, without the others: their collectives return at once."""
+    """Yield the first of so many ranks, without the others: their collectives return at once."""
     if world_size == 1:
         yield Ranks(0, 1, META, None)
         return
@@ -161,18 +164,22 @@ def _build_meta(
     config = AutoConfig.from_pretrained(model, **options, trust_remote_code=False)
     with META:
         built = kind.from_config(config, dtype=dtype, attn_implementation="eager", trust_remote_code=False)
+
     if gradient_checkpointing:
         with warnings.catch_warnings():
             # Its new name is not in all versions of transformers that are supported, and a plan need not say so.
             warnings.simplefilter("ignore", FutureWarning)
             built.gradient_checkpointing_enable({"use_reentrant": False})
+
     policy = Policy(built) if head == "policy" else ScalarModel(built, lag=1 if head == "value" else 0)
     degrees = Parallelism(tensor_parallel_degree=ranks.tensor.size, context_parallel_degree=ranks.context.size)
     degrees.check(built.config)
+
     # Adapters are real, as they are drawn from their names: here they lose their values.
     if lora is not None:
         add_adapters(built, lora)
         policy.to(META)
+
     if ranks.tensor.size > 1:
         parallelize_model(built, ranks)
     return policy
@@ -195,7 +202,7 @@ class TrainerMemory:
 
     @property
     def total(self) -> int:
-        """All of it, on the device."""
+        """Return all of it, on the device."""
         return sum(value for value in asdict(self).values() if isinstance(value, int))
 
 
@@ -209,7 +216,7 @@ def trainer_memory(
     gloo: bool = False,
     learns: bool = True,
 ) -> TrainerMemory:
-    """The peak of a rank of a trainer.
+    """Return the peak of a rank of a trainer.
 
     Args:
         shards: ranks that divide the weights between them; None: one process without a mesh.
@@ -225,8 +232,10 @@ def trainer_memory(
     learned = sum(weight.elements for weight in trained)
     weights = _count_sharded(passes.weights.values()) * itemsize // parts
     gradients = _count_sharded(trained) * itemsize // parts
+
     state = sum(state_bytes(weight, settings, optimizer) * weight.spread for weight in trained) // parts
     update = max((update_bytes(weight, settings, optimizer, parts) for weight in trained), default=0)
+
     # The sum of gradients is what becomes of it, unless it is added to an earlier one or cast.
     copied = FLOAT if micro_batches > 1 or itemsize != FLOAT else 0
     size = passes.itemsize
@@ -235,6 +244,7 @@ def trainer_memory(
     learned_inner = sum(weight.elements for weight in trained if weight.is_inner)
     learned_layer = learned_inner // passes.layers
     sharded_layer = _count_sharded(weight for weight in trained if weight.is_inner) // passes.layers
+
     # The update of the weights is one of the moments; the passes have the others.
     moments = [TrainerMemory(weights, gradients, state, update, 0, "update of the weights")]
     for moment, (first, most) in passes.peaks.items():
@@ -242,12 +252,14 @@ def trainer_memory(
             complete = learned * itemsize if micro_batches > 1 else sum(moment)
             moments.append(TrainerMemory(weights, complete, state, most, 0, _next_phase(sum(moment))))
             continue
+
         # FSDP2: the layer that is computed and the next one are gathered in the dtype of the passes, all that is in no
         # layer stays so, and gradients are whole until their layer is complete.
         complete_layers = moment.layers // (size * learned_layer) if learned_layer else 0
         current = moment.layers - complete_layers * size * learned_layer
         reduced = gradients if micro_batches > 1 else complete_layers * sharded_layer * itemsize // parts
         gathered = size * stays + 2 * size * (inner // passes.layers)
+
         # FSDP2 keeps the buffer of one layer's gradients while the next layer's are computed.
         held = FLOAT * learned_layer if complete_layers else 0
         moments.append(
@@ -263,6 +275,7 @@ def trainer_memory(
                     weights, reduced + whole + moment.root, state, first, gathered + summed, "sum of gradients"
                 )
             )
+
     # What is in no layer is summed when the backward pass is over: the embedding and the head, the largest weights.
     if shards is not None and trained:
         root = learned - learned_inner
@@ -273,11 +286,12 @@ def trainer_memory(
         moments.append(
             TrainerMemory(weights, gradients + whole, state, last, gathered + summed, "sum of the last gradients")
         )
+
     return max(moments, key=lambda moment: moment.total)
 
 
 def _count_sharded(weights: Iterable[Weight]) -> int:
-    """Elements of these weights before any rank divides them but those of tensor parallelism."""
+    """Return elements of these weights before any rank but tensor-parallel ones divides them."""
     return sum(weight.elements * weight.spread for weight in weights)
 
 

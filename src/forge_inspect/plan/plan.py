@@ -30,7 +30,7 @@ Change = Callable[[Settings], TrainingRecipe]  # the configuration with other se
 class Plan:
     """The plan of a configuration.
 
-    devices: GPUs that the configuration asks for, those of judges and verifiers included. notes: what to know, or to
+    devices: GPUs that the configuration asks for, including judges and verifiers. notes: what to know, or to
     change.
     """
 
@@ -42,14 +42,14 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether every component fits, and there are enough GPUs."""
+        """Return whether every component fits, and there are enough GPUs."""
         return all(component.fits for component in self.components) and self.devices <= self.machines.count
 
 
 def make_plan(
     cfg: TrainingRecipe, folder: Path, name: str, machines: Machines, find: Callable[[str], Path], change: Change
 ) -> Plan:
-    """The plan of a configuration, without weights and without a GPU.
+    """Return the plan of a configuration, without weights and without a GPU.
 
     Args:
         folder: with the model's config.json.
@@ -71,6 +71,7 @@ def make_plan(
     trainers = ["trainer", *(service for service in further if kind_of(service) != "generator")]
     folders = {"trainer": folder, "generator": folder, **further}
     plan.components += [trainer_plan(cfg, folders[service], service, machines) for service in trainers]
+
     if isinstance(cfg, RecipeConfig):
         if cfg.engine is not None and cfg.service("generator") is not None:
             engines = [service for service in folders if kind_of(service) == "generator"]
@@ -92,17 +93,18 @@ def make_plan(
             plan.notes.append(
                 REWARD_REMEDY if is_reward else find_remedy(cfg, folders[component.name], component, machines, change)
             )
+
     return plan
 
 
 def folder_of(cfg: TrainingRecipe, service: str, own: Path, find: Callable[[str], Path]) -> Path:
-    """The folder of the model that a service holds: the run's own where nothing names another.
+    """Return the folder of the model that a service holds: the run's own where nothing names another.
 
     Raises:
         ValueError: a model whose configuration cannot be read.
     """
     names = cfg.others()
-    # A critic or reference that is named is that of all policies; else each begins as its policy.
+    # A critic or reference that is named serves all policies; else each begins as its policy.
     keys = {"critic": ["critic.model"], "ref_model": ["grpo.reference", "distill.teacher"]}.get(kind_of(service), [])
     if service.startswith("models."):
         keys = [*keys, f"models.{service.split('.')[1]}.model"]
@@ -111,10 +113,11 @@ def folder_of(cfg: TrainingRecipe, service: str, own: Path, find: Callable[[str]
 
 
 def find_remedy(cfg: TrainingRecipe, folder: Path, component: ComponentPlan, machines: Machines, change: Change) -> str:
-    """The first change with which a component fits, the cheapest first, in one sentence."""
+    """Return the first change with which a component fits, the cheapest first, in one sentence."""
     name = component.name
     is_engine = kind_of(name) == "generator"
     planned: Callable[..., ComponentPlan] = engine_plan if is_engine else trainer_plan
+
     for settings in engine_changes(cfg, folder, name) if is_engine else trainer_changes(cfg, name):
         try:
             changed = planned(change(settings), folder, name, machines)
@@ -124,6 +127,7 @@ def find_remedy(cfg: TrainingRecipe, folder: Path, component: ComponentPlan, mac
             words = " and ".join(f"{key} {value}" for key, value in settings.items())
             sequences = f"{changed.sequences} sequences of full length at once"
             return f"the {name} fits with {words}: {sequences if is_engine else f'{changed.total / GB:.1f} GB'}"
+
     if is_engine:
         return f"the {name} fits with none of: more GPUs (vLLM), fewer generator.slots, a shorter generator.max_seq_len"
     return (
@@ -132,30 +136,34 @@ def find_remedy(cfg: TrainingRecipe, folder: Path, component: ComponentPlan, mac
 
 
 def trainer_changes(cfg: TrainingRecipe, name: str) -> Iterator[Settings]:
-    """Settings with which a trainer, critic or reference model may fit."""
+    """Yield settings with which a trainer, critic or reference model may fit."""
     first: Settings = {}
     if not cfg.training.gradient_checkpointing and kind_of(name) != "ref_model":
         # The cheapest remedy, and a part of the others where it is not enough.
         first = {"training.gradient_checkpointing": "true"}
         yield first
+
     now = cfg.placement(name)["procs"]
     procs = f"{section_of(name)}.procs"
     yield from (first | {procs: now * factor} for factor in FACTORS)
-    # More ranks divide weights and state alone; these divide the activations of a sequence as well.
+
+    # More ranks divide only weights and state; these divide the activations of a sequence as well.
     for count in (now, *(now * factor for factor in FACTORS)):
         ranks: Settings = {procs: count} if count != now else {}
         for dimension in ("context", "tensor"):
             degrees = [degree for degree in FACTORS if count % degree == 0]
             yield from (first | ranks | {f"parallelism.{dimension}_parallel_degree": degree} for degree in degrees)
+
     # Shorter packs come last, as they bound answers.
     lengths = [cfg.training.seq_len >> halvings for halvings in range(1, 12)]
     yield from (first | {"training.seq_len": length} for length in lengths if length >= SHORTEST)
 
 
 def engine_changes(cfg: TrainingRecipe, folder: Path, name: str) -> Iterator[Settings]:
-    """Settings with which two sequences of full length may fit a generator."""
+    """Yield settings with which two sequences of full length may fit a generator."""
     assert isinstance(cfg, RecipeConfig)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+
     # More GPUs keep all slots, and fewer slots keep the length of answers: shorter ones come last.
     if cfg.generator.engine == "vllm":
         key = f"{section_of(name)}.procs"
@@ -164,6 +172,7 @@ def engine_changes(cfg: TrainingRecipe, folder: Path, name: str) -> Iterator[Set
     else:  # its logits take memory for each slot
         key = "generator.slots"
         counts = [count for halvings in range(1, 12) if (count := cfg.generator.slots >> halvings) >= 2]
+
     for count in counts:
         yield {key: count}
     for halvings in range(1, 12):
@@ -172,17 +181,18 @@ def engine_changes(cfg: TrainingRecipe, folder: Path, name: str) -> Iterator[Set
 
 
 def section_of(service: str) -> str:
-    """The section that places a service."""
+    """Return the section that places a service."""
     return service if service.startswith("models.") else f"services.{service}"
 
 
 def plan_lines(plan: Plan) -> Iterator[str]:
-    """The lines of a plan for a terminal."""
+    """Yield the lines of a plan for a terminal."""
     count, device, memory = plan.machines.count, plan.machines.device, plan.machines.memory
     machines = "CPU" if plan.machines.type == "cpu" else f"{count} x {device} ({memory / GB:.0f} GB)"
     yield f"{plan.model}: {plan.components[0].elements:,} parameters, on {machines}"
     yield ""
     width = max(10, *(len(component.name) for component in plan.components))
+
     for component in plan.components:
         # Host memory is what the machine has: only devices have a verdict.
         verdict = "fits" if component.fits else f"DOES NOT FIT {format_bytes(component.bound)}"
@@ -192,6 +202,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in component.parts.items())
         moment = f"the most at: {component.moment}" if component.moment else ""
         yield from (f"{'':<{width}} {text}" for text in (parts, moment, component.limits) if text)
+
     yield from (f"note: {note}" for note in plan.notes)
 
 

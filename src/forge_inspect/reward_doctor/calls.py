@@ -39,7 +39,7 @@ class Outcome:
 
     @property
     def reward(self) -> float | None:
-        """That of the only response; None if it was not scored, or the call failed."""
+        """Return that of the only response; None if it was not scored, or the call failed."""
         return self.rewards[0] if self.rewards else None
 
 
@@ -64,12 +64,13 @@ class RewardProcess:
         """Score a group of responses.
 
         Args:
-            target: in place of the case's.
+            target: instead of the case's.
         """
         if self._process is None:
             self._start_process()
         began = time.monotonic()
         rewards, error = (), f"no answer within {self.limit:g} s"
+
         try:
             target = case.target if target is None else target
             self._pipe.send((Prompt(case.prompt, (), 0, dict(case.row)), list(responses), target))
@@ -81,6 +82,7 @@ class RewardProcess:
             self._process.join()
             error = f"its process ended with {self._process.exitcode}"
             self.end()
+
         return Outcome(rewards, error, time.monotonic() - began)
 
     def end(self) -> None:

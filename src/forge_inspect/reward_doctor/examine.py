@@ -39,7 +39,7 @@ class Finding(NamedTuple):
 
     @property
     def line(self) -> str:
-        """The finding in one line."""
+        """Return the finding in one line."""
         return f"{self.severity}: {self.text}"
 
 
@@ -61,7 +61,7 @@ class Examination:
 
     @property
     def has_fault(self) -> bool:
-        """Whether a finding fails the examination."""
+        """Return whether a finding fails the examination."""
         return any(finding.severity == "fault" for finding in self.findings)
 
 
@@ -76,6 +76,7 @@ def examine_reward(args: argparse.Namespace) -> None:
     for row in islice(map(with_ground_truth, open_rows(args.data, split="train")), ROWS):
         prompt, target = form.render(row)
         cases.append(Case(prompt, target or None, plain_columns(row, None, [])))
+
     result = examine(args.reward, cases, limit=args.timeout)
     right, wrong = ("unknown" if value is None else f"{value:.3f}" for value in (result.right, result.wrong))
     print(f"{result.calls} calls on {result.rows} rows: right answers earn {right}, answers of other rows {wrong};")
@@ -122,6 +123,7 @@ class _Examiner:
         first = self.process.call(self.cases[0], [self.cases[0].target or "1"])
         if first.error:
             raise ValueError(f"the reward cannot be called with the first row: {first.error}")
+
         # First what right and wrong answers earn: all others are compared with these. Last what may end the process.
         self.try_answers()
         self.try_constants()
@@ -135,6 +137,7 @@ class _Examiner:
             self.add("note", "slow", f"a call takes {typical:.2f} s")
         self.result.findings += self.errors.values()
         self.result.findings.sort(key=lambda finding: ("fault", "doubt", "note").index(finding.severity))
+
         return self.result
 
     def score(self, case: Case, responses: Sequence[str], probe: str, target: str | None = None) -> Outcome:
@@ -155,7 +158,7 @@ class _Examiner:
         self.result.findings.append(Finding(severity, kind, text))
 
     def earn(self, answers: Callable[[Case], Mapping[str, str]], probe: str = "{}") -> dict[str, list[Earned]]:
-        """What the answers to each row earn, by their names; without those that are not scored."""
+        """Return what the answers to each row earn, by their names; without those that are not scored."""
         earned: dict[str, list[Earned]] = defaultdict(list)
         for case in self.cases:
             for name, answer in answers(case).items():
@@ -178,12 +181,14 @@ class _Examiner:
         wrongs = [earned for rows in self.earn(wrong_answers).values() for earned in rows]
         right = self.result.right = _mean_score(forms[best]) if forms else None
         wrong = self.result.wrong = _mean_score(wrongs) if wrongs else None
+
         # The median: partial credit for a few lucky ones must not hide what most earn.
         self.typical = median(earned.reward for earned in wrongs) if wrongs else 0.0
         if right is not None and wrong is not None and not self._separates_answers():
             text = f"right answers earn {right:.3f} on average and answers of other rows {wrong:.3f}: it does not "
             text += "tell them apart, or expects a form that was not tried"
             self.add("fault" if right < wrong else "doubt", "blind", text)
+
         for form, rows in forms.items():
             missed = (
                 [earned for earned in rows if not self._is_paid(earned.reward)] if self._separates_answers() else []
@@ -199,7 +204,7 @@ class _Examiner:
         distance = 1.0 if right is None or wrong is None else max(right - wrong, 0.0) or 1.0
 
         def constant_answers(case: Case) -> dict[str, str]:
-            """The target of some row may be a constant by itself."""
+            """Return the target of some row may be a constant by itself."""
             known = [text for text in probes.CONSTANTS if case.target and text.strip() and case.target in text]
             return {f"the constant answer {text!r}": text for text in probes.CONSTANTS if text not in known}
 
@@ -248,7 +253,7 @@ class _Examiner:
                 return
 
     def reorder(self) -> None:
-        """A group in the other order, and its members alone."""
+        """A group in the other order, and its members one by one."""
         case = self.cases[0]
         group = list(dict.fromkeys([*probes.right_forms(case.target or "1").values(), *self._other_answers(case)[:3]]))
         plain = self.score(case, group, "a group").rewards
@@ -278,7 +283,7 @@ class _Examiner:
         return right is not None and wrong is not None and right - wrong > 0.1 * max(abs(right), abs(wrong), 1e-6)
 
     def _is_paid(self, reward: float) -> bool:
-        """Whether this is what right answers earn, of a reward that tells them apart."""
+        """Return whether this is what right answers earn, of a reward that tells them apart."""
         right, wrong = self.result.right or 0.0, self.result.wrong or 0.0
         return self._separates_answers() and reward >= wrong + PAID * (right - wrong)
 

@@ -17,7 +17,7 @@ CONSTANTS = (
 
 
 def right_forms(target: str) -> dict[str, str]:
-    """The right answer in the forms that models write, by name."""
+    """Return the right answer in the forms that models write, by name."""
     return {
         "plain": target,
         "boxed": f"So the result is \\boxed{{{target}}}.",
@@ -32,7 +32,7 @@ def right_forms(target: str) -> dict[str, str]:
 
 
 def make_hedges(case: Case, others: Sequence[str]) -> dict[str, str]:
-    """Answers that hold the right one without giving it, by name."""
+    """Return answers that hold the right one without giving it, by name."""
     # In the middle: some rewards read the first answer, others the last.
     target = case.target or ""
     listed = [*others[:3], target, *others[3:5]]
@@ -48,7 +48,7 @@ def make_hedges(case: Case, others: Sequence[str]) -> dict[str, str]:
 
 
 def make_copies(case: Case, others: Sequence[str]) -> dict[str, str]:
-    """The prompt itself, which may hold its answer, as in a multiple choice; by name."""
+    """Return the prompt itself, which may hold its answer, as in a multiple choice; by name."""
     return {"the prompt": case.prompt, "the prompt twice": f"{case.prompt}\n{case.prompt}"}
 
 
@@ -68,7 +68,7 @@ UNEARNED: dict[str, Answers] = {"hedge": make_hedges, "copy": make_copies, "inje
 
 
 def make_hostile(case: Case) -> dict[str, str]:
-    """Answers that take long, or confuse parsers, by name."""
+    """Return answers that take long, or confuse parsers, by name."""
     return {
         "a megabyte of digits": "9" * 1_000_000,
         "a megabyte of words": "so " * 333_000,

@@ -57,11 +57,13 @@ def write_report(folder: Path, state: str | None = None) -> None:
         "rollouts": _sample_rollouts(view),
         "held_out": pages,
     }
+
     # One file without requests: it can be sent, and opened without a server.
     scripts = "\n".join(_inline_script(name) for name in SCRIPTS)
     styles = "\n".join((PAGE / name).read_text() for name in STYLES)
     page = (PAGE / "index.html").read_text()
     body = page[page.index("<body>") : page.index("</body>")]
+
     # "<" is written as an escape: no text of a rollout can end the element.
     inlined = json.dumps(to_json_value(data), separators=(",", ":")).replace("<", "\\u003c")
     write_atomic(
@@ -78,7 +80,7 @@ def write_report(folder: Path, state: str | None = None) -> None:
 
 
 def _sample_rollouts(view: RunView) -> list[Fields]:
-    """Return rollouts from the whole run, those of a group together."""
+    """Return rollouts from the whole run, grouped."""
     count = view.rollouts({"page": "0"})["all"]
     rows: dict[int, Fields] = {}
     starts = range(0, count, max(1, count // 12)) if count else ()

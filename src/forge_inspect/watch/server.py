@@ -63,6 +63,7 @@ class Watch:
             kind = KINDS[Path(name).suffix]
             body = (PAGE / name).read_bytes()
             app.router.add_get("/" if name == "index.html" else f"/{name}", partial(_serve_file, body, kind))
+
         for path, method in {
             "/api/runs": self._list_runs,
             "/api/run": lambda q: self.view(q["run"]).about(),
@@ -77,6 +78,7 @@ class Watch:
             ),
         }.items():
             app.router.add_get(path, partial(self._answer_request, method))
+
         try:
             async with serve_application(app, listener) as url:
                 yield url
@@ -105,7 +107,7 @@ class Watch:
         return view
 
     def _list_runs(self, _: Query) -> list[Fields]:
-        """The list of runs; links are not followed."""
+        """Return the list of runs; links are not followed."""
         folders = []
         for folder, names, files in os.walk(self.root):
             path = Path(folder)
@@ -167,7 +169,7 @@ def error_line(error: Exception) -> str:
 
 
 def is_inside(folder: Path, root: Path) -> bool:
-    """Whether no file of a run that is read is a link out of `root`."""
+    """Return whether no file of a run that is read is a link out of `root`."""
     try:
         return all((folder / name).resolve().is_relative_to(root) for name in READ)
     except (OSError, RuntimeError):  # a link to itself

@@ -56,6 +56,7 @@ class RunView:
             self._ends: list[int] = [0]  # of the batches in the file
             self._firsts: list[int] = [0]  # number of the first row of each batch
             self._read: dict[int, pyarrow.RecordBatch] = {}
+
         for row in map(finite_numbers, self._metrics.read()):
             if "step" in row:
                 self.rows.append(row)
@@ -126,6 +127,7 @@ class RunView:
         table = self._table
         if table is None:
             return {"total": 0, "all": 0, "rows": [], "histogram": None, "reasons": []}
+
         # A mask of the rows that pass every filter.
         keep = np.ones(len(table), np.bool_)
         numbers = {name: table[name].to_numpy() for name in NUMBERS}
@@ -134,7 +136,8 @@ class RunView:
                 limit = query.get(f"{name}_{bound}")
                 if limit:
                     keep &= holds(values, float(limit))
-        # Reasons are shown as choices, so all rows count, not the selected ones alone.
+
+        # Reasons are shown as choices, so all rows count, not only the selected ones.
         reasons = [to_json_value(cell) for cell in pc.unique(table["dropped"].combine_chunks()).to_pylist()]
         reason = query.get("reason", "")
         if reason == "trained":
@@ -143,6 +146,7 @@ class RunView:
             keep &= pc.is_valid(table["dropped"]).to_numpy()
         elif reason:
             keep &= pc.fill_null(pc.equal(table["dropped"], reason.encode()), False).to_numpy()
+
         text = query.get("text")
         if text:
             keep &= self._search_text(text)
@@ -151,6 +155,7 @@ class RunView:
         if sort not in NUMBERS:
             raise ValueError(f"sort must be one of {', '.join(NUMBERS)}, got {sort!r}")
         down = query.get("down") == "1"
+
         # Unknown values come last in both directions.
         values = numbers[sort][selected].astype(float)
         order = np.argsort(np.where(np.isnan(values), -np.inf, -values if down else values), kind="stable")
@@ -161,7 +166,8 @@ class RunView:
         if len(rewards):
             counts, edges = np.histogram(rewards, BINS)
             histogram = {"counts": counts.tolist(), "edges": edges.tolist()}
-        # Only a page of texts is read from the file: the table has the numbers alone.
+
+        # Only a page of texts is read from the file: the table has the numbers only.
         index = table.take(pa.array(page)).to_pylist() if len(page) else []
         rows = [{"row": int(number), **to_json_value(line)} for number, line in zip(page, index, strict=True)]
         for row in rows:
@@ -171,6 +177,7 @@ class RunView:
             pieces = zip(convert_cell(batch["texts"], offset), convert_cell(batch["mask"], offset), strict=False)
             written = "".join(piece for piece, own in pieces if own)
             row["written"] = "" if "\ufffd" in written else written[:PREVIEW]
+
         return {
             **{"total": len(selected), "all": len(table), "rows": rows, "histogram": histogram},
             "reasons": sorted(reason for reason in reasons if reason),
@@ -287,6 +294,7 @@ class Answers:
         """
         if not self._rows:
             return {"sets": [], "set": "", "steps": [], "step": None, "total": 0, "all": 0, "rows": []}
+
         # What does not exist is ignored: an old address of the page still shows something.
         sets = sorted(self._rows)
         name = query["set"] if query.get("set") in sets else sets[0]
@@ -296,9 +304,11 @@ class Answers:
         selected = rows
         if query.get("verdict") in VERDICTS:
             selected = [row for row in rows if row.get("correct") is VERDICTS[query["verdict"]]]
+
         # The first evaluation shows what training has changed.
         before = {row["problem"]: row.get("correct") for row in self._rows[name][steps[0]]}
         page = selected[PAGE * int(query.get("page") or 0) :][:PAGE]
         found = [{**row, "before": before.get(row["problem"])} for row in page]
         numbers = {"total": len(selected), "all": len(rows)}
+
         return {"sets": sets, "set": name, "steps": steps, "step": step, **numbers, "rows": found}

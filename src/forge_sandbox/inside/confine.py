@@ -20,7 +20,7 @@ def confine_and_run(settings: Settings, run: Callable[[int], None], setup: int) 
     """Confine this process and run the program; never returns.
 
     Args:
-        settings: those of `forge_sandbox.worker.Worker`.
+        settings: of `forge_sandbox.worker.Worker`.
         run: the program, which gets `setup`; exits the process.
         setup: descriptor for `BEGUN`, or for the error if confinement fails.
     """
@@ -29,12 +29,14 @@ def confine_and_run(settings: Settings, run: Callable[[int], None], setup: int) 
         die_with_parent()
         _close_all_but(setup)
         tasks = None
+
         if settings["level"] == "namespaces":
             # No other processes of this user in the namespace; without root the three processes above count.
             tasks = settings["processes"] + (3 if os.geteuid() else 0)
             if not os.geteuid():
                 limits.drop_bounds()
                 _become_user(namespaces.NOBODY)
+
         os.chdir(settings["folder"])
         limits.limit_process(settings["limits"], tasks)
         if settings["level"] == "namespaces":
@@ -47,6 +49,7 @@ def confine_and_run(settings: Settings, run: Callable[[int], None], setup: int) 
     except BaseException as error:
         os.write(setup, f"{type(error).__name__}: {error}".encode())
         os._exit(SETUP_FAILED)
+
     os.write(setup, BEGUN)
     run(setup)
     os._exit(0)

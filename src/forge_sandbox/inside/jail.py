@@ -27,12 +27,14 @@ def readable_paths(settings: Settings) -> list[str]:
         f"{sys.base_prefix}/lib",
         os.path.dirname(os.__file__),
     ]
+
     # Sorted: a folder comes before the paths in it, which need no separate mount.
     candidates = sorted({os.path.realpath(path) for path in (*python, *_SYSTEM, *settings["readable"])})
     paths: list[str] = []
     for path in candidates:
         if os.path.exists(path) and not any(path.startswith(f"{folder}/") for folder in paths):
             paths.append(path)
+
     return [*paths, *(path for path in DEVICES if os.path.exists(path))]
 
 

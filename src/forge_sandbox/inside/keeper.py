@@ -47,6 +47,7 @@ class Running:
         out, error, setup = (os.pipe() for _ in range(3))
         self.began = time.monotonic()
         self.pid = os.fork()
+
         if not self.pid:
             try:
                 for descriptor, number in ((_sealed_file(stdin), 0), (out[1], 1), (error[1], 2)):
@@ -54,6 +55,7 @@ class Running:
                 confine.confine_and_run(settings, run, setup[1])
             finally:
                 os._exit(confine.SETUP_FAILED)
+
         for pipe in (out, error, setup):
             os.close(pipe[1])
             os.set_blocking(pipe[0], False)
@@ -71,6 +73,7 @@ class Running:
         for descriptor in (self.control, self.exited, *self.texts):
             poll.register(descriptor, select.POLLIN)
         status = ""
+
         while not status:
             remaining = deadline - time.monotonic()
             # Limits that the kernel does not enforce for a whole tree of processes are looked at now and then.
@@ -81,6 +84,7 @@ class Running:
             for descriptor in ready & self.texts.keys():
                 if not self._read_output(descriptor):
                     poll.unregister(descriptor)
+
             if self._has_filled():
                 status = "output"
             elif self.exited in ready:
@@ -91,6 +95,7 @@ class Running:
                 next_check = time.monotonic() + _CHECK_INTERVAL
                 self._reap_children()
                 status = self._check_usage()
+
         self._kill_program()
         # What it wrote before its end may still be in the pipes.
         for descriptor, text in self.texts.items():
@@ -98,10 +103,11 @@ class Running:
             while size != len(text):
                 size = len(text)
                 self._read_output(descriptor)
+
         return "output" if self._has_filled() else status
 
     def _check_usage(self) -> str:
-        """The status for a limit that all its processes together exceed, or ""."""
+        """Return the status for a limit that all its processes together exceed, or ""."""
         processes = limits.list_descendants(limits.self_pid())
         memory, self.cpu = limits.measure_usage(processes)
         if self.cpu > self.settings["cpu_seconds"]:
@@ -152,10 +158,12 @@ class Running:
 def _send_reply(control: int, running: Running, status: str) -> None:
     seconds = time.monotonic() - running.began
     out, error, setup = map(bytes, running.texts.values())
+
     # A program that never began is a fault of the sandbox, not of the program.
     if not setup.startswith(confine.BEGUN) and status != "timeout":
         reason = (setup + b" " + error).decode("utf-8", "replace").strip()
         return wire.send_message(control, {"failed": reason or f"{status} before it began"})
+
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     header = {
         "status": status,
@@ -165,6 +173,7 @@ def _send_reply(control: int, running: Running, status: str) -> None:
         # Of a command that cannot be executed.
         "missing": setup.removeprefix(confine.BEGUN).decode("utf-8", "replace"),
     }
+
     return wire.send_message(control, header, out[: running.max_output], error[: running.max_output])
 
 

@@ -57,11 +57,13 @@ def enter_namespaces(network: bool = True) -> None:
         _unshare_namespaces(kinds)
         _map_users(os.getpid(), f"{NOBODY} {uid} 1", f"{NOBODY} {gid} 1", "deny")
         return
+
     # Two users, since root reads Python's folders and programs run as another user. A helper that is still root outside
     # must write the map.
     pid = os.getpid()
     ready, go = os.pipe()
     helper = os.fork()
+
     if not helper:
         os.close(go)
         os.read(ready, 1)
@@ -71,12 +73,14 @@ def enter_namespaces(network: bool = True) -> None:
         except OSError as error:
             os._exit(error.errno or 1)
         os._exit(0)
+
     try:
         _unshare_namespaces(kinds)
     finally:
         os.close(go)
         os.close(ready)
         _, status = os.waitpid(helper, 0)
+
     if status:
         raise OSError(os.waitstatus_to_exitcode(status), f"mapping user {NOBODY} into a namespace failed")
 
@@ -97,18 +101,21 @@ def new_root(
     """
     mount_target(None, "/", None, _RECURSIVE | _PRIVATE)
     mount_target("tmpfs", _ROOT, "tmpfs", _NO_SUID | _NO_DEVICE, "size=1m,mode=755")
+
     # First, as readable paths may lie in them.
     for inner, path in writable.items():
         os.makedirs(_ROOT + inner)
         mount_target(path, _ROOT + inner, None, _BIND | _RECURSIVE)
         flags = _NO_SUID | _NO_DEVICE
         make_call("mount_setattr", _CURRENT_FOLDER, (_ROOT + inner).encode(), _ALL_BELOW, _mount_attributes(flags), 32)
+
     for path in readable:
         target = _ROOT + path
         _make_node(target, os.path.isdir(path))
         mount_target(path, target, None, _BIND | _RECURSIVE)
         flags = _NO_SUID if path.startswith("/dev/") else _NO_SUID | _NO_DEVICE | _READ_ONLY
         make_call("mount_setattr", _CURRENT_FOLDER, target.encode(), _ALL_BELOW, _mount_attributes(flags), 32)
+
     for folder in ("/tmp", _SCRATCH, "/proc", *(_OF_COMMANDS if writable else ())):
         os.makedirs(_ROOT + folder, exist_ok=True)
     if writable:
@@ -118,8 +125,10 @@ def new_root(
             mount_target(
                 "devpts", f"{_ROOT}/dev/pts", "devpts", _NO_SUID | _NO_EXEC, "newinstance,ptmxmode=0666,mode=0620"
             )
+
     for link, target in links.items():
         _make_link(target, _ROOT + link)
+
     # The kernel permits a program's own /proc only if a full one is mounted already.
     mount_proc(f"{_ROOT}/proc")
     make_call("mount_setattr", _CURRENT_FOLDER, _ROOT.encode(), 0, _mount_attributes(_READ_ONLY), 32)
@@ -157,7 +166,7 @@ def private_mounts(scratch_mb: int, readable: Iterable[str], links: dict[str, st
 
 
 def _mount_attributes(flags: int) -> bytes:
-    """The structure in which mount_setattr takes flags to set."""
+    """Return the structure in which mount_setattr takes flags to set."""
     return struct.pack("QQQQ", flags, 0, 0, 0)
 
 

@@ -24,17 +24,20 @@ def run_program(source: str, setup: int) -> None:
     os.close(setup)
     module = _fresh_main()
     code = _execute_source(module, source)
+
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
     except BaseException:
         traceback.print_exc()
         code = code or 1
+
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except BaseException:  # the output could not be written
             code = code or 1
+
     os._exit(code)
 
 
@@ -60,8 +63,10 @@ def _fresh_main() -> types.ModuleType:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for name in [name for name in sys.modules if name.partition(".")[0] == "inside"]:
         del sys.modules[name]
+
     builtins.exit = builtins.quit = Quitter("exit", "its end")  # type: ignore[assignment]
     sys.argv = [NAME]
+
     # The inherited streams belong to other files.
     for number, name, mode, errors in (
         (0, "stdin", "r", "replace"),
@@ -71,6 +76,7 @@ def _fresh_main() -> types.ModuleType:
         stream = open(number, mode, 1 if number == 2 else -1, "utf-8", errors, closefd=False)  # noqa: SIM115
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     return module
 
@@ -93,4 +99,5 @@ def _execute_source(module: types.ModuleType, source: str) -> int:
             trace = trace.tb_next
         traceback.print_exception(type(error), error, trace)
         return 1
+
     return 0

@@ -92,6 +92,7 @@ def filter_program(*, forks: bool, network: bool) -> bytes:
         add_rule(name, (_RETURN, 0, 0, _ERRNO | errno.ENOSYS))
     flags = (_ANY_BIT, 0, 1, _NEW_NAMESPACES) if forks else (_ANY_BIT, 1, 0, _THREAD)
     add_rule("clone", _load_argument(0), flags, _DENY, _PERMIT)
+
     if network:
         # Namespaces do not separate all other families: a virtual machine's sockets reach its host.
         match_values("socket", 0, _FAMILIES, _PERMIT, _DENY)
@@ -105,6 +106,7 @@ def filter_program(*, forks: bool, network: bool) -> bytes:
         match_values("rt_sigaction", 0, [_CHILD_ENDED], _DENY, _PERMIT)
         match_values("fcntl", 1, [_SET_OWN, _SET_SIGNAL, _SET_OWN_EX, _NOTIFY], _DENY, _PERMIT)
         match_values("ioctl", 1, _IOCTLS, _DENY, _PERMIT)
+
     return b"".join(struct.pack("HBBI", *instruction) for instruction in [*code, _PERMIT])
 
 

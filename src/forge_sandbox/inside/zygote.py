@@ -32,6 +32,7 @@ def main(control: int, settings: Settings) -> None:
     os.set_inheritable(control, False)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
+
     try:
         limits.open_proc()
         if settings["level"] == "namespaces":
@@ -69,11 +70,13 @@ def _serve_requests(control: int, settings: Settings) -> None:
         namespace = os.open("/proc/self/ns/pid", os.O_RDONLY)
         settings["paths"], settings["links"] = readable_paths(settings), links_to(settings)
         namespaces.new_root(settings["paths"], settings["links"])
+
     os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
     for name in (*_PRELOADED, *settings["imports"]):
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
+
     with socket.socket(fileno=control) as requests:
         requests.sendall(wire.pack_message({}))
         while requests.recv(1, socket.MSG_PEEK):
@@ -118,6 +121,7 @@ def _fork_keeper(control: int, settings: Settings, namespace: int | None) -> int
             os.write(control, wire.pack_message({"failed": f"{type(error).__name__}: {error}"}))
         finally:
             os._exit(status)
+
     if namespace is not None:
         check_result(libc.setns(namespace, namespaces.NEW_PID), "setns (processes)")
     return os.waitpid(pid, 0)[1]

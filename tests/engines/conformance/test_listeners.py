@@ -87,7 +87,7 @@ def test_every_piece_is_of_the_weights_it_names(subject: Subject, engine: Any, m
 
 
 @pytest.mark.parametrize("when", ["first", "middle", "last"])
-def test_what_a_listener_raises_fails_its_request_alone(subject: Subject, engine: Any, when: str) -> None:
+def test_listener_error_fails_only_its_request(subject: Subject, engine: Any, when: str) -> None:
     told: list[Completion] = []
 
     def broken(sample: int, piece: Completion) -> None:

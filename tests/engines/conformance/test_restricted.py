@@ -26,7 +26,7 @@ SCHEMA = {
 }
 
 
-def test_the_repetition_penalty_is_that_of_transformers(subject: Subject, engine: Any) -> None:
+def test_repetition_penalty_matches_transformers(subject: Subject, engine: Any) -> None:
     prompt = [7, 8, 9]
     sampling = Sampling(max_tokens=30, temperature=0, repetition_penalty=1.4)
     completion = engine.submit(prompt, sampling).result(60)[0]

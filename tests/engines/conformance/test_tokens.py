@@ -16,7 +16,7 @@ from ..conftest import EOS, VOCAB, check_shape, error_of, logits_of, oracle
 from .conftest import LONGEST, SLOTS, Hold, Subject, wait_for
 
 
-def test_greedy_is_that_of_transformers(subject: Subject, engine: Any) -> None:
+def test_greedy_tokens_match_transformers(subject: Subject, engine: Any) -> None:
     for prompt in ([1], [7, 8, 9], list(range(40)) * 4):
         completion = engine.submit(prompt, Sampling(max_tokens=40, temperature=0)).result(60)[0]
         expected = subject.models[0].generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)
@@ -71,7 +71,7 @@ def test_stop_tokens_and_limits(subject: Subject, engine: Any) -> None:
 @pytest.mark.parametrize(
     ("prompt", "message"), [([], "empty"), ([VOCAB], "token ids"), ([-1], "token ids"), ([1] * LONGEST, "no room")]
 )
-def test_wrong_prompts_are_refused_at_once(engine: Any, prompt: list[int], message: str) -> None:
+def test_invalid_prompts_raise(engine: Any, prompt: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         engine.submit(prompt, Sampling())
 
@@ -85,7 +85,7 @@ def test_wrong_prompts_are_refused_at_once(engine: Any, prompt: list[int], messa
         ({"on_update": "stop"}, "on_update must be one of continue, finish, recompute; got 'stop'"),
     ],
 )
-def test_wrong_settings_are_refused_at_once(subject: Subject, settings: dict[str, Any], message: str) -> None:
+def test_invalid_sampling_raises(subject: Subject, settings: dict[str, Any], message: str) -> None:
     subject.ready()
     with pytest.raises(ValueError, match=message):
         load_engine(subject.name, subject.folder, **settings)
@@ -107,7 +107,7 @@ def test_seeded_tokens_do_not_depend_on_the_batch(engine: Any) -> None:
         future.result(60)
 
 
-def test_many_callers_at_once(subject: Subject, engine: Any) -> None:
+def test_concurrent_callers_get_their_answers(subject: Subject, engine: Any) -> None:
     model = subject.models[0]
 
     def caller(i: int) -> None:

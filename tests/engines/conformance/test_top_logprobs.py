@@ -22,7 +22,7 @@ ASKED = [
 
 
 @pytest.mark.parametrize("mode", ["finish", "recompute"])
-def test_they_are_those_of_transformers(subject: Subject, engine: Any, mode: str) -> None:
+def test_top_logprobs_match_transformers(subject: Subject, engine: Any, mode: str) -> None:
     engine.on_update = mode
     # More samples than slots, that end at different times, under two versions.
     hold = Hold(pieces=20)
@@ -59,6 +59,6 @@ def test_they_are_those_of_transformers(subject: Subject, engine: Any, mode: str
 
 
 @pytest.mark.parametrize("count", [-1, 21, 2.5])
-def test_too_many_are_refused(count: Any) -> None:
+def test_too_many_top_logprobs_raise(count: Any) -> None:
     with pytest.raises(ValueError, match="top_logprobs must be 0 to 20"):
         Sampling(top_logprobs=count)

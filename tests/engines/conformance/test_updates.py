@@ -57,7 +57,7 @@ def test_under_load_every_token_is_of_the_weights_it_names(subject: Subject, eng
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_no_prompt_is_left_of_the_old_weights(subject: Subject, engine: Any, mode: str) -> None:
+def test_prefixes_of_old_weights_are_dropped(subject: Subject, engine: Any, mode: str) -> None:
     engine.on_update = mode
     prompt = [i % 61 for i in range(300)]
     long = engine.submit(prompt, Sampling(n=SLOTS, max_tokens=60, seed=2), listener=(hold := Hold()))

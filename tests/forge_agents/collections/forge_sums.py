@@ -1,4 +1,4 @@
-"""An environment of verifiers 0.4: sums, asked in one turn or two, with a metric beside the reward."""
+"""An environment of verifiers 0.4: sums, asked in one turn or two, with a metric alongside the reward."""
 
 import itertools
 import os

@@ -28,7 +28,7 @@ def test_a_folder_is_served_until_it_is_interrupted(launched, model):
     ("args", "says"),
     [(["nowhere"], "model folder nowhere does not exist"), (["nowhere", "--port", "x"], "invalid int value")],
 )
-def test_bad_input_is_one_line(capsys, args, says):
+def test_invalid_serve_arguments_raise_one_line(capsys, args, says):
     with pytest.raises(SystemExit) as ended:
         main(["serve", *args])
     assert says in f"{ended.value} {capsys.readouterr().err}"

@@ -40,7 +40,7 @@ def test_a_stream_is_the_whole_in_parts(client, kind, stop):
     assert len(chunks) > len(texts)
 
 
-def test_logprobs_are_those_of_transformers(client, model, tokenizer):
+def test_served_logprobs_match_transformers(client, model, tokenizer):
     answer = client.completions.create(
         model="tiny", prompt="hello", n=3, max_tokens=40, temperature=0.7, logprobs=3, seed=2
     )
@@ -107,6 +107,6 @@ def test_a_judge_reads_the_models_own_probabilities(served, model, tokenizer):
     ],
     ids=lambda value: str(value)[:24],
 )
-def test_what_is_refused_is_said(client, settings, kind, says, stream):
+def test_rejected_requests_name_the_field(client, settings, kind, says, stream):
     with pytest.raises(kind, match=says):
         client.completions.create(**{"model": "tiny", "prompt": "a", "stream": stream} | settings)

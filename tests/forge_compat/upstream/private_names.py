@@ -1,4 +1,4 @@
-"""Private names of torchforge that its test files import beside public ones."""
+"""Private names of torchforge that its test files import alongside public ones."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ class Suite:
 
     Attributes:
         variable: the environment variable that names a checkout of the repository, which may be bare.
-        files: those to run; their helpers are copied beside them.
+        files: those to run; their helpers are copied alongside them.
         imports: patterns of imports, and what replaces them.
         differences: reasons why tests fail here, by the end of their names.
         outside: reasons why files are not run.

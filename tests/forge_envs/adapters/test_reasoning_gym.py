@@ -31,7 +31,7 @@ def test_questions():
     assert answered(env, seed=53)[0] == question
 
 
-def test_the_payload_alone_and_a_part_of_the_answer():
+def test_payload_and_partial_answers_are_scored():
     env = ReasoningGymEnvironment(
         "spell_backward",
         prompt=lambda entry: entry["metadata"]["word"],
@@ -50,7 +50,7 @@ def test_families_that_score_wrong_answers_are_off(family):
     ReasoningGymEnvironment(family, allow_wrong=True)
 
 
-def test_what_there_is_not():
+def test_unknown_reasoning_gym_task_raises():
     with pytest.raises(ValueError, match="has no family 'gdc'"):
         ReasoningGymEnvironment("gdc")
     with pytest.raises(ValueError, match="gcd: "):

@@ -55,7 +55,7 @@ def test_a_game_for_two():
     assert (last.reward, last.terminated) == (1.0, True)
 
 
-def test_what_there_is_not():
+def test_unknown_textarena_game_raises():
     with pytest.raises(ValueError, match="no game 'Nothing-v0'"):
         TextArenaEnvironment("Nothing-v0")
     with pytest.raises(ValueError, match="needs an opponent"):

@@ -84,7 +84,7 @@ def test_calls_are_read(syntax, text, calls, content):
         ("plain", "add(what is it)", "write its arguments as a=..., b=..."),
     ],
 )
-def test_what_cannot_be_read_is_told_and_is_no_call(syntax, text, problem):
+def test_unreadable_call_is_reported(syntax, text, problem):
     action = read_action(text, syntax, TOOLS)
     assert not action.calls
     assert problem in action.errors[0]

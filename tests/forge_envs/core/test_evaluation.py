@@ -35,7 +35,7 @@ def test_the_numbers_of_a_set():
     assert metrics["turns"] == 1.0
 
 
-def test_answers_that_nobody_could_judge_are_not_wrong():
+def test_unjudged_answers_are_not_wrong():
     groups = [[answer("1", True), answer("2", None)], [answer("3", None), answer("4", None)]]
     metrics = summarise_answers(groups, 2)
     assert metrics["accuracy"] == 1.0

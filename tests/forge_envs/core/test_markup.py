@@ -66,7 +66,7 @@ def test_a_broken_call_is_an_error_for_the_policy(syntax):
     assert action.calls == ()
 
 
-def test_what_is_thought_is_not_called():
+def test_calls_in_thoughts_are_ignored():
     call = '<tool_call>{"name": "search", "arguments": {"query": "a"}}</tool_call>'
     action = read_action(f"<think>\nmaybe {call}\n</think>\n\nno", "hermes", TOOLS)
     assert (action.calls, action.content) == ((), f"<think>\nmaybe {call}\n</think>\n\nno")

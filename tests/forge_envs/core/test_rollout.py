@@ -95,7 +95,7 @@ def test_an_environment_that_never_ends_is_ended_and_what_it_gave_counts(
     assert episode.mask[-1]  # nothing after the last turn is kept: nothing can be learnt from it
 
 
-def test_a_turn_that_is_cut_off_is_told_and_closed_by_us(scripted, dialogue, bpe):
+def test_cut_turn_is_reported_and_closed(scripted, dialogue, bpe):
     env = Chat(says("go on"), Step(terminated=True))
     episode = play(scripted(("the quick brown fox", "length"), "end"), env, dialogue, max_turn_tokens=2)
     check(episode)
@@ -142,7 +142,7 @@ def test_a_mistake_in_an_environment_reaches_the_user(scripted, dialogue):
         play(scripted("the fox"), Chat(TimeoutError("its own")), dialogue)
 
 
-def test_what_could_not_be_scored_is_unscored(scripted, dialogue):
+def test_failed_score_is_unscored(scripted, dialogue):
     episode = play(scripted("a", "b"), Chat(says("on", reward=None), Step(reward=1.0, terminated=True)), dialogue)
     assert episode.reward is None
     assert len(episode.turns) == 2
@@ -197,6 +197,6 @@ def test_a_question_worked_on_with_tools(scripted, bpe):
     check(episode)
 
 
-def test_a_reward_that_is_no_number_is_a_mistake(scripted, dialogue):
+def test_reward_that_is_not_a_number_raises(scripted, dialogue):
     with pytest.raises(ValueError, match="the reward nan: use None"):
         play(scripted("a"), Chat(Step(reward=float("nan"), terminated=True)), dialogue)

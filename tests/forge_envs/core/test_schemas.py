@@ -92,7 +92,7 @@ def test_parameters_of_every_form(parameters, arguments, fault):
     assert found.startswith(fault) if fault else found == ""
 
 
-def test_a_schema_that_is_none_is_an_error_before_any_call():
+def test_invalid_schema_raises_before_calls():
     class Server:
         def schemas(self):
             return [tool("broken", properties={"x": {"type": "text"}})]
@@ -118,7 +118,7 @@ def test_a_schema_that_is_none_is_an_error_before_any_call():
         pytest.param(functools.reduce(lambda schema, _: {"anyOf": [schema]}, range(3000), {}), id="deep"),
     ],
 )
-def test_what_is_no_schema_ends_no_turn(parameters):
+def test_malformed_arguments_do_not_end_turn(parameters):
     function = {"name": "f", "parameters": parameters}
     with pytest.raises(ValueError, match="the parameters of f are no JSON Schema"):
         Parameters(function)

@@ -42,7 +42,7 @@ def test_a_schema_says_what_the_signature_says():
     }
 
 
-def test_functions_of_which_no_schema_can_be_made():
+def test_functions_without_schema_raise():
     def bare(x):
         return x
 
@@ -104,7 +104,7 @@ def test_calls_are_answered_in_order_with_what_came_of_them():
     assert messages[1]["tool_call_id"] == "c1"
 
 
-def test_a_tool_that_hangs_is_an_error_to_the_policy_and_holds_nobody_up():
+def test_hanging_tool_times_out_without_blocking():
     gone = threading.Event()
 
     def hangs() -> None:
@@ -118,7 +118,7 @@ def test_a_tool_that_hangs_is_an_error_to_the_policy_and_holds_nobody_up():
     assert texts == ["error: hangs took more than 0.2 s", "error: sleeps took more than 0.2 s"]
 
 
-def test_no_arguments_end_a_run():
+def test_tool_arguments_cannot_end_run():
     def add(a: int, b: int) -> int:
         return a + b
 

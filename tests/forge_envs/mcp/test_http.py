@@ -115,7 +115,7 @@ def test_calls(events):
     with_tools(work, events)
 
 
-def test_a_call_that_the_server_refuses_leaves_the_others_alone():
+def test_rejected_call_does_not_affect_others():
     async def work(tools, server):
         other = asyncio.create_task(tools.call("add", {"sleep": 0.3}))
         await asyncio.sleep(0.1)
@@ -132,7 +132,7 @@ def test_a_call_that_the_server_refuses_leaves_the_others_alone():
 
 
 @pytest.mark.parametrize("bad", ["junk", "cut"])
-def test_answers_that_are_none(bad):
+def test_invalid_mcp_answers_raise(bad):
     async def work(tools, server):
         with pytest.raises(InfrastructureError, match=r"Failed to parse JSON|Unexpected content type"):
             await tools.call("add", {bad: True})

@@ -73,7 +73,7 @@ def test_a_server_that_dies(kill):
     with_tools(work)
 
 
-def test_what_cannot_be():
+def test_invalid_mcp_settings_raise():
     with pytest.raises(InfrastructureError, match="there-is-no-such-server: No such file"):
         asyncio.run(StdioTools(["there-is-no-such-server"]).open())
     with pytest.raises(ValueError, match="a list of its words"):

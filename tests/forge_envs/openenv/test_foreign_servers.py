@@ -101,7 +101,7 @@ def test_an_action_of_one_field_is_what_the_turn_says():
     assert asked[1] == ("step", {"word": "left"})
 
 
-def test_a_turn_that_was_cut_is_no_action():
+def test_cut_turn_is_not_an_action():
     asked = []
 
     def answer(kind, data):
@@ -142,7 +142,7 @@ def test_functions_of_the_user():
     assert [step.reward for step in steps] == [0.0, 0.5, 0.0]
 
 
-def test_an_action_that_the_server_refuses_goes_back_to_the_policy():
+def test_rejected_action_returns_to_policy():
     def answer(kind, data):
         if kind == "step" and data["word"] != "UP":
             data = {"code": "VALIDATION_ERROR", "message": "Invalid message", "errors": [{"msg": "UP or DOWN"}]}

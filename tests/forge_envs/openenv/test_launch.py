@@ -76,7 +76,7 @@ def test_a_server_that_does_not_come_up(code, limit, why):
         asyncio.run(LocalServer.start([sys.executable, "-S", "-c", code, "{port}"], limit=limit))
 
 
-def test_a_command_that_is_none():
+def test_missing_server_command_raises():
     with pytest.raises(InfrastructureError, match="there-is-no-such-program: No such file"):
         asyncio.run(LocalServer.start(["there-is-no-such-program", "{port}"]))
     with pytest.raises(ValueError, match=r"must say \{port\}"):

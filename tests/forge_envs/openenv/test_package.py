@@ -30,7 +30,7 @@ def on_server(app, work, sessions=32, cwd=ROOT, **client):
     return asyncio.run(main())
 
 
-def test_an_environment_of_its_own():
+def test_environment_of_a_package_is_served():
     async def work(client):
         assert await client.health() == "healthy"
         assert "step" in (await client.schema())["action"]["properties"]

@@ -41,7 +41,7 @@ def test_the_wire_changes_no_step(ending):
     assert there == here
 
 
-def test_32_sessions_at_once_keep_apart():
+def test_concurrent_sessions_are_independent():
     async def work(client):
         async def play(number):
             env = OpenEnvEnvironment(client)
@@ -101,7 +101,7 @@ def test_a_full_server_says_what_to_do():
     with_client(work, {"patience": 0.3}, max_sessions=1)
 
 
-def test_what_the_environment_raises_is_told_and_its_session_goes_on():
+def test_environment_error_keeps_session():
     async def work(client):
         async with client.session() as session:
             with pytest.raises(OpenEnvError, match="no episode is under way"):
@@ -117,7 +117,7 @@ def test_what_the_environment_raises_is_told_and_its_session_goes_on():
     assert with_client(work) == "turn 2 of 1: x"
 
 
-def test_no_server():
+def test_missing_server_raises():
     async def main():
         async with OpenEnvClient("http://127.0.0.1:9", patience=0.2) as client:
             with pytest.raises(InfrastructureError, match="no session with http"):
@@ -128,7 +128,7 @@ def test_no_server():
     asyncio.run(main())
 
 
-def test_messages_that_are_none():
+def test_invalid_messages_raise():
     async def main():
         async with serve(Counting) as url, aiohttp.ClientSession() as http, http.ws_connect(f"{url}/ws") as socket:
 

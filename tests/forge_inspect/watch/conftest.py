@@ -132,8 +132,8 @@ class Page:
             const boxes = [...document.querySelectorAll(blocks)].map((node) => [node, node.getBoundingClientRect()]);
             for (const [a, x] of boxes) for (const [b, y] of boxes) {
               if (a === b || a.contains(b) || b.contains(a) || !x.width || !y.width) continue;
-              const beside = x.left >= y.right - 1 || y.left >= x.right - 1;
-              if (beside || x.top >= y.bottom - 1 || y.top >= x.bottom - 1) continue;
+              const alongside = x.left >= y.right - 1 || y.left >= x.right - 1;
+              if (alongside || x.top >= y.bottom - 1 || y.top >= x.bottom - 1) continue;
               found.push(`${a.className || a.tagName} on ${b.className || b.tagName}`);
             }
             return found;

@@ -130,7 +130,7 @@ def test_rollouts_are_filtered_sorted_and_opened(page: Page, written: tuple[Path
 
 
 @pytest.mark.processes
-def test_held_out_answers_of_each_evaluation(page: Page, tmp_path: Path):
+def test_page_shows_held_out_answers(page: Page, tmp_path: Path):
     root = tmp_path / "runs"
     write_run(root, "one", 24, 24, rows=4)
     rows = [

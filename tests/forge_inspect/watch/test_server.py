@@ -68,7 +68,7 @@ def test_runs_and_their_numbers(runs: Path):
     assert len(get(runs, "trace", run="a")["found"]) > 34
 
 
-def test_filters_are_those_of_a_plain_loop(runs: Path):
+def test_filters_match_plain_loop(runs: Path):
     rows = [row for _, batch in read_batches(runs / "a" / ROLLOUTS) for row in batch.to_pylist()]
     for query, holds in (
         ({}, lambda row: True),
@@ -92,7 +92,7 @@ def test_filters_are_those_of_a_plain_loop(runs: Path):
     assert get(runs, "rollouts", run="a", reward_min="much")[0] == 400
 
 
-def test_one_rollout_has_all_that_was_recorded(runs: Path):
+def test_rollout_page_has_all_fields(runs: Path):
     rows = [row for _, batch in read_batches(runs / "a" / ROLLOUTS) for row in batch.to_pylist()]
     for number in (0, 130, EPISODES - 1):
         row = get(runs, "rollout", run="a", row=number)
@@ -104,7 +104,7 @@ def test_one_rollout_has_all_that_was_recorded(runs: Path):
     assert get(runs, "rollout", run="a", row=EPISODES) == (404, "there are 512 rollouts, and this is number 512")
 
 
-def test_what_is_added_is_seen_and_what_is_removed_is_gone(tmp_path: Path):
+def test_page_follows_added_and_removed_runs(tmp_path: Path):
     def step(run: Run, number: int, reward: float) -> None:
         episode = Episode(prompt_ids=[1], response_ids=[2, 3], reward=reward)
         run.log_rollouts(number, [Group([episode], number)])
@@ -136,7 +136,7 @@ def test_what_is_added_is_seen_and_what_is_removed_is_gone(tmp_path: Path):
 @pytest.mark.parametrize(
     "name", ["..", "../outside", "a/../../outside", "/etc", "a\0b", "link", "linked", "x" * 5000, "a/model", ""]
 )
-def test_nothing_outside_the_folder_is_opened(tmp_path: Path, name: str):
+def test_paths_outside_folder_are_rejected(tmp_path: Path, name: str):
     for place in ("outside", "runs/a", "runs/linked"):
         (tmp_path / place).mkdir(parents=True)
         (tmp_path / place / "config.yaml").write_text("secret: 1")
@@ -171,7 +171,7 @@ def test_other_hosts_and_origins_are_rejected(runs: Path, headers: dict[str, str
     assert served(runs, ask) == [status] * 4
 
 
-def test_with_a_key_only_those_who_have_it_read(runs: Path):
+def test_key_is_required_to_read(runs: Path):
     async def ask(session: aiohttp.ClientSession, url: str, _: Watch) -> list[int]:
         found = []
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer right"}):

@@ -21,7 +21,7 @@ TARGET = json.dumps({"name": "Ann", "age": 30})
 
 @pytest.mark.parametrize("marker", ["<think>", "</think>", "[/THINK]", "<|channel|>final<|message|>", "</s>"])
 @pytest.mark.parametrize("thought", ["", "<think>so</think>", "[THINK]{}[/THINK] "])
-def test_a_marker_within_an_object_is_no_thought(marker, thought):
+def test_think_tag_inside_json_is_kept(marker, thought):
     """A key or a text of the answer may look like the beginning or the end of one."""
     value = {marker: None, "name": f"a {marker} b"}
     assert JsonMatch()("", thought + json.dumps(value) + "<|im_end|>", json.dumps(value)) == 1.0
@@ -65,7 +65,7 @@ def typed(value):
         ("", 0.0),
     ],
 )
-def test_what_a_response_is_worth(response: str, expected: float):
+def test_structured_reward_values(response: str, expected: float):
     assert JsonMatch()("", response, TARGET) == pytest.approx(expected)
 
 

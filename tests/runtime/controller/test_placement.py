@@ -68,7 +68,7 @@ def test_a_failing_start_leaves_no_process():
     run(main())
 
 
-def test_nothing_is_left_when_run_returns():
+def test_run_leaves_no_process():
     before = set(children())
 
     async def main():
@@ -172,7 +172,7 @@ def test_a_service_can_be_called_from_inside_another_actor():
     run(main())
 
 
-def test_who_waits_for_whom_is_told_when_nothing_moves(capfd):
+def test_watchdog_reports_waits(capfd):
     async def main():
         service = await Counter.options(stall_after=1.0).as_actor()
         await service.slow_add.route(1, 3.5)

@@ -102,7 +102,7 @@ def a_run():
     process.communicate()
 
 
-def test_no_socket_of_a_run_is_open_to_other_users(a_run: subprocess.Popen):
+def test_sockets_are_private_to_user(a_run: subprocess.Popen):
     names, addresses = listeners(a_run.pid)
     assert len(names) >= 4
     assert not [name for name in names if name.startswith("@")]
@@ -120,7 +120,7 @@ def test_no_socket_of_a_run_is_open_to_other_users(a_run: subprocess.Popen):
     assert kept_open(ports[0], os.geteuid())
 
 
-def test_a_long_TMPDIR_is_no_obstacle(tmp_path: Path):
+def test_long_tmpdir_works(tmp_path: Path):
     folder = tmp_path / ("long" * 25)
     folder.mkdir()
     script = """

@@ -65,7 +65,7 @@ def test_a_request_that_kills_two_replicas_is_quarantined_and_the_fleet_lives():
     run(main())
 
 
-def test_one_lost_rank_replaces_the_whole_mesh():
+def test_lost_rank_replaces_mesh():
     async def main():
         service = await Counter.options(procs=2).as_actor()
         before = service.status().replicas[0].pids
@@ -77,7 +77,7 @@ def test_one_lost_rank_replaces_the_whole_mesh():
     run(main())
 
 
-def test_what_a_rank_raises_because_its_peer_died_is_the_death(tmp_path):
+def test_peer_error_after_death_is_a_death(tmp_path):
     async def main():
         service = await Counter.options(procs=2).as_actor()
         (tmp_path / "flag").touch()
@@ -130,7 +130,7 @@ def test_a_replica_that_never_comes_back_ends_the_run_with_the_reason(tmp_path):
         run(main())
 
 
-def test_a_state_that_is_lost_ends_the_run_at_once(tmp_path):
+def test_lost_state_ends_run(tmp_path):
     async def main():
         service = await Replayed.as_actor(str(tmp_path))
         (tmp_path / "hopeless").touch()
@@ -142,7 +142,7 @@ def test_a_state_that_is_lost_ends_the_run_at_once(tmp_path):
     assert isinstance(caught.value.__cause__, Unrecoverable)
 
 
-def test_the_same_request_id_twice_harms_nobody():
+def test_repeated_request_id_is_harmless():
     async def main():
         service = await Counter.as_actor()
         twin = service.overlap.options(request_id="twin")
@@ -152,7 +152,7 @@ def test_the_same_request_id_twice_harms_nobody():
     run(main())
 
 
-def test_a_fanout_that_was_refused_is_not_repeated_to_replacements(tmp_path):
+def test_rejected_fanout_is_not_repeated(tmp_path):
     async def main():
         service = await Replayed.as_actor(str(tmp_path))
         await service.update.fanout(3)

@@ -53,7 +53,7 @@ class Unsendable(ForgeActor):
         return Once()
 
 
-def test_an_answer_that_cannot_be_sent_is_an_error_of_its_caller():
+def test_unsendable_answer_raises_at_caller():
     async def main() -> None:
         caller = await Caller.as_service(await Unsendable.as_service())
         with pytest.raises(Exception, match=r"cannot pickle '_thread\.lock'"):

@@ -64,7 +64,7 @@ def test_a_request_avoids_the_replicas_that_died_with_it_while_there_are_others(
 
 
 @given(st.lists(st.text(min_size=1), min_size=20, max_size=40, unique=True), st.integers(2, 8))
-def test_prefixes_stay_together_and_only_those_of_a_lost_replica_move(prompts, replicas):
+def test_prefix_routing_moves_only_lost_prefixes(prompts, replicas):
     router = PrefixAffine(length=1000)
     places = loads(*[0] * replicas)
     before = {prompt: router(places, request(prompt)).index for prompt in prompts}
@@ -97,7 +97,7 @@ def test_a_router_of_ones_own():
     asyncio.run(main())
 
 
-def test_no_more_than_max_in_flight_and_first_come_first_served():
+def test_max_in_flight_queues_in_order():
     async def main():
         balancer = LoadBalancer(least_loaded, 2)
         place = Place(0)
@@ -128,7 +128,7 @@ def test_no_more_than_max_in_flight_and_first_come_first_served():
 
 
 @given(st.integers(0, 2**32), st.integers(1, 5), st.integers(1, 4), st.sampled_from(["least_loaded", "round_robin"]))
-def test_no_request_is_lost_or_answered_twice_and_sessions_stay(seed, replicas, max_in_flight, router):
+def test_requests_are_answered_once_and_sessions_stay(seed, replicas, max_in_flight, router):
     """Replicas join and die at random while calls of several sessions run; a call whose replica died is sent again."""
     rng = random.Random(seed)
 

@@ -163,7 +163,7 @@ def test_ranks_form_a_process_group():
     run(main())
 
 
-def test_one_failing_rank_does_not_leave_the_caller_waiting_for_the_others():
+def test_failing_rank_fails_call_immediately():
     async def main():
         joined = await Joined.options(procs=2, call_timeout=60).as_actor()
         with pytest.raises(MemoryError, match="the last rank has no room"):

@@ -47,7 +47,7 @@ def server(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(autouse=True)
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module that is found in the process's own folder alone."""
+    """A module that is found in the process's own folder only."""
     (tmp_path / "program.py").write_text(PROGRAM)
     monkeypatch.chdir(tmp_path)
 

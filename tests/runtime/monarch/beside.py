@@ -1,6 +1,6 @@
 """Runs a program of plain Monarch in the process of a controller, whose service serves before, meanwhile and after.
 
-python -m tests.runtime.monarch.beside PROGRAM.py
+python -m tests.runtime.monarch.alongside PROGRAM.py
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def hosts_from_config(name: str) -> monarch.actor.HostMesh:
 
 
 async def main(program: str) -> None:
-    """Serve beside the program, and replace a lost process once it has ended."""
+    """Serve alongside the program, and replace a lost process once it has ended."""
     if not hasattr(monarch.actor, "hosts_from_config"):
         monarch.actor.hosts_from_config = hosts_from_config
     service = await Counter.options(num_replicas=2).as_service()

@@ -1,5 +1,5 @@
 """A program of plain Monarch that imports nothing of forge: actors that call one another, slices, ports, supervision, a
-job's hosts. `beside.py` runs it in a controller's process."""
+job's hosts. `alongside.py` runs it in a controller's process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain Monarch beside forge's services in one process: programs of our own, and Monarch's public examples.
+"""Plain Monarch alongside forge's services in one process: programs of our own, and Monarch's public examples.
 
 The examples are read from a checkout of github.com/meta-pytorch/monarch, which FORGE_MONARCH_SOURCE names.
 """
@@ -39,7 +39,7 @@ def source_of(path: str) -> str:
     return listing.stdout
 
 
-def test_actors_meshes_supervision_and_a_job_beside_a_service():
+def test_monarch_actors_run_next_to_service():
     assert run_program([str(PLAIN)], 150) == "PLAYED\n"
     assert run_program(["-m", "tests.runtime.monarch.beside", str(PLAIN)], 150) == "PLAYED\nSERVED True True\n"
 

@@ -159,7 +159,7 @@ def pods(machines_missing: str | None, tmp_path: Path) -> Iterator[kube.Cluster]
 
 
 # The loss of a host that only Monarch watches is known after a minute. A process that is stopped is known by what its
-# host's observer says: silence alone would be waited for without end.
+# host's observer says: silence only would be waited for without end.
 @pytest.mark.parametrize("loss", ["process", "stopped", pytest.param("host", marks=pytest.mark.slow)])
 def test_services_on_a_job_of_kubernetes(loss: str, pods: kube.Cluster, tmp_path: Path):
     variables = environment(UNSEEN="inf") if loss == "stopped" else environment()

@@ -88,7 +88,7 @@ def test_processes_of_a_user_serve_and_outlive_the_service():
 
 
 @pytest.mark.full
-def test_a_lost_process_of_a_user_is_dropped_in_one_line(capfd: pytest.CaptureFixture):
+def test_lost_user_process_is_reported_in_one_line(capfd: pytest.CaptureFixture):
     async def main() -> None:
         async with procs_of(2) as mesh:
             service = await Counter.options(hosts=mesh, num_replicas=2).as_service()
@@ -152,7 +152,7 @@ def test_errors_of_a_component_leave_the_processes_and_a_dead_one_is_known():
     run_within(100, main)
 
 
-def test_hosts_of_a_job_are_filled_in_turn_and_replace_what_is_lost():
+def test_job_hosts_are_filled_and_replace_losses():
     async def main() -> None:
         job = ProcessJob({"counter": 2, "joined": 2, "spare": 1})
         state = job.state(cached_path=None)
@@ -194,7 +194,7 @@ def test_this_host_is_the_controllers():
     run_within(100, main)
 
 
-def test_ranks_on_another_machine_are_an_error_of_one_line(tmp_path: Path):
+def test_ranks_on_other_machine_raise_one_line(tmp_path: Path):
     with pytest.raises(
         ConnectionError, match=r"^the ranks of this process group meet in .*/gone, a folder of the contr"
     ):

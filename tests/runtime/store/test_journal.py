@@ -27,7 +27,7 @@ def written(path: Path, items: list) -> Path:
 
 
 @given(before=records, after=records, data=st.data())
-def test_any_cut_of_the_tail_leaves_a_prefix_to_which_can_be_appended(before: list, after: list, data: st.DataObject):
+def test_truncated_journal_keeps_prefix_and_appends(before: list, after: list, data: st.DataObject):
     with tempfile.TemporaryDirectory() as folder:
         path = written(Path(folder) / "journal", before)
         content = path.read_bytes()
@@ -58,7 +58,7 @@ def test_a_changed_byte_is_an_error_wherever_it_is(items: list, data: st.DataObj
         assert path.read_bytes() == content
 
 
-def test_a_write_that_stops_half_way_leaves_a_journal_that_goes_on(tmp_path: Path):
+def test_partial_write_keeps_journal_usable(tmp_path: Path):
     path = written(tmp_path / "journal", ["first"])
     journal = Journal(path)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -26,7 +26,7 @@ def weights() -> dict[str, torch.Tensor]:
     return plain | {"view": plain["0"].T, "empty": torch.zeros(0, 3), "half": plain["1"].bfloat16()}
 
 
-def test_a_version_is_that_of_one_thread(store: VersionStore, monkeypatch: pytest.MonkeyPatch):
+def test_parallel_copy_matches_one_thread(store: VersionStore, monkeypatch: pytest.MonkeyPatch):
     named = weights()
     store.put("several", named, 1)
     filled = {name: torch.zeros_like(tensor) for name, tensor in named.items()}

@@ -58,7 +58,7 @@ def test_a_rank_that_is_killed_in_a_put_leaves_no_version_and_is_named(store: Ve
 
 
 @pytest.mark.full
-def test_no_reader_sees_a_torn_version_in_a_thousand_overwrites(store: VersionStore):
+def test_overwritten_versions_are_never_torn(store: VersionStore):
     writers = start("overwrite", store)
     last, reads = 0.0, 0
     while writers[0].poll() is None or reads == 0:
@@ -96,7 +96,7 @@ def test_a_writer_that_is_killed_leaves_the_last_whole_version(store: VersionSto
     assert len(os.listdir(store.root / "segments")) + len(os.listdir(store.root / "free")) <= max(len(before), 4)
 
 
-def test_the_store_of_a_dead_process_is_swept_and_that_of_a_living_one_is_not(store: VersionStore):
+def test_only_stores_of_dead_processes_are_swept(store: VersionStore):
     code = (
         "import os, signal, torch; from forge.runtime.store import VersionStore; s = VersionStore.create();"
         "s.put('w', torch.ones(1)); print(s.root, flush=True);"

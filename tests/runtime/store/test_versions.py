@@ -44,7 +44,7 @@ def used(store: VersionStore) -> int:
     return sum(path.stat().st_size for path in store.root.rglob("*") if path.parent.name in ("segments", "free"))
 
 
-def test_what_is_put_is_what_is_got(store: VersionStore):
+def test_put_then_get_returns_equal_tensors(store: VersionStore):
     put = tensors()
     assert store.put("policy", put, 3) == 3
     assert_equal(store.get("policy", version=3), put)
@@ -111,7 +111,7 @@ def test_memory_is_used_again(store: VersionStore):
     assert used(store) < 1 << 20, "what is not needed any more is given back"
 
 
-def test_a_reader_that_is_overtaken_by_a_deletion_reads_anew(store: VersionStore, monkeypatch: pytest.MonkeyPatch):
+def test_reader_retries_after_deletion(store: VersionStore, monkeypatch: pytest.MonkeyPatch):
     store.put("w", torch.zeros(100))
     reading, overtaken = store.segments.reading, []
 

@@ -23,7 +23,7 @@ _LOOP = Path(__file__).with_name("helper_process.py")
 
 
 class Helper:
-    """The helper process of one program, in which computations beside the rewards run.
+    """The helper process of one program, in which computations alongside the rewards run.
 
     Rewards run in threads, where timeouts by signals do not work, and no signal interrupts one huge integer power. So
     each process starts one helper for a program, `helper_process`, which loads it once and forks a child for every
@@ -46,17 +46,17 @@ class Helper:
         self.process: subprocess.Popen[str] | None = None
 
     def verdict(self, question: list[Any], of_itself: list[Any]) -> bool | None:
-        """Whether the two sides of a question are equal; None if the target takes too much CPU time even compared with
-        itself. RuntimeError: the helper process does not run."""
+        """Return whether the two sides of a question are equal; None if the target takes too much CPU time even
+        compared with itself. RuntimeError: the helper process does not run."""
         return self._verdict(json.dumps(question), json.dumps(of_itself))
 
     def _judge(self, question: str, of_itself: str) -> bool | None:
         verdict = self._ask(question)
-        # If the target alone is fast, the answer is slow and so wrong: slow answers must not escape a verdict.
+        # If only the target is fast, the answer is slow and so wrong: slow answers must not escape a verdict.
         return False if verdict is None and self._is_fast(of_itself) else verdict
 
     def _ask(self, question: str) -> bool | None:
-        """The helper's verdict; None after its CPU time."""
+        """Return the helper's verdict; None after its CPU time."""
         with self._lock:
             for _ in range(2):  # the helper may have been killed since the last call
                 if self.process is None or self.process.poll() is not None:
@@ -68,6 +68,7 @@ class Helper:
                         text=True,
                         env={**os.environ, "PYTHONHASHSEED": "0"},
                     )
+
                 assert self.process.stdin
                 assert self.process.stdout
                 try:
@@ -76,9 +77,11 @@ class Helper:
                     reply = self.process.stdout.readline()
                 except BrokenPipeError:
                     reply = ""
+
                 if reply:
                     return {"equal\n": True, "different\n": False}.get(reply)
                 status = self.process.wait()
+
             raise RuntimeError(f"{self._program.name} ends at once, with status {status}; its error is on stderr")
 
 
@@ -96,25 +99,25 @@ _NUMBER = re.compile(r"([-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d
 
 @lru_cache(maxsize=1)
 def load_comparison() -> Any:
-    """The module that compares answers: an extension's, else this one."""
+    """Return the module that compares answers: an extension's, else this one."""
     for point in entry_points(group="forge.answers"):
         return point.load()
     return sys.modules[__name__]
 
 
 def same_text(one: str, other: str) -> bool:
-    """Whether two texts are the same apart from white space and marks without a meaning."""
+    """Return whether two texts are the same apart from white space and marks without a meaning."""
     return _strip_markup(one) == _strip_markup(other) != ""
 
 
 def split_choice(text: str) -> tuple[str, str]:
-    """The letter of a labelled choice and the text after it: B, (B), "B) 12", "option B"; "" for another."""
+    """Return the letter of a labelled choice and the text after it: B, (B), "B) 12", "option B"; "" for another."""
     label = _CHOICE.match(text)
     return ("", "") if label is None else (label[1] or label[2], text[label.end() :].lstrip(").: "))
 
 
 def parse_number(text: str) -> tuple[Fraction, bool] | None:
-    """The value of a text that is one number, and whether it is a percentage; else None. A unit is dropped."""
+    """Return the value of a text that is one number, and whether it is a percentage; else None. A unit is dropped."""
     plain = _FRACTION.sub(r"\1/\2", _strip_markup(_UNIT.sub("", text[:LONGEST]))).lstrip("€£¥\\")
     figure = _NUMBER.fullmatch(plain.rpartition("=")[2])
     if figure is None or not any(map(str.isdigit, figure[1])) or figure[2] == "0":
@@ -124,7 +127,7 @@ def parse_number(text: str) -> tuple[Fraction, bool] | None:
 
 
 def are_equal(answer: str, target: str, tolerance: float) -> bool | None:
-    """Whether two answers agree; None where the target takes too long to compare.
+    """Return whether two answers agree; None where the target takes too long to compare.
 
     Two numbers agree within `tolerance`, which is relative to targets between -1 and 1 and absolute beyond. A
     percentage agrees both with its figure and with its value.
@@ -139,10 +142,12 @@ def are_equal(answer: str, target: str, tolerance: float) -> bool | None:
     value, expected = parse_number(answer), parse_number(target)
     if value is None or expected is None:
         return _helper.verdict([answer, target], [target, target])
+
     pairs = [(value[0], expected[0])]
     if value[1] is not expected[1]:
         pairs.append((value[0] / 100, expected[0]) if value[1] else (value[0], expected[0] / 100))
     margin = Fraction(str(tolerance))
+
     return any(abs(one - other) <= margin * min(Fraction(1), abs(other)) for one, other in pairs)
 
 

@@ -22,6 +22,7 @@ def main(path: str) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     program = runpy.run_path(path)
+
     # One child for each question: the kernel ends it at its limits, not this process.
     for line in sys.stdin:
         program["prepare"](line)  # loads before the fork
@@ -33,6 +34,7 @@ def main(path: str) -> None:
                 status = 0 if program["equal"](*json.loads(line)) else 1
             finally:
                 os._exit(status)
+
         status = os.waitpid(child, 0)[1]
         print("unknown" if os.WIFSIGNALED(status) else "different" if status else "equal", flush=True)
 

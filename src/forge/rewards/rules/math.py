@@ -50,7 +50,7 @@ _RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ"  # superscripts
 
 
 def _find_boxes(text: str) -> list[tuple[int, int, int]]:
-    """The closed `\\boxed{...}`, whose braces may nest, by their beginning: (its index, those of its content)."""
+    """The closed `\\boxed{...}`, whose braces may nest, by their beginning: (its index, its content's indices)."""
     boxes: list[tuple[int, int, int]] = []
     if (first := _OPEN.search(text)) is None:
         return boxes
@@ -64,7 +64,7 @@ def _find_boxes(text: str) -> list[tuple[int, int, int]]:
 
 
 def find_boxed(text: str) -> str | None:
-    """The content of the last closed `\\boxed{...}`; None if there is none. Where another answer stands beside it, as
+    """The content of the last closed `\\boxed{...}`; None if there is none. Where another answer stands next to it, as
     in "\\boxed{4} or \\boxed{5}", it is the text of both."""
     if not (boxes := _find_boxes(text)):
         return None
@@ -89,6 +89,7 @@ def final_answer(response: str) -> str | None:
     in_box = find_boxed(response)
     if in_box is not None:
         return in_box
+
     # Searched from the end: a regular expression would take quadratic time over tags that are never closed.
     before, closing, _ = response.rpartition("</answer>")
     tagged = before.rpartition("<answer>")
@@ -100,6 +101,7 @@ def final_answer(response: str) -> str | None:
         return stated
     if chosen_letters := _CHOSEN.findall(response):
         return chosen_letters[-1]
+
     before, _, last_line = response.rpartition("\n")
     parse_number = load_comparison().parse_number
     if load_comparison().split_choice(last_line)[0] and not _LABELLED.search(before):
@@ -108,11 +110,13 @@ def final_answer(response: str) -> str | None:
         return formula[1].strip()
     last = _last_number(response)
     full_number = parse_number(response)  # all of it may be one number, such as "2 dozen"
+
     return last if full_number is None or (last is not None and parse_number(last) == full_number) else response.strip()
 
 
 def _find_stated(text: str, *, whole_line: bool = False) -> str | None:
-    """The text after the last "answer is", up to the end of the phrase, or of the line if that has several answers."""
+    """Return the text after the last "answer is", up to the end of the phrase, or of the line if that has several
+    answers."""
     last = None
     for last in _PHRASE.finditer(text):  # noqa: B007
         pass
@@ -129,7 +133,7 @@ def _find_stated(text: str, *, whole_line: bool = False) -> str | None:
 
 
 def _last_number(text: str) -> str | None:
-    """The last number, unless it is one of two in "4 or 5", or a part of another."""
+    """Return the last number, unless it is one of two in "4 or 5", or a part of another."""
     before = last = None
     for figure in _NUMBERS.finditer(text):
         before, last = last, figure
@@ -146,7 +150,7 @@ def _last_number(text: str) -> str | None:
 
 
 def _answers_after_box(response: str) -> list[str]:
-    """The answers that a response states after its last box: they may contradict the box."""
+    """Return the answers that a response states after its last box: they may contradict the box."""
     response = without_thoughts(response[-_LONGEST:])
     boxes = _find_boxes(response)
     after = response[boxes[-1][2] :] if boxes else ""
@@ -182,7 +186,8 @@ class MathReward:
         return None if right is None else self.correct if right else self.incorrect
 
     def is_right(self, response: str, target: str, prompt: object = "") -> bool | None:
-        """Whether it is right; None where the target takes too long to compare. `prompt` may have opened a thought."""
+        """Return whether it is right; None where the target takes too long to compare. `prompt` may have opened a
+        thought."""
         compare = load_comparison()
         split_choice, are_equal, parse_number = compare.split_choice, compare.are_equal, compare.parse_number
         response = without_thoughts(response[-_LONGEST:], prompt)
@@ -191,6 +196,7 @@ class MathReward:
         if expected is None:
             hashes = _HASHES.findall(target)
             expected = (hashes[-1] if hashes else target).strip()
+
         # A response that is the target needs no extraction, which would read "x + 2" as 2.
         response = _SIGN.sub("-", response)
         label, letter = split_choice(response)[0], split_choice(expected)[0]
@@ -200,11 +206,13 @@ class MathReward:
         if compare.same_text(response, expected) or compare.same_text(stated or "", expected):
             return True
         answer = final_answer(response)
+
         later = _answers_after_box(response)
         if (
             later and split_choice(expected)[0] and not split_choice(answer or "")[0]
         ):  # the box is a step of the reasoning
             answer = later[-1]
+
         if answer is None:
             return False
         if letter and any(split_choice(text)[0] not in ("", letter) for text in later):
@@ -214,4 +222,5 @@ class MathReward:
             # A number that is stated after the box contradicts it, unless it is the same.
             stated_numbers = [figure[0] for text in later if (figure := parse_number(text)) is not None]
             return all(are_equal(str(figure), str(value[0]), self.tolerance) for figure in stated_numbers)
+
         return right

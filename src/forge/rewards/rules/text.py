@@ -74,6 +74,7 @@ class ThinkingReward:
             if closing not in response and opening not in response:
                 return 0.0
             response = opening + response
+
         if opening not in response and closing not in response:
             return 0.0
         head, _, following = response.partition(opening)
@@ -85,6 +86,7 @@ class ThinkingReward:
             and bool(thought.strip())
             and bool(answer.strip())
         )
+
         return self.full_reward if complete else self.partial_reward
 
 
@@ -154,7 +156,7 @@ class JsonMatch:
 
 
 def _parse_object(text: str) -> dict[str, object] | None:
-    """The JSON object that a text is, or None. A key that is given twice, NaN and infinities are no JSON."""
+    """Return the JSON object that a text is, or None. A key that is given twice, NaN and infinities are no JSON."""
 
     def reject_repeated(pairs: list[tuple[str, object]]) -> dict[str, object]:
         members = dict(pairs)
@@ -170,6 +172,7 @@ def _parse_object(text: str) -> dict[str, object] | None:
         value = json.loads(text, object_pairs_hook=reject_repeated, parse_constant=no_constant)
     except (ValueError, RecursionError):  # also for numbers of thousands of digits
         return None
+
     return value if isinstance(value, dict) else None
 
 

@@ -11,7 +11,7 @@ logging.disable()  # it warns that its own time limits are off: the process has 
 
 
 def are_equal(answer: str, target: str) -> bool:
-    """Whether math-verify takes the answer for the target."""
+    """Return whether math-verify takes the answer for the target."""
     sides = [parse(f"${text}$", parsing_timeout=None) for text in (target, answer)]
     return bool(verify(*sides, timeout_seconds=None))
 

@@ -30,7 +30,7 @@ for _key, _value in {
 }.items():
     os.environ.setdefault(_key, _value)
 
-EXIT_TIMEOUT = 3.0  # seconds for Monarch's threads to end; those of a lost host never do
+EXIT_TIMEOUT = 3.0  # seconds for Monarch's threads to end; a lost host's never do
 
 
 def wait_for_threads() -> None:

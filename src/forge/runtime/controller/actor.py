@@ -63,7 +63,7 @@ class Launcher:
         self._options = options
 
     def __getattr__(self, name: str) -> Any:
-        """A setting by its name, such as `procs`, for programs of torchforge."""
+        """Return a setting by its name, such as `procs`, for programs of torchforge."""
         if name.startswith("_") or name not in Options.model_fields:
             raise AttributeError(f"{self._cls.__name__}.options(...) has no {name!r}: start it with as_service")
         return getattr(self._options, name)
@@ -83,7 +83,8 @@ class Launcher:
         except TypeError as error:
             hint = "".join(map(foreign_hint, kwargs))
             raise TypeError(f"{self._cls.__name__}.as_service: {error}{hint}") from None
-        # The constructor of a user's subclass may do more than to check: it runs in the process alone.
+
+        # The constructor of a user's subclass may do more than to check: it runs in the process only.
         constructor_class = next(cls for cls in self._cls.__mro__ if "__init__" in vars(cls))
         if vars(constructor_class).get("constructor_checks"):
             self._cls(*args, **kwargs)
@@ -181,7 +182,7 @@ class ForgeActor:
 
     @classmethod
     def endpoints(cls) -> dict[str, bool]:
-        """The `@endpoint` methods by name, and whether a replica must catch up on each.
+        """Return the `@endpoint` methods by name, and whether a replica must catch up on each.
 
         Raises:
             TypeError: an endpoint has the name of something that every service has.

@@ -70,6 +70,7 @@ class ActorHost(Actor):
         context = replace(context, rank=current_rank().rank if context.world_size > 1 else 0)
         hosted = Hosted(context)
         steps: list[str | Function] = [lambda: hosted.build(definition), "setup"]
+
         async with self._setting_up:
             if self._predecessor is not None:
                 await self._predecessor.clear()
@@ -78,6 +79,7 @@ class ActorHost(Actor):
                 answer = await hosted.run(step)
                 if isinstance(answer[1], RemoteFailure):
                     return answer
+
         if context.incarnation:
             answer = await hosted.run("on_respawn")
         if not isinstance(answer[1], RemoteFailure):
@@ -94,6 +96,7 @@ class ActorHost(Actor):
         if hosted is None:
             missing = LookupError(f"replica {number} is not in this process")
             return current_rank().rank, RemoteFailure.capture(f"{method} (pid {os.getpid()})", missing)
+
         # `cancel` reaches a call by the task that serves it; the endpoint reads both ids from its context.
         task = asyncio.current_task()
         assert task is not None

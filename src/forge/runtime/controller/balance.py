@@ -36,7 +36,7 @@ class LoadBalancer:
 
     @property
     def queued(self) -> list[Request]:
-        """Requests that wait for a replica."""
+        """Return requests that wait for a replica."""
         return [request for request, _ in self._queue]
 
     def join(self, replica: Replica) -> None:
@@ -94,6 +94,7 @@ class LoadBalancer:
             return replica
         waiter: asyncio.Future[Replica] = asyncio.get_running_loop().create_future()
         self._queue.append((request, waiter))
+
         try:
             async with asyncio.timeout(request.time_left):
                 return await waiter
@@ -125,11 +126,13 @@ class LoadBalancer:
             except Exception as error:  # of the user's router: the caller gets it
                 waiter.set_exception(error)
                 continue
+
             if replica is None:
                 passed.append((request, waiter))
             else:
                 replica.enter(request)
                 waiter.set_result(replica)
+
         self._queue.extendleft(reversed(passed))
 
     def _choose_replica(self, request: Request) -> Replica | None:
@@ -140,10 +143,12 @@ class LoadBalancer:
             if home is not None and home.alive and home in self.up:
                 self._sessions.move_to_end(request.session)
                 return home if self._has_room(home) else None
+
         free = [replica for replica in self.up if self._has_room(replica)]
         if request.deaths:
             most = max(1, request.suspects // 8)
             free = [replica for replica in free if sum(other.deaths > 0 for other in replica.requests) < most]
+
         # A replica that died with this request may have died by itself: another one is the better try.
         free = [replica for replica in free if replica.index not in request.avoid] or free
         if not free:
@@ -155,6 +160,7 @@ class LoadBalancer:
             self._sessions[request.session] = choice
             if len(self._sessions) > MAX_SESSIONS:
                 self._sessions.popitem(last=False)
+
         return choice
 
     def _has_room(self, replica: Replica) -> bool:

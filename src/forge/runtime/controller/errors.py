@@ -66,12 +66,14 @@ class RemoteFailure:
             pickle.loads(payload)
         except Exception:
             payload = None
+
         try:
             summary = f"{type(error).__name__}: {error}"
             text = "".join(traceback.format_exception(error))
         except Exception as unprintable:
             summary = f"{type(error).__name__} (which cannot be printed: {unprintable!r})"
             text = "".join(traceback.format_tb(error.__traceback__)) + summary
+
         return cls(origin, summary, text, payload)
 
     def to_exception(self) -> BaseException:

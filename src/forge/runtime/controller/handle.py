@@ -143,7 +143,7 @@ class Endpoint:
         return self.service._dispatch(self._make_call("call_one", args, kwargs))
 
     def _make_call(self, verb: str, args: tuple, kwargs: Kwargs) -> Call:
-        # The caller and its session are those of the moment when the call is written, not awaited.
+        # The caller and its session are taken at the moment when the call is written, not awaited.
         session = self.session or _session.get({}).get(self.service._name)
         return Call(verb, self.name, args, kwargs, name_caller(), self.timeout, session, self.request_id)
 

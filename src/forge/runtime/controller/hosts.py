@@ -83,11 +83,12 @@ class Hosts:
 
     @property
     def spans_machines(self) -> bool:
-        """Whether the processes are on several machines."""
+        """Return whether the processes are on several machines."""
         return False
 
     def gpus(self) -> dict[str, list[str]]:
-        """Devices that the processes may see, by the address of their machine; the empty string is this machine."""
+        """Return devices that the processes may see, by the address of their machine; the empty string is this
+        machine."""
         return {}
 
     def variables(self) -> dict[str, str]:
@@ -127,7 +128,7 @@ class LoopbackHosts(Hosts):
         self._lock = asyncio.Lock()
 
     async def mesh(self) -> HostMesh:
-        """The mesh of all workers, started if needed; lost ones are replaced first."""
+        """Return the mesh of all workers, started if needed; lost ones are replaced first."""
         async with self._lock:
             if self._mesh is None or any(
                 worker.poll() is not None or is_stopped(worker.pid) for worker in self._workers

@@ -37,12 +37,12 @@ class UserMesh:
 
     @property
     def mesh(self) -> HostMesh | ProcMesh | None:
-        """The mesh, if it is one."""
+        """Return the mesh, if it is one."""
         return next(iter(self.meshes.values())) if len(self.meshes) == 1 else None
 
     @property
     def procs(self) -> int | None:
-        """Number of processes of a ProcMesh; None of hosts."""
+        """Return number of processes of a ProcMesh; None of hosts."""
         return self.mesh.size() if isinstance(self.mesh, ProcMesh) else None
 
     def describe(self) -> str:
@@ -53,7 +53,7 @@ class UserMesh:
         return f"a {type(self.mesh).__name__} of {self.mesh.size()} {things}"
 
     def for_component(self, name: str) -> UserMesh:
-        """Return the mesh of a component: the only one, or that of its name. ValueError: there is none."""
+        """Return the mesh of a component: the only one, or the one with its name. ValueError: there is none."""
         if self.mesh is not None:
             return self
         if name not in self.meshes:
@@ -69,6 +69,7 @@ class UserMesh:
             return
         size = self.mesh.size()
         replicas = -(-num_replicas // per_process)
+
         if isinstance(self.mesh, ProcMesh):
             if replicas * procs != size:
                 raise ValueError(

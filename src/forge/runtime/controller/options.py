@@ -63,22 +63,22 @@ class Placement(Section):
 
     @property
     def host_count(self) -> int | None:
-        """The number of hosts, None of the controller's own and of a user's mesh."""
+        """Return the number of hosts, None of the controller's own and of a user's mesh."""
         return None if isinstance(self.hosts, UserMesh) else self.hosts
 
     @property
     def mesh(self) -> UserMesh | None:
-        """The mesh that the user made, if there is one."""
+        """Return the mesh that the user made, if there is one."""
         return self.hosts if isinstance(self.hosts, UserMesh) else None
 
     @property
     def heavy(self) -> bool:
-        """Whether it holds resources that are released only at process exit."""
+        """Return whether it holds resources that are released only at process exit."""
         return self.procs > 1 or self.with_gpus
 
     @property
     def groups(self) -> int:
-        """The number of replicas that are placed on their own."""
+        """Return the number of replicas that are placed on their own."""
         return self.num_replicas
 
     def _check(self) -> None:
@@ -86,17 +86,21 @@ class Placement(Section):
         for name, value in self.env.items():
             if not name or "=" in name or "\0" in name + value:
                 raise ValueError(f"env: {name!r} = {value!r} cannot be an environment variable")
+
         # Settings without effect are mistakes: the user meant another one.
         if self.share is None and self.share_procs != 1:
             raise ValueError(f"share_procs = {self.share_procs} does nothing: share is not set")
+
         # A shared process has one placement, which its first component decides.
         if self.share is not None and (self.procs not in (1, self.share_procs) or self.hosts):
             raise ValueError(
                 f"a component that shares the process {self.share!r} has one process, or all {self.share_procs} of "
                 "that name (share_procs), and no separate host; set share to null to give it its own"
             )
+
         if self.host is not None and self.hosts is not None:
             raise ValueError(f"host = {self.host} and hosts = {self.hosts} exclude each other: omit one")
+
         # A host without processes would be reserved for nothing; uneven shares are unsupported by Monarch's meshes.
         hosts = self.host_count
         if hosts is not None and self.procs == 1 and self.groups < hosts:
@@ -104,6 +108,7 @@ class Placement(Section):
                 f"hosts = {hosts} is more than num_replicas = {self.num_replicas} can fill: lower hosts, "
                 "raise num_replicas, or raise procs to spread one replica"
             )
+
         if hosts is not None and self.procs > 1 and self.procs % hosts:
             raise ValueError(f"procs = {self.procs} cannot be divided evenly over hosts = {hosts}")
 
@@ -138,7 +143,7 @@ class Options(Placement):
 
     @property
     def groups(self) -> int:
-        """The number of groups of replicas that share a process."""
+        """Return the number of groups of replicas that share a process."""
         return -(-self.num_replicas // self.per_process)
 
     def _check(self) -> None:

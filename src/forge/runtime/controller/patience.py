@@ -39,7 +39,7 @@ class Patience:
         self._idle = 0.0  # seconds
 
     def is_left(self, latest: Activity | None) -> bool:
-        """Whether the limit is not reached; to be asked several times within it."""
+        """Return whether the limit is not reached; to be asked several times within it."""
         now = time.monotonic()
         elapsed = now - self._checked
         self._checked = now
@@ -70,6 +70,7 @@ async def wait_for(
     future = asyncio.ensure_future(awaitable)
     limits: list[Patience] = []
     deadline = time.monotonic() + seconds  # where there is no process to look at
+
     try:
         while not future.done() and not is_answered():
             # A call that is answered at once costs no look at /proc.
@@ -82,6 +83,7 @@ async def wait_for(
             left = [limit.is_left(activity) for limit, activity in zip(limits, activities, strict=True)]
             if not all(left) or (not left and time.monotonic() > deadline):
                 raise TimeoutError
+
         return future.result() if future.done() else None
     finally:
         future.add_done_callback(lambda done: done.cancelled() or done.exception())  # no other caller asks for it

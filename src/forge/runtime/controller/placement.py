@@ -26,7 +26,7 @@ class Waiting(Protocol):
         """Return a context within which fanouts exclude a replica."""
 
     def is_only_replica(self, index: int) -> bool:
-        """Whether no other replica serves."""
+        """Return whether no other replica serves."""
 
 
 class Machines(Protocol):
@@ -36,7 +36,7 @@ class Machines(Protocol):
         """Return the hosts of a replica, once there is room."""
 
     async def release(self, name: str, index: int | None) -> None:
-        """Release the hosts of a replica, or with None those of all replicas of a service."""
+        """Release the hosts of a replica, or with None all replicas of a service."""
 
     async def share(self, store: Any) -> Any:
         """Return a weight store that the processes on all machines can use."""
@@ -82,20 +82,24 @@ class Placement:
             replicas = -(-options.num_replicas // options.per_process)
             gpus = options.gpus_per_proc if options.with_gpus else 0
             return await self._user.place(component.name, number, options.mesh.mesh, options.procs, replicas, gpus)
+
         if self.machines is not None and (options.host or options.host_count is not None or options.with_gpus):
             return await self.machines.hosts_of(component, index, service)
         if options.host is not None:
             raise ForgeError(
                 f"{component.name} is to be on host {options.host}, and there are no hosts: set FORGE_HOSTS"
             )
+
         if options.host_count is None:
             return Hosts()
+
         # Several replicas of one process are spread over the hosts; a replica of several has the hosts for itself.
         started = self.hosts.setdefault(component.name, [])
         spread = options.procs == 1
         place = number % options.host_count if spread else index
         while len(started) <= place:
             started.append(LoopbackHosts(f"{component.name}_host{len(started)}", 1 if spread else options.host_count))
+
         return started[place]
 
     def gpus_of(self, component: Component, index: int) -> list[str]:
@@ -114,7 +118,7 @@ class Placement:
         return self._gpus[key]
 
     async def release(self, name: str, index: int | None) -> None:
-        """Release the devices and hosts of a replica, or with None those of all replicas of a service."""
+        """Release the devices and hosts of a replica, or with None all replicas of a service."""
         for key in [key for key in self._gpus if key[0] == name and index in (key[1], None)]:
             assert self._free_gpus is not None
             self._free_gpus += self._gpus.pop(key)

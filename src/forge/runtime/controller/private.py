@@ -4,7 +4,7 @@ Monarch obeys all who connect to it, and each of its processes binds a UNIX sock
 permissions: every local user, and every container in the same network namespace, could run code through it. Monarch 0.7
 takes a path for some of its sockets, and for this one it has no setting. gloo, by which ranks on CPUs talk, listens at
 the loopback without authentication, and PyTorch's build has no transport of it with one. So two entries in tables of
-imports are replaced, in this process alone, and nothing else is:
+imports are replaced, in this process only, and nothing else is:
 
 - `bind` of Monarch's library: an abstract name becomes a path in a private folder. Monarch tells its peers the address
   that the kernel reports, so they find the path.
@@ -74,7 +74,7 @@ def sockets_in(folder: Path) -> None:
 
 
 def sockets_folder() -> Path:
-    """Return the folder of Monarch's sockets; that of temporary files if nothing has set it."""
+    """Return the folder of Monarch's sockets; the temporary files' folder if nothing has set it."""
     return Path(tempfile.gettempdir()) if _folder is None else _folder
 
 
@@ -125,7 +125,7 @@ class _Loaded(ctypes.Structure):
 
 
 def _replace_import(library: str, name: str, function: Any, lost: str) -> None:
-    """Let a library call another function in place of one that it imports; `lost` is the protection without that."""
+    """Let a library call another function instead of one that it imports; `lost` is the protection without that."""
     loaded = _Loaded.from_address(ctypes.CDLL(library)._handle)
     tags: dict[int, int] = {}
     address = loaded.dynamic
@@ -133,6 +133,7 @@ def _replace_import(library: str, name: str, function: Any, lost: str) -> None:
         tags[tag] = ctypes.c_size_t.from_address(address + 8).value
         address += 16
     slots = []
+
     # The dynamic section (System V ABI): 5 names, 6 symbols, 23 and 7 tables of relocations, 2 and 8 their sizes.
     for table, size in ((tags.get(23, 0), tags.get(2, 0)), (tags.get(7, 0), tags.get(8, 0))):
         rows = memoryview(ctypes.string_at(table, size)).cast("Q")  # of slot, symbol and kind, and a number to add
@@ -142,6 +143,7 @@ def _replace_import(library: str, name: str, function: Any, lost: str) -> None:
                 text = ctypes.c_uint32.from_address(tags[6] + 24 * (info >> 32)).value
                 if ctypes.string_at(tags[5] + text) == name.encode():
                     slots.append(loaded.base + rows[3 * index])
+
     for slot in slots:
         _write_address(slot, ctypes.cast(function, ctypes.c_void_p).value or 0)
     if not slots:
@@ -177,7 +179,8 @@ def _accept_own(listener: int, address: int, length: int) -> int:
 
 
 def _is_from_own_user(handle: int) -> bool:
-    """Whether a connection comes from another machine, or from this user, as the kernel's list of connections says."""
+    """Return whether a connection comes from another machine, or from this user, as the kernel's list of connections
+    says."""
     try:
         with socket.socket(fileno=os.dup(handle)) as connection:
             remote, local = connection.getpeername(), connection.getsockname()

@@ -76,6 +76,7 @@ class ProcessGroup:
         self.options = options
         self.hosts = hosts
         self.shared = shared
+
         # One in each process.
         self.actor_host: Any = mesh.spawn(name, ActorHost, name if hosts.borrowed else None)
         self.members: list[Any] = []  # of `Member`
@@ -84,6 +85,7 @@ class ProcessGroup:
         self.stopped_by_signal = False
         self.processes: list[Watched] = []
         self._known: set[tuple[int, str]] = set()
+
         self._pinging: asyncio.Task | None = None
         hosts.when_lost(self.fail)
 
@@ -94,7 +96,7 @@ class ProcessGroup:
 
     @property
     def procs(self) -> int:
-        """Number of processes."""
+        """Return number of processes."""
         return self.options.share_procs if self.options.share is not None else self.options.procs
 
     def check_options(self, component: str, options: Options) -> None:
@@ -146,6 +148,7 @@ class ProcessGroup:
             self._pinging.cancel()
         gentle = self.dead is None
         self.dead = self.dead or "it was shut down"
+
         try:
             stopping = self.actor_host.stop() if self.hosts.borrowed else self.mesh.stop()
             await wait_for(stopping.as_asyncio(), self.processes, STOP_PATIENCE)
@@ -165,6 +168,7 @@ class ProcessGroup:
             await asyncio.sleep(self.options.ping_timeout / 4)
             if self.starting or not self.members:
                 continue
+
             # A component with a rank in every process answers for all of them; light replicas only for one.
             spanning = [member for member in self.members if member.options.procs == self.procs]
             pinged = spanning[:1] or list(self.members)
@@ -229,7 +233,8 @@ def library_environment(threads: int = 1) -> dict[str, str]:
 
 
 def _compiler_caches() -> dict[str, str]:
-    """The folders of COMPILERS, except those that cannot be created: PyTorch creates them when it is imported."""
+    """Return the folders of COMPILERS, except those that cannot be created: PyTorch creates them when it is
+    imported."""
     folders = {}
     for name, folder in COMPILERS.items():
         try:
@@ -257,9 +262,11 @@ def _prepare_process(
     if memory_gb is not None:
         limit = int(memory_gb * 1e9)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
     libc = ctypes.CDLL(None)
     # Where the kernel lets only ancestors look into a process, py-spy, a sibling, could not show where it hangs.
     libc.prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0)
+
     # A terminal sends Ctrl-C, or SIGHUP when it closes, to every process, a scheduler SIGTERM; only the controller acts
     # on it, so that the shutdown has one owner.
     # Python's signal module works in the main thread only, and this is another one.
@@ -267,6 +274,7 @@ def _prepare_process(
     libc.signal.restype = ctypes.c_void_p
     for number in (signal.SIGINT, signal.SIGHUP):
         libc.signal(number, ctypes.c_void_p(1))  # SIG_IGN
+
     # What is ignored stays so in programs that a component starts, and SIGTERM is how it ends them. A handler does not;
     # getpid is a function that does nothing.
     libc.signal(signal.SIGTERM, ctypes.cast(libc.getpid, ctypes.c_void_p))

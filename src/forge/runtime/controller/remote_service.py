@@ -35,7 +35,7 @@ class Relay(Actor):
     async def dispatch(self, port: Any, call_id: str, service: str, call: Call, caller: str) -> None:
         """Call a service in the controller's process, for the process `caller`."""
         # An answer that comes back because its caller has ended would fail this actor, and with it the process: Monarch
-        # starts no actor beside a failed one, so that no further run could begin.
+        # starts no actor alongside a failed one, so that no further run could begin.
         port.return_undeliverable = False
         answer = await self._answer_call(call_id, service, call, caller)
         try:
@@ -94,6 +94,7 @@ class RemoteService(Handle):
         caller = os.environ.get(PROCESS_NAME, "another process")
         call_id = new_id(caller)
         reply = self._relay.dispatch.call_one(call_id, self._name, call, caller).as_asyncio()
+
         try:
             with on_the_clock(f"{self._name}.{call.endpoint}"):
                 value = await asyncio.wait_for(reply, limit)
@@ -106,6 +107,7 @@ class RemoteService(Handle):
         except asyncio.CancelledError:
             self._relay.cancel.broadcast(call_id)
             raise
+
         if isinstance(value, RemoteFailure):
             raise value.to_exception()
         return value

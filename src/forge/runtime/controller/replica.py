@@ -57,6 +57,7 @@ class Replica:
         self.requests: set[Request] = set()  # in flight
         self.served = 0
         self.latencies: deque[float] = deque(maxlen=512)
+
         self.last_answer = time.monotonic()
         self.failed: asyncio.Future[ReplicaDied] = asyncio.get_running_loop().create_future()
         self.blameless = False
@@ -65,6 +66,7 @@ class Replica:
         self._abandoning: set[asyncio.Task] = set()
         self._answers: set[asyncio.Future[Value]] = set()
         self.number = next(_numbers)  # its key in its processes
+
         # A light replica lives in one of the processes.
         self.process_index = index % group.procs if self.options.procs < group.procs else None
         self.actor_host: Any = group.actor_host
@@ -76,12 +78,12 @@ class Replica:
 
     @property
     def in_flight(self) -> int:
-        """Number of requests that were sent and not answered."""
+        """Return number of requests that were sent and not answered."""
         return len(self.requests)
 
     @property
     def alive(self) -> bool:
-        """Whether no failure was noticed."""
+        """Return whether no failure was noticed."""
         return not self.failed.done()
 
     @property
@@ -91,7 +93,7 @@ class Replica:
 
     @property
     def location(self) -> str:
-        """Its processes, as text for messages."""
+        """Return its processes, as text for messages."""
         return ", ".join(map(str, self.group.processes)) or "unknown"
 
     async def start(self) -> None:
@@ -104,6 +106,7 @@ class Replica:
         definition = cloudpickle.dumps((self.component.cls, self.component.args, self.component.kwargs))
         self.group.starting += 1
         self.group.members.append(self)  # before its processes start: their host may be lost meanwhile
+
         try:
             # The first message returns once every process is up, and says which processes to watch.
             try:
@@ -112,10 +115,12 @@ class Replica:
                 self.group.watch(await self._ask_ranks("start", first, "ping"))
             except ReplicaDied as error:
                 raise ReplicaDied(f"{self} did not come up: {error}") from error
+
             # Ranks of one group find each other at a new meeting point, as the old one may hold the addresses of dead
             # ranks.
             if self.options.procs > 1:
                 self.context = replace(self.context, rendezvous=await self.group.hosts.rendezvous())
+
             await self._ask_ranks("setup", limit, "start", self.number, self.context, definition)
         finally:
             self.group.starting -= 1
@@ -149,11 +154,13 @@ class Replica:
                 self._abandoning.add(task)
                 task.add_done_callback(self._abandoning.discard)
             raise
+
         self.last_answer = time.monotonic()
         # Repeated calls of a starting replica, which have a limit, are not traffic.
         if limit is None:
             self.served += 1
             self.latencies.append(self.last_answer - request.sent)
+
         return values
 
     async def drain_metrics(self, profiles: Mapping[str, str]) -> list[Value]:
@@ -226,10 +233,12 @@ class Replica:
             reply = send.call_one(*args).as_asyncio()
         else:
             reply = asyncio.ensure_future(self._gather_answers([reply.as_asyncio() for reply in send.stream(*args)]))
+
         # `fail` cancels answers, and a caller may cancel this task: the count of cancellations tells the two apart.
         task = asyncio.current_task()
         cancelling = task.cancelling() if task else 0
         self._answers.add(reply)
+
         try:
             async with asyncio.timeout(limit):
                 answers: list[Answer] = [await reply] if self.options.procs == 1 else await reply
@@ -263,6 +272,7 @@ class Replica:
             # A late failure of an answer that is no longer awaited would be logged as an exception never retrieved.
             reply.add_done_callback(lambda late: late.cancelled() or late.exception())
             reply.cancel()
+
         for _, value in answers:
             if isinstance(value, RemoteFailure):
                 raise value.to_exception()
@@ -285,6 +295,6 @@ class Replica:
 
 
 def _last_line(error: Exception) -> str:
-    """What an error of Monarch says after its traceback, or its class."""
+    """Return what an error of Monarch says after its traceback, or its class."""
     lines = str(error).strip().splitlines()
     return lines[-1].strip() if lines else type(error).__name__

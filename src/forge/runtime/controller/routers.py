@@ -20,15 +20,15 @@ class Candidate(Protocol):
 
     @property
     def index(self) -> int:
-        """Number of the replica in its service."""
+        """Return number of the replica in its service."""
 
     @property
     def in_flight(self) -> int:
-        """Requests that were sent and not answered."""
+        """Return requests that were sent and not answered."""
 
     @property
     def served(self) -> int:
-        """Requests that were answered."""
+        """Return requests that were answered."""
 
 
 C = TypeVar("C", bound=Candidate)

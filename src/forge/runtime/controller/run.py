@@ -41,6 +41,7 @@ async def first_to_end(*loops: Pending[object]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
     for task in ended:
         try:
             task.result()
@@ -121,11 +122,13 @@ async def _run_main(main: Pending[T], on_preemption: Callable[[str], None] | Non
         hangup = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *hangup):
             loop.add_signal_handler(number, on_signal, number)
+
     task = loop.create_task(main)
     try:
         failure = runtime().failure
         endings: set[asyncio.Future[Any]] = {task, interrupted, failure}
         await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
+
         # A ForgeError of `main` may be a consequence of a lost component, which is raised in its place below.
         if task.done() and not isinstance(task.exception(), ForgeError):
             return task.result()

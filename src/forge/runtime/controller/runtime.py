@@ -84,6 +84,7 @@ class Runtime:
             for supervisor in service._supervisors:
                 if supervisor.state == "up" and supervisor.replica is not None:
                     by_process[supervisor.replica.group, supervisor.replica.process_index] = supervisor.replica
+
         speakers = [
             replica
             for (group, process), replica in by_process.items()
@@ -97,6 +98,7 @@ class Runtime:
                 raise snapshots
             for snapshot in snapshots:
                 merged.merge(snapshot)
+
         return merged
 
     async def shutdown(self) -> None:
@@ -112,6 +114,7 @@ class Runtime:
             group = await self._find_group(component, index)
             replica = Replica(component, index, incarnation, group)
             self._starting[replica] = time.monotonic()
+
             try:
                 await replica.start()
             except BaseException as error:
@@ -127,6 +130,7 @@ class Runtime:
                 raise
             finally:
                 del self._starting[replica]
+
             return replica
 
         return launch_replica
@@ -136,17 +140,20 @@ class Runtime:
         options = component.options
         name = f"{component.name}{index}"
         shared = options.share is not None or options.per_process > 1
+
         if shared:
             name = options.share or f"{component.name}_{index // options.per_process}"
             group = self._groups.get(name)
             if group is not None and group.dead is None:
                 group.check_options(component.name, options)
                 return group
+
         check_private_folder()
         hosts = await self.placement.hosts_of(component, index, self.services[component.name])
         gpus = hosts.gpus() or {"": self.placement.gpus_of(component, index)}
         procs = max(1, procs_of(options) // hosts.size)
         mesh = await hosts.mesh()
+
         # Another component of the share may have started it while this one waited.
         async with self._group_locks[name] if shared else nullcontext():
             group = self._groups.get(name) if shared else None
@@ -159,6 +166,7 @@ class Runtime:
                 forkable = forkable and not options.env.keys() & processes.ALLOCATOR.keys()
                 server = await _ready_server(options.setup_timeout) if forkable else None
                 mesh = processes.spawn_processes(mesh, name, procs, options, hosts, gpus, server)
+
             group = ProcessGroup(name, mesh, options, hosts, shared=shared)
             if shared:
                 self._groups[name] = group

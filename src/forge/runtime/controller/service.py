@@ -75,12 +75,14 @@ class Service(Handle):
         self._on_dead = on_dead
         self._catch_up = frozenset(name for name, catch_up in endpoints.items() if catch_up)
         self._latest: dict[str, Call] = {}  # the last fanout of each catch-up endpoint
+
         self._balancer = LoadBalancer(resolve_router(self._options.router), self._options.max_in_flight)
         self._supervisors: list[Supervisor] = []
         self._scaling = asyncio.Lock()
         self._retried = 0
         self._quarantined: list[str] = []
         self._stopped = False
+
         # Awaited with the arguments of a fanout before it is sent, by endpoint.
         self.before_fanout: dict[str, Callable[..., Pending[None]]] = {}
 
@@ -104,10 +106,12 @@ class Service(Handle):
             living = [supervisor for supervisor in self._supervisors if supervisor.state != "stopped"]
             remaining = living[:num_replicas]
             removed = living[num_replicas:]
+
             # New replicas fill the gaps of the numbering.
             used = {supervisor.index for supervisor in remaining}
             free = (index for index in itertools.count() if index not in used)
             added = [self._make_supervisor(next(free)) for _ in range(num_replicas - len(remaining))]
+
             # A fanout, the watchdog and `stop` must see those that are still starting.
             self._supervisors = _by_index(remaining + added)
             try:
@@ -120,6 +124,7 @@ class Service(Handle):
                 self._supervisors = _by_index({*self._supervisors, *removed} - {*added})
                 await asyncio.shield(asyncio.gather(*map(self._retire_supervisor, added)))
                 raise
+
             await asyncio.gather(*map(self._retire_supervisor, removed))
 
     def status(self) -> ServiceStatus:
@@ -141,6 +146,7 @@ class Service(Handle):
                     str(supervisor.error or ""),
                 )
             )
+
         restarts = sum(row.restarts for row in rows)
         return ServiceStatus(
             self._name, rows, len(self._balancer.queued), restarts, self._retried, list(self._quarantined)
@@ -191,6 +197,7 @@ class Service(Handle):
                     f"{request.caller} waited {request.limit:g} s for {self._name}.{request.endpoint} and no replica "
                     f"had room: {states}"
                 ) from None
+
             if replica is None:
                 return None
             try:
@@ -205,6 +212,7 @@ class Service(Handle):
                 self._handle_loss(request, replica, died)
             finally:
                 self._balancer.release(replica, request)
+
             await asyncio.sleep(RETRY_DELAY)
 
     def _handle_loss(self, request: Request, replica: Replica, died: ReplicaDied) -> None:
@@ -221,6 +229,7 @@ class Service(Handle):
                     f"{label} was being served when {request.deaths} replicas died, the last time as the only one "
                     f"under suspicion: it is not tried again. {died}"
                 ) from died
+
         if request.attempts > self._options.retries:
             raise ReplicaDied(f"{request.endpoint} was sent {request.attempts} times, and its replica died: {died}")
         self._retried += 1
@@ -261,6 +270,7 @@ class Service(Handle):
         with on_the_clock(f"{self._name}.{call.endpoint}"):
             replies = await asyncio.gather(*calls, return_exceptions=True)
         self._balancer.check_open()
+
         for reply in replies:
             if isinstance(reply, BaseException):
                 if catch_up and self._latest[call.endpoint] is call:
@@ -269,6 +279,7 @@ class Service(Handle):
                     if previous is not None:
                         self._latest[call.endpoint] = previous
                 raise reply
+
         return [reply[0] for reply in replies if isinstance(reply, list)]
 
     def _make_request(self, call: Call) -> Request:
@@ -286,6 +297,7 @@ class Service(Handle):
                     caught_up[call.endpoint] = call
                     request = self._make_request(call)
                     replica.enter(request)
+
                     try:
                         await replica.serve(request, self._options.setup_timeout)
                     except BaseException as error:
@@ -294,6 +306,7 @@ class Service(Handle):
                         raise
                     finally:
                         replica.leave(request)
+
             return replica
 
         return Supervisor(
@@ -314,7 +327,7 @@ class Service(Handle):
             supervisor.waits_for_host = False
 
     def is_only_replica(self, index: int) -> bool:
-        """Whether no other replica serves, or the service is only starting."""
+        """Return whether no other replica serves, or the service is only starting."""
         states = {supervisor.index: supervisor.state for supervisor in self._supervisors}
         return states.pop(index, None) == "starting" or "up" not in states.values()
 

@@ -51,6 +51,7 @@ class Supervisor:
         self._on_failed = on_failed
         self.state: State = "starting"
         self.replica: Replica | None = None
+
         self.restarts = 0
         self.error: BaseException | None = None
         self.waits_for_host = False
@@ -127,10 +128,12 @@ class Supervisor:
             self.since = time.monotonic()
             self.error = died
             log.warning("%s; calls in flight there: %d", died, lost.in_flight_lost)
+
             # Its processes may take seconds to end: the replacement does not wait for that.
             pending = asyncio.ensure_future(lost.stop())
             self._pending_stops.add(pending)
             pending.add_done_callback(self._pending_stops.discard)
+
             if not await self._replace_replica(failures):
                 self.state = "failed"
                 log.error("%s is given up: %s", self.name, self.error)
@@ -153,9 +156,11 @@ class Supervisor:
                 failures += 1
                 log.warning("%s could not be replaced (%s: %s)", self.name, type(error).__name__, error)
                 continue
+
             self.restarts += 1
             record_metric(f"restarts/{self.name.partition('[')[0]}", 1.0, Reduce.SUM)
             self._serve_replica(replica)
             log.info("%s serves again, %.1f s after its start", self.name, time.monotonic() - started)
             return True
+
         return False

@@ -69,7 +69,7 @@ class Request:
 
     @property
     def time_left(self) -> float:
-        """Seconds until its time limit."""
+        """Return seconds until its time limit."""
         return max(0.0, self.created + self.limit - time.monotonic())
 
     def send(self) -> None:
@@ -96,7 +96,7 @@ def new_id(service: str) -> str:
 
 
 def name_caller() -> str:
-    """Name the code outside this package that makes a call: `function (file:line)`."""
+    """Return name the code outside this package that makes a call: `function (file:line)`."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back

@@ -87,7 +87,7 @@ class UserHosts(Hosts):
 
     @property
     def spans_machines(self) -> bool:
-        """Whether the processes are on several hosts."""
+        """Return whether the processes are on several hosts."""
         return self.size > 1
 
     def gpus(self) -> dict[str, list[str]]:
@@ -134,6 +134,7 @@ class UserPlacement:
             await _wait_for_hosts(name, mesh)
             if mesh.size() == 1 and mesh == this_host():
                 return Hosts()
+
         key = name, index
         if key not in self._placed:
             if isinstance(mesh, ProcMesh):
@@ -147,6 +148,7 @@ class UserPlacement:
                 hosts = range(number * count, (number + 1) * count)
                 devices = self._take_devices(key, mesh, hosts, procs // count * gpus_per_proc)
                 self._placed[key] = UserHosts(f"{name}[{index}]", _slice_mesh(mesh, number, count), devices)
+
         return self._placed[key]
 
     def release(self, name: str, index: int | None) -> None:

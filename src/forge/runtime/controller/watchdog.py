@@ -45,6 +45,7 @@ class Watchdog:
                     # A large model loads for minutes: its stacks say nothing before the start takes too long.
                     lines = await _stacks_of(replica) if stalled > limit / 2 else []
                     _log_report(f"{replica} has been starting for {stalled:.0f} s, of at most {limit:g}", lines)
+
             # Replicas that answer none of their calls.
             for service in list(self.services.values()):
                 for supervisor in service._supervisors:
@@ -56,6 +57,7 @@ class Watchdog:
                     if self._is_due(busy, time.monotonic() - since, busy.options.stall_after):
                         lines = _find_waits(requests, str(busy)) + await _stacks_of(busy)
                         _log_report(f"no answer from {busy} for {time.monotonic() - since:.0f} s", lines)
+
                 # Calls that no replica takes.
                 queued = service._balancer.queued
                 waited = time.monotonic() - queued[0].created if queued else 0.0

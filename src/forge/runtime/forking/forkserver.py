@@ -51,7 +51,7 @@ LIBRARIES = (
     "forge.runtime.store",
 )
 # Prefixes of variables that differ from process to process, and that no library reads during its import. The folders of
-# compilers are those of the server: PyTorch sets them in a controller that compiles something.
+# compilers belong to the server: PyTorch sets them in a controller that compiles something.
 FREE = (
     *("HYPERACTOR_", "MONARCH_", "FORGE_", "PYTEST_", "TMPDIR", "PWD", "OLDPWD", "SHLVL", "COLUMNS", "LINES"),
     *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "MALLOC_", "LC_CTYPE"),
@@ -85,11 +85,12 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Return its process id."""
         return self._process.pid
 
     def has_environment(self, environment: Mapping[str, str]) -> bool:
-        """Whether it forks processes with these variables, where they differ only in those that no library reads."""
+        """Return whether it forks processes with these variables, where they differ only in those that no library
+        reads."""
         return bound_variables(environment) == self._bound
 
     def launcher(self, program: str) -> list[str]:
@@ -135,6 +136,7 @@ class ForkServer:
                 pass_fds=[listener.fileno()],
                 env={**os.environ, **self._settings},
             )
+
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it ended: processes are started without it
             self._process.stdin.write(json.dumps(self._bound).encode() + b"\n")
@@ -176,6 +178,7 @@ def main(listener: socket.socket) -> None:
         with suppress(Exception):  # the process that needs it reports the error
             importlib.import_module(name)
     gc.freeze()  # collections in a fork do not write to memory shared with the server
+
     gc.enable()
     with suppress(BrokenPipeError):  # the controller ended
         os.write(1, b"y")
@@ -193,6 +196,7 @@ def serve_forks(listener: socket.socket, expected: dict[str, str]) -> tuple[sock
             return None
         connection, _ = listener.accept()
         request = read_request(connection)
+
         if request is not None:
             # Only variables that libraries cannot have read may differ, and only a process of one thread forks safely.
             variables = {os.fsdecode(name): os.fsdecode(value) for name, value in request.environment.items()}
@@ -208,6 +212,7 @@ def serve_forks(listener: socket.socket, expected: dict[str, str]) -> tuple[sock
             if pid < 0:
                 with suppress(OSError):  # the launcher ended
                     connection.sendall(bytes(4))
+
         connection.close()
 
 
@@ -228,7 +233,7 @@ def read_request(launcher: socket.socket) -> ForkRequest | None:
 
 
 def run_program(launcher: socket.socket, request: ForkRequest) -> None:
-    """Run a program in place of its launcher: with its environment, limits, folder and streams."""
+    """Run a program instead of its launcher: with its environment, limits, folder and streams."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # A signal that is ignored stays so in programs that a component starts, and SIGTERM is how it ends them.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
@@ -238,6 +243,7 @@ def run_program(launcher: socket.socket, request: ForkRequest) -> None:
         os.close(handle)
     os.fchdir(folder)
     os.close(folder)
+
     for limit, soft, hard in request.limits:
         resource.setrlimit(limit, (soft, hard))
     os.environ.clear()
@@ -246,10 +252,12 @@ def run_program(launcher: socket.socket, request: ForkRequest) -> None:
     if not sys.flags.safe_path:
         with suppress(FileNotFoundError):  # the folder was removed
             sys.path[0] = os.getcwd()
+
     # Forks of one server would otherwise draw the same numbers.
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()
+
     # The kernel kills this process when the launcher ends, which never sends again.
     launcher.settimeout(None)
     launcher.sendall(os.getpid().to_bytes(4, "little"))
@@ -258,6 +266,7 @@ def run_program(launcher: socket.socket, request: ForkRequest) -> None:
     fcntl.fcntl(launcher, fcntl.F_SETFL, fcntl.fcntl(launcher, fcntl.F_GETFL) | os.O_ASYNC)
     if select.select([launcher], [], [], 0)[0]:  # it ended before
         os.kill(os.getpid(), signal.SIGKILL)
+
     sys.argv = [request.program]
     status = 1 << 8
     try:

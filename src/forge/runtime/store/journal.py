@@ -35,7 +35,7 @@ class Journal:
 
     @property
     def size(self) -> int:
-        """Bytes of complete records."""
+        """Return bytes of complete records."""
         self._open_writable()
         return self._end
 

@@ -22,7 +22,7 @@ PIECE = 1 << 20  # bytes copied and hashed at a time: they stay in the CPU's cac
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A block of a tensor in a segment. `shape` is that of the whole tensor, `checksum` of the block's bytes (xxh3)."""
+    """A block of a tensor in a segment. `shape` is the whole tensor's, `checksum` of the block's bytes (xxh3)."""
 
     name: str
     dtype: str
@@ -33,7 +33,7 @@ class Shard:
     checksum: str
 
     def view(self, segment: Tensor) -> Tensor:
-        """The block within its segment's bytes."""
+        """Return the block within its segment's bytes."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         values = segment[self.start : self.start + self.box.numel * dtype.itemsize]
         return values.view(dtype).view(self.box.size)
@@ -50,7 +50,7 @@ class Manifest:
 
     @cached_property
     def by_name(self) -> dict[str, list[Shard]]:
-        """The shards of each tensor."""
+        """Return the shards of each tensor."""
         shards_by_name: dict[str, list[Shard]] = {}
         for shard in self.shards:
             shards_by_name.setdefault(shard.name, []).append(shard)
@@ -58,7 +58,7 @@ class Manifest:
 
     @cached_property
     def checksums(self) -> dict[str, str]:
-        """One checksum for each tensor, over its blocks."""
+        """Return one checksum for each tensor, over its blocks."""
         descriptions = {
             name: json.dumps(sorted((s.dtype, s.shape, s.box.offset, s.checksum) for s in shards))
             for name, shards in sorted(self.by_name.items())
@@ -67,12 +67,12 @@ class Manifest:
 
     @cached_property
     def digest(self) -> str:
-        """The identity of the version: a hash of all of its bytes under their names (xxh3, 64 bits, hex)."""
+        """Return the identity of the version: a hash of all of its bytes under their names (xxh3, 64 bits, hex)."""
         return xxhash.xxh3_64_hexdigest(json.dumps(self.checksums).encode())
 
     @property
     def segments(self) -> set[str]:
-        """Names of the shared memory segments."""
+        """Return names of the shared memory segments."""
         return {shard.segment for shard in self.shards if shard.segment}
 
     def on_host(self, host: str) -> Manifest:
@@ -89,7 +89,7 @@ class Manifest:
         return replace(self, shards=tuple(shard for shard in self.shards if shard.segment == segment))
 
     def extent(self, segment: str) -> int:
-        """Bytes of a segment, from its start to the end of its last block."""
+        """Return bytes of a segment, from its start to the end of its last block."""
         blocks = (shard for shard in self.shards if shard.segment == segment)
         return max(shard.start + shard.box.numel * getattr(torch, shard.dtype).itemsize for shard in blocks)
 
@@ -149,7 +149,7 @@ class Manifest:
 
 
 def hash_tensor(values: Tensor) -> str:
-    """Checksum of the bytes of a contiguous tensor on the CPU."""
+    """Return checksum of the bytes of a contiguous tensor on the CPU."""
     # By `update`, which leaves Python's lock to other threads.
     state = xxhash.xxh3_64()
     state.update(values.reshape(-1).view(torch.uint8).numpy().data)

@@ -19,7 +19,7 @@ LARGE = 1 << 30
 
 
 def in_threads(function: Callable[[A], B], items: Iterable[A], size: int) -> Iterator[B]:
-    """The results of a function of each item, in order; no more than two a thread wait to be taken.
+    """Yield the results of a function of each item, in order; no more than two a thread wait to be taken.
 
     Args:
         size: bytes of all items together; a small transfer has one thread.
@@ -28,6 +28,7 @@ def in_threads(function: Callable[[A], B], items: Iterable[A], size: int) -> Ite
     if threads == 1:
         yield from map(function, items)
         return
+
     # Each copies by itself: torch's own threads would be more than there are cores.
     with ThreadPoolExecutor(threads, "forge-weights", initializer=torch.set_num_threads, initargs=(1,)) as pool:
         pending: deque[Future[B]] = deque()

@@ -45,7 +45,7 @@ class Store(ABC):
             return snapshot.fill(into)
 
     def exists(self, key: str, version: int | None = None) -> bool:
-        """Whether a key has this version, or any."""
+        """Return whether a key has this version, or any."""
         versions = self.versions(key)
         return bool(versions) if version is None else version in versions
 
@@ -72,7 +72,7 @@ class Store(ABC):
 
     @abstractmethod
     def keys(self, prefix: str = "") -> list[str]:
-        """Keys that begin with `prefix`."""
+        """Return keys that begin with `prefix`."""
 
     @abstractmethod
     def delete(self, key: str) -> None:

@@ -79,7 +79,7 @@ class Segments:
                 os.close(file)
 
     def is_being_written(self, name: str) -> bool:
-        """Whether a process writes this segment, this one included."""
+        """Return whether a process writes this segment, this one included."""
         try:
             file = os.open(self.used / name, os.O_RDWR)
         except FileNotFoundError:
@@ -100,6 +100,7 @@ class Segments:
                 else:  # its writer was killed before it allocated memory
                     (self.used / name).unlink()
             os.close(file)
+
         # As many free bytes as used ones let every version be written into old memory.
         spare = sorted(_list_segments(self.free), key=lambda entry: entry[2])
         surplus = sum(size for _, size, _ in spare) - sum(size for _, size, _ in _list_segments(self.used))
@@ -108,6 +109,7 @@ class Segments:
                 break
             path.unlink()
             surplus -= size
+
         self.forget()
 
     def forget(self, *, everything: bool = False) -> None:
@@ -130,10 +132,12 @@ class Segments:
                 path.rename(self.used / path.name)
                 return path.name, file
             os.close(file)
+
         name = uuid4().hex
         file = os.open(self.used / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         if not try_lock(file, fcntl.LOCK_EX):
             raise RuntimeError(f"the new segment {self.used / name} is locked by another process")
+
         return name, file
 
     def _reserve_memory(self, name: str, file: int, size: int) -> None:
@@ -160,6 +164,7 @@ class Segments:
                 raise NoRoom(
                     errno.EFBIG, f"{size / 1e6:.3g} MB of weights are more than a file may have here: raise ulimit -f"
                 ) from None
+
             free = shutil.disk_usage(self.used).free
             text = f"{size / 1e6:.3g} MB of weights do not fit into shared memory, {self.used} has {free / 1e6:.3g} MB "
             remedy = "free: keep fewer versions, or make it larger (docker run --shm-size)"

@@ -88,7 +88,7 @@ def check_storable(name: str, tensor: Tensor) -> None:
 
 
 def group_name() -> str:
-    """A name that the ranks of the process group share, and no other group has."""
+    """Return a name that the ranks of the process group share, and no other group has."""
     global _group
     with _naming:
         if _group is None or _group[0] is not dist.group.WORLD:
@@ -100,7 +100,7 @@ def group_name() -> str:
 
 @dataclass(frozen=True)
 class RankPart:
-    """One rank's part of a version. The first rank writes replicated blocks, rank 0 plain tensors beside DTensors.
+    """One rank's part of a version. The first rank writes replicated blocks, rank 0 plain tensors alongside DTensors.
 
     blocks: with their values; None for an empty tensor.
     size: bytes of its segment.
@@ -137,12 +137,14 @@ class RankPart:
             check_storable(f"{key}: {name}" if name else key, tensor)
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise TypeError(f"the dtype of stored tensors must be a torch.dtype, got {dtype!r}")
+
         # Only DTensors make a put collective: ranks may put plain tensors independently of one another.
         if ranks is None:
             spread = any(is_dtensor(tensor) for tensor in tensors.values()) and dist.is_initialized()
             ranks = Ranks()
             if spread and dist.get_world_size() > 1:
                 ranks = Ranks(dist.get_rank(), dist.get_world_size(), group_name())
+
         # Blocks are laid out one after the other, each at an aligned offset.
         blocks: list[tuple[Shard, Tensor | None]] = []
         size = 0
@@ -158,12 +160,14 @@ class RankPart:
                 is_writer = all(rank == 0 or not placement.is_replicate() for placement, rank in axes)
             else:
                 is_writer = ranks.rank == 0
+
             if is_writer and not tensor.numel():
                 blocks.append((shard, None))
             elif is_writer:
                 for box, values in local_boxes(tensor):
                     blocks.append((replace(shard, box=box, start=size), values.detach()))
                     size += -(-values.numel() * target_dtype.itemsize // ALIGNMENT) * ALIGNMENT
+
         return cls(key, version, single, ranks, tuple(blocks), size)
 
     def write(self, segment: str, memory: Tensor) -> Manifest:
@@ -184,7 +188,7 @@ class RankPart:
 def publish_together(
     part: RankPart, write: Callable[[], Manifest], publish: Callable[[list[Manifest]], int], timeout: float
 ) -> int:
-    """Write this rank's part and have rank 0 publish those of all, who meet in the store of their process group; return
+    """Write this rank's part and have rank 0 publish all parts; ranks meet in the store of their process group; return
     the version.
 
     Raises:
@@ -223,6 +227,7 @@ def publish_together(
             "0, the outcome,",
             lambda: publish([Manifest.from_json(receive_result(rank)) for rank in range(ranks.world)]),
         )
+
     version: int = receive_result("0, the outcome,")
     return version
 
@@ -237,13 +242,13 @@ class OpenVersion:
 
     @property
     def version(self) -> int:
-        """The version that is open."""
+        """Return the version that is open."""
         assert self.manifest.version is not None
         return self.manifest.version
 
     @property
     def digest(self) -> str:
-        """The identity of the version, see `Manifest.digest`."""
+        """Return the identity of the version, see `Manifest.digest`."""
         return self.manifest.digest
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -320,11 +325,11 @@ class OpenVersion:
 
     @property
     def _total_size(self) -> int:
-        """Bytes of all blocks."""
+        """Return bytes of all blocks."""
         return sum(shard.box.numel * getattr(torch, shard.dtype).itemsize for shard in self.manifest.shards)
 
     def _join_whole(self, names: Sequence[str], copies: bool = False) -> Iterator[Tensor]:
-        """Full tensors, each joined from its blocks, or a view of the only one unless it shall be a copy."""
+        """Return full tensors, each joined from its blocks, or a view of the only one unless it shall be a copy."""
 
         def make_targets() -> Iterator[tuple[str, Tensor | None]]:
             # In the caller's thread, which has memory to use again: a new thread would touch new pages.

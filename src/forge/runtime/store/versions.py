@@ -77,11 +77,11 @@ class VersionStore(Store):
 
     @property
     def owned(self) -> bool:
-        """Whether this object created the store."""
+        """Return whether this object created the store."""
         return self._scratch is not None
 
     def is_local(self) -> bool:
-        """Whether this process is on the store's host."""
+        """Return whether this process is on the store's host."""
         return self.segments.used.is_dir()
 
     def __reduce__(self):
@@ -147,6 +147,7 @@ class VersionStore(Store):
                 raise self._missing_error(key, None)
             number = versions[-1]
             path = self._key_folder(key) / f"v{number}.json"
+
             with ExitStack() as locks:
                 try:
                     contents = path.read_text(errors="replace")
@@ -160,13 +161,14 @@ class VersionStore(Store):
                         raise CorruptWeights(f"{key} version {number} is published, but its memory is gone") from None
                     time.sleep(0.001)
                     continue
+
                 # Otherwise its segments may already belong to another version.
                 if _read_manifest(path) == contents:
                     yield OpenVersion(manifest, memory)
                     return
 
     def versions(self, key: str) -> list[int]:
-        """The published versions of a key, ascending."""
+        """Return the published versions of a key, ascending."""
         try:
             names = os.listdir(self._key_folder(key))
         except FileNotFoundError:
@@ -174,7 +176,7 @@ class VersionStore(Store):
         return sorted(int(name[1:-5]) for name in names if name.startswith("v") and name.endswith(".json"))
 
     def keys(self, prefix: str = "") -> list[str]:
-        """The keys that have a version, sorted."""
+        """Return the keys that have a version, sorted."""
         names = (unquote(path.name.removeprefix("key-")) for path in self.root.glob("key-*"))
         return sorted(key for key in names if key.startswith(prefix) and self.versions(key))
 
@@ -263,12 +265,14 @@ class VersionStore(Store):
             raise IncompleteVersion(f"ranks put {key} under different versions: {sorted(map(str, numbers))}")
         newest = versions[-1] if versions else 0
         requested = numbers.pop()
+
         number = newest + 1 if requested is None else requested
         manifest = Manifest.join(number, parts)
         try:
             manifest.check()
         except ValueError as error:
             raise IncompleteVersion(str(error)) from None
+
         # A restarted trainer puts its last version again: with equal values that is not a conflict.
         if number in versions:
             published = self.manifest(key, number)
@@ -279,12 +283,15 @@ class VersionStore(Store):
             tensor = published.first_difference(manifest)
             conflict = "in another layout" if tensor is None else f"with other values: tensor {tensor!r} was different"
             raise VersionConflict(f"{key} version {number} was published before {conflict}")
+
         for rank, part in enumerate(parts):
             # The processes that wait for this call hold the segments of other hosts.
             if not all(self.segments.is_being_written(name) for name in part.segments if "@" not in name):
                 raise IncompleteVersion(f"{key} version {number}: rank {rank} was lost before it was published")
+
         if number < newest:
             raise VersionConflict(f"{key} version {number} is older than the newest, {newest}")
+
         # Recorded first: every reader of the version must find its identity.
         self._record_identities(key, [(number, manifest.digest)])
         write_atomic(folder / f"v{number}.json", manifest.to_json())
@@ -294,11 +301,12 @@ class VersionStore(Store):
             (folder / f"v{version}.json").rename(history / f"{version}.json")
         for old in sorted(history.iterdir(), key=lambda path: int(path.stem))[:-MAX_HISTORY]:
             old.unlink()
+
         self.segments.reclaim(self._referenced_segments())
         return number
 
     def _referenced_segments(self) -> set[str]:
-        """The segments of published versions; those being written are locked instead."""
+        """Return the segments of published versions; those being written are locked instead."""
         segments: set[str] = set()
         # Manifests do not change: only new files are read.
         previous = self._segments_of
@@ -322,7 +330,7 @@ class VersionStore(Store):
         return MissingVersion(f"{key} version {version} is not in the store; it holds {self.versions(key)}")
 
     def _key_folder(self, key: str) -> Path:
-        """The folder of a key. ValueError: the key is too long for a name of one, or not Unicode."""
+        """Return the folder of a key. ValueError: the key is too long for a name of one, or not Unicode."""
         try:
             name = f"key-{quote(key, safe='')}"
         except UnicodeEncodeError:
