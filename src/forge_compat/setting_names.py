@@ -303,6 +303,9 @@ def find_setting(name: str) -> tuple[str, str] | None:
 
     Args:
         name: with dots or without; the end of a dotted name is looked for as well.
+
+    >>> find_setting("kl_coef")
+    ('verl', 'grpo.beta')
     """
     # A whole path says more than its end, and an end is looked for in all tables.
     for end in (name, name.rpartition(".")[2]):

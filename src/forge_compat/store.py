@@ -44,7 +44,11 @@ class Leaf:
 
 
 def are_tensors(value: object) -> bool:
-    """Return whether a value is a tensor, or a mapping of names to such, which a store holds as it is."""
+    """Return whether a value is a tensor, or a mapping of names to such, which a store holds as it is.
+
+    >>> are_tensors({"a": 1})
+    False
+    """
     if isinstance(value, Mapping):
         return bool(value) and all(isinstance(name, str) and are_tensors(part) for name, part in value.items())
     return isinstance(value, Tensor)

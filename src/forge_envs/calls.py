@@ -72,7 +72,11 @@ def read_action(text: str, syntax: Syntax, tools: Sequence[Schema] = (), *, trun
 
 
 def syntax_of(template: str) -> Syntax:
-    """Return the syntax of a chat template's text."""
+    """Return the syntax of a chat template's text.
+
+    >>> syntax_of("{{ '<tool_call>' }}")
+    'hermes'
+    """
     return next((name for sign, name in _SIGNS.items() if sign in template), "plain")
 
 

@@ -8,7 +8,13 @@ import re
 
 
 def join_address(host: str, port: int) -> str:
-    """Join a host and a port as HOST:PORT."""
+    """Join a host and a port as HOST:PORT.
+
+    >>> join_address("::1", 8000)
+    '[::1]:8000'
+    >>> join_address("node1", 8000)
+    'node1:8000'
+    """
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

@@ -41,7 +41,13 @@ Json = Any
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches an address."""
+    """Return whether only this machine reaches an address.
+
+    >>> is_loopback("127.0.0.1")
+    True
+    >>> is_loopback("10.0.0.2")
+    False
+    """
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

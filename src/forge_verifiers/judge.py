@@ -199,6 +199,9 @@ def read_verdict(answer: str, yes: str, no: str) -> bool | None:
     of a line, `[[yes]]`, `\\boxed{yes}`, `<verdict>yes</verdict>`, a value in JSON. Without one, a word that begins the
     first or the last line, followed by a sign of punctuation ("No, it is wrong"). A word anywhere else does not count,
     as in "there is no error".
+
+    >>> read_verdict("Verdict: yes", "yes", "no")
+    True
     """
     answer = without_thoughts(answer)
     # The word by itself, not as a part of another or of a number.

@@ -196,7 +196,11 @@ class ScoreTable:
 
 
 def families_by_name(verifiers: Sequence[str]) -> tuple[str, ...]:
-    """Families from names: `x_min`, `x_max`, `x_mean`, `x_avg` and `x_last` are readings of one model x."""
+    """Families from names: `x_min`, `x_max`, `x_mean`, `x_avg` and `x_last` are readings of one model x.
+
+    >>> families_by_name(["gpt_mean", "gpt_max", "rule"])
+    ('gpt', 'gpt', 'rule')
+    """
     return tuple(READINGS.sub("", name) for name in verifiers)
 
 

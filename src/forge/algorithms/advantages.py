@@ -57,6 +57,9 @@ def leave_one_out(rewards: Sequence[float]) -> list[float]:
 
     Raises:
         ValueError: fewer than two rewards.
+
+    >>> leave_one_out([1.0, 0.0, 0.0])
+    [1.0, -0.5, -0.5]
     """
     return [c * len(rewards) / (len(rewards) - 1) for c in _subtract_mean(rewards)]
 

@@ -22,7 +22,11 @@ WIDTH = 8  # rows are padded to a multiple: kernels are prepared for every new n
 
 
 def round_up(count: int, multiple: int) -> int:
-    """`count`, rounded up to a multiple."""
+    """`count`, rounded up to a multiple.
+
+    >>> round_up(130, 128)
+    256
+    """
     return -(-count // multiple) * multiple
 
 

@@ -53,7 +53,13 @@ class Experts:
 
 def pad_rows(rows: int) -> int:
     """Return number of rows of a product: 2 to 8, a multiple of 8 up to 64, and of 64 beyond. Kernels are prepared for
-    every new number of rows."""
+    every new number of rows.
+
+    >>> pad_rows(9)
+    16
+    >>> pad_rows(65)
+    128
+    """
     if rows <= 8:
         return max(rows, 2)
     return -(-rows // 8) * 8 if rows <= 64 else -(-rows // 64) * 64

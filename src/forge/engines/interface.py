@@ -142,7 +142,11 @@ def check_request(sampling: Sampling, priority: int, vocab: int) -> None:
 
 
 def check_prompt(prompt_ids: Sequence[int], vocab: int, max_seq_len: int) -> tuple[int, ...]:
-    """Return the prompt as a tuple. ValueError: it is empty, too long for a completion, or has tokens out of range."""
+    """Return the prompt as a tuple. ValueError: it is empty, too long for a completion, or has tokens out of range.
+
+    >>> check_prompt([5, 6], vocab=10, max_seq_len=8)
+    (5, 6)
+    """
     prompt = tuple(prompt_ids)
     if not prompt:
         raise ValueError("the prompt is empty")

@@ -202,7 +202,11 @@ def summarise_answers(groups: Sequence[Sequence[Episode]], n: int) -> dict[str, 
 
 
 def pass_at(k: int, total: int, right: int) -> float:
-    """Return the probability that of k of `total` answers, drawn without replacement, one is among the `right` ones."""
+    """Return the probability that of k of `total` answers, drawn without replacement, one is among the `right` ones.
+
+    >>> pass_at(1, total=4, right=1)
+    0.25
+    """
     return 1.0 - math.comb(total - right, k) / math.comb(total, k)
 
 
@@ -221,6 +225,10 @@ def is_majority_right(group: Sequence[Episode]) -> float:
 
 
 def half_interval(share: float, count: int) -> float:
-    """Return half of Wilson's 95 % interval of a share over `count` problems."""
+    """Return half of Wilson's 95 % interval of a share over `count` problems.
+
+    >>> round(half_interval(0.5, 100), 3)
+    0.096
+    """
     spread = share * (1 - share) / count + Z**2 / (4 * count**2)
     return Z * math.sqrt(spread) / (1 + Z**2 / count)

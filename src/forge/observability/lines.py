@@ -70,5 +70,9 @@ def parse_line(line: bytes) -> Row | None:
 
 
 def finite_numbers(row: Row) -> dict[str, float]:
-    """Return the values of a row that are finite numbers."""
+    """Return the values of a row that are finite numbers.
+
+    >>> finite_numbers({"reward": 0.5, "note": "x"})
+    {'reward': 0.5}
+    """
     return {name: value for name, value in row.items() if isinstance(value, int | float) and math.isfinite(value)}

@@ -119,7 +119,11 @@ def metrics_of(policy: str) -> Iterator[None]:
 
 
 def add_label(name: str) -> str:
-    """Return the full name of a metric, with the policy of the block or of the process before it."""
+    """Return the full name of a metric, with the policy of the block or of the process before it.
+
+    >>> add_label("reward")
+    'reward'
+    """
     label = _label.get()
     if label is None:
         label = os.environ.get(METRICS_OF, "")

@@ -208,7 +208,11 @@ class RolloutLog:
 
 
 def escape_surrogates(text: str) -> str:
-    """Return text that UTF-8 can encode: lone surrogates become escapes."""
+    r"""Return text that UTF-8 can encode: lone surrogates become escapes.
+
+    >>> escape_surrogates("a\ud800")
+    'a\\ud800'
+    """
     return text.encode("utf-8", "backslashreplace").decode()
 
 

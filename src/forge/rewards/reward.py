@@ -353,7 +353,11 @@ async def scored_by(verifier: Verifier, call: RewardCall, answers: Answers) -> S
 
 
 def extras_of(score: object) -> dict[str, float]:
-    """Return the numbers of a mapping alongside its score."""
+    """Return the numbers of a mapping alongside its score.
+
+    >>> extras_of({"score": 1.0, "length": 3})
+    {'length': 3.0}
+    """
     numbers = score.items() if isinstance(score, Mapping) else ()
     return {
         str(key): float(value)

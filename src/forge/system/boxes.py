@@ -45,7 +45,11 @@ class Box:
 
 
 def full_box(shape: Iterable[int]) -> Box:
-    """Return the block that covers a whole tensor."""
+    """Return the block that covers a whole tensor.
+
+    >>> full_box((2, 3))
+    Box(offset=(0, 0), size=(2, 3))
+    """
     shape = tuple(shape)
     return Box((0,) * len(shape), shape)
 

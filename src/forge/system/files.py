@@ -108,7 +108,11 @@ def write_atomic(path: Path, text: str, *, durable: bool = False, secret: bool =
 
 
 def escape_controls(text: object) -> str:
-    """Escape control characters in a name or text from elsewhere, which a terminal would obey."""
+    r"""Escape control characters in a name or text from elsewhere, which a terminal would obey.
+
+    >>> escape_controls("a\nb")
+    'a\\nb'
+    """
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in str(text))
 
 

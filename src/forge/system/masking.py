@@ -82,7 +82,11 @@ def without_secrets(value: Json, name: str = "") -> Json:
 
 
 def mask_secrets(text: str) -> str:
-    """Mask the secrets in a text: passwords of addresses, values of names such as `api_key`, keys, tokens."""
+    """Mask the secrets in a text: passwords of addresses, values of names such as `api_key`, keys, tokens.
+
+    >>> mask_secrets("https://user:secret@host/x")
+    'https://***@host/x'
+    """
     for value in _environment_secrets():
         text = text.replace(value, MASK)
     text = _PEM.sub(rf"\1{MASK}\2", text)
@@ -94,7 +98,13 @@ def mask_secrets(text: str) -> str:
 
 
 def is_secret(name: str) -> bool:
-    """Return whether the value of this name is a secret, as far as a name can tell."""
+    """Return whether the value of this name is a secret, as far as a name can tell.
+
+    >>> is_secret("OPENAI_API_KEY")
+    True
+    >>> is_secret("tokens")
+    False
+    """
     words = "_".join(word.lower() for word in _WORDS.findall(name))
     return _NAME.fullmatch(words) is not None and _HARMLESS.fullmatch(words) is None
 

@@ -218,7 +218,11 @@ AttentionInterface.register(NAME, packed_attention)
 
 
 def count_repeats(heads: int, ranks: int) -> int:
-    """Return the number of copies of each head with which all ranks have the same number of heads."""
+    """Return the number of copies of each head with which all ranks have the same number of heads.
+
+    >>> count_repeats(2, ranks=4)
+    2
+    """
     return ranks // gcd(heads, ranks)
 
 

@@ -207,5 +207,9 @@ def plan_lines(plan: Plan) -> Iterator[str]:
 
 
 def format_bytes(size: float) -> str:
-    """Return a number of bytes in GB, or in MB below a tenth of one."""
+    """Return a number of bytes in GB, or in MB below a tenth of one.
+
+    >>> format_bytes(3_000_000_000)
+    '3 GB'
+    """
     return f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"

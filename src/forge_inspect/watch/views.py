@@ -246,7 +246,11 @@ def convert_cell(array: pyarrow.Array, index: int) -> Any:
 
 
 def to_json_value(value: Any) -> Any:
-    """Convert a value to JSON: NaN to null, and other types to text."""
+    """Convert a value to JSON: NaN to null, and other types to text.
+
+    >>> to_json_value(float("nan")) is None
+    True
+    """
     if isinstance(value, float):
         return round_number(value) if math.isfinite(value) else None
     if isinstance(value, bytes):
@@ -259,7 +263,11 @@ def to_json_value(value: Any) -> Any:
 
 
 def round_number(number: float) -> float:
-    """Round to seven significant digits, as the page needs no more."""
+    """Round to seven significant digits, as the page needs no more.
+
+    >>> round_number(0.123456789)
+    0.1234568
+    """
     return float(f"{number:.7g}")
 
 

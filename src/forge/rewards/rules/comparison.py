@@ -106,18 +106,30 @@ def load_comparison() -> Any:
 
 
 def same_text(one: str, other: str) -> bool:
-    """Return whether two texts are the same apart from white space and marks without a meaning."""
+    """Return whether two texts are the same apart from white space and marks without a meaning.
+
+    >>> same_text("x = 3", "x=3")
+    True
+    """
     return _strip_markup(one) == _strip_markup(other) != ""
 
 
 def split_choice(text: str) -> tuple[str, str]:
-    """Return the letter of a labelled choice and the text after it: B, (B), "B) 12", "option B"; "" for another."""
+    """Return the letter of a labelled choice and the text after it: B, (B), "B) 12", "option B"; "" for another.
+
+    >>> split_choice("(B) 12")
+    ('B', '12')
+    """
     label = _CHOICE.match(text)
     return ("", "") if label is None else (label[1] or label[2], text[label.end() :].lstrip(").: "))
 
 
 def parse_number(text: str) -> tuple[Fraction, bool] | None:
-    """Return the value of a text that is one number, and whether it is a percentage; else None. A unit is dropped."""
+    """Return the value of a text that is one number, and whether it is a percentage; else None. A unit is dropped.
+
+    >>> parse_number("1/4")
+    (Fraction(1, 4), False)
+    """
     plain = _FRACTION.sub(r"\1/\2", _strip_markup(_UNIT.sub("", text[:LONGEST]))).lstrip("€£¥\\")
     figure = _NUMBER.fullmatch(plain.rpartition("=")[2])
     if figure is None or not any(map(str.isdigit, figure[1])) or figure[2] == "0":

@@ -84,6 +84,9 @@ def final_answer(response: str) -> str | None:
 
     By preference: the last `\\boxed{...}`, `<answer>...</answer>`, `#### ...`, "answer is ..." or "answer: ...", a last
     line such as "B) 12" if no other is of that form, and otherwise the last number. Thoughts do not count.
+
+    >>> final_answer("so the answer is 42.")
+    '42'
     """
     response = _SIGN.sub("-", without_thoughts(response[-_LONGEST:]))
     in_box = find_boxed(response)

@@ -165,7 +165,11 @@ class Options(Placement):
 
 
 def snake_case(name: str) -> str:
-    """Return the default name of a component: `replay_buffer` for the class `ReplayBuffer`."""
+    """Return the default name of a component: `replay_buffer` for the class `ReplayBuffer`.
+
+    >>> snake_case("ReplayBuffer")
+    'replay_buffer'
+    """
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
 
 

@@ -1,0 +1,24 @@
+"""The examples in docstrings give what they show."""
+
+from __future__ import annotations
+
+import doctest
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src"
+MODULES = [
+    ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
+    for path in sorted(SOURCE.rglob("*.py"))
+    if re.search(r"^ +>>> ", path.read_text(), re.MULTILINE)
+]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_docstring_examples(module):
+    failed, tried = doctest.testmod(import_module(module))
+    assert tried
+    assert not failed
