@@ -30,6 +30,9 @@ def group_relative(
 
     Raises:
         ValueError: fewer than two rewards, as a group of one has no baseline; or a reward that is not finite.
+
+    >>> group_relative([1.0, 0.0], normalize=False)
+    [0.5, -0.5]
     """
     # Rewards that differ by rounding only are equal.
     centred = _subtract_mean(rewards)

@@ -56,10 +56,18 @@ def whiten_values(values: Tensor, *, epsilon: float = 1e-8) -> Tensor:
 
 
 def pad_sequences(values: Tensor, counts: list[int]) -> Tensor:
-    """Return packed [tokens] with `counts` tokens a sequence as [sequences, longest], zeros on the right."""
+    """Return packed [tokens] with `counts` tokens a sequence as [sequences, longest], zeros on the right.
+
+    >>> pad_sequences(torch.tensor([1, 2, 3]), [1, 2]).tolist()
+    [[1, 0], [2, 3]]
+    """
     return pad_sequence(list(values.split(counts)), batch_first=True)
 
 
 def pack_sequences(values: Tensor, counts: list[int]) -> Tensor:
-    """Return the inverse of `padded`: [tokens]."""
+    """Return the inverse of `padded`: [tokens].
+
+    >>> pack_sequences(torch.tensor([[1, 0], [2, 3]]), [1, 2]).tolist()
+    [1, 2, 3]
+    """
     return torch.cat([row[:count] for row, count in zip(values, counts, strict=True)])

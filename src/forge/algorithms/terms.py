@@ -24,7 +24,11 @@ def to_wide(values: Tensor) -> Tensor:
 
 
 def where_trained(values: Tensor, weights: Tensor) -> Tensor:
-    """`wide(values)` where `weights` is not 0, else 0: whatever stands elsewhere (NaN included) passes no gradient."""
+    """`wide(values)` where `weights` is not 0, else 0: whatever stands elsewhere (NaN included) passes no gradient.
+
+    >>> where_trained(torch.tensor([1.0, 2.0]), torch.tensor([0.0, 0.5])).tolist()
+    [0.0, 2.0]
+    """
     return torch.where(weights != 0, to_wide(values), 0.0)
 
 
@@ -117,6 +121,9 @@ def sequence_sums(values: Tensor, sequences: Tensor | None) -> Tensor:
 
     Raises:
         ValueError: packed values without `sequences`.
+
+    >>> sequence_sums(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0, 0, 1])).tolist()
+    [3.0, 3.0]
     """
     if sequences is not None:
         # Packed tokens; a sequence without tokens has the sum 0.
@@ -156,7 +163,11 @@ def in_order(chosen: Tensor, rejected: Tensor) -> Tensor:
 
 
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
-    """`sum(values * weights)`, where a weight of zero removes its token whatever its value is (NaN included)."""
+    """`sum(values * weights)`, where a weight of zero removes its token whatever its value is (NaN included).
+
+    >>> weighted_sum(torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.5])).item()
+    1.5
+    """
     return torch.where(weights != 0, values * weights, torch.zeros_like(values)).sum()
 
 

@@ -319,7 +319,11 @@ def attention_granule(group: int, size: int, scale: float, longest: int) -> int:
 def embedding_bag_indices(heads: int, group: int, length: int, capacity: int) -> tuple[Tensor, Tensor]:
     """Return indices (heads * group * length,) of the values that each query head sums with `embedding_bag`, in a layer
     of the cache with `capacity` positions, and the first index of each head. Its kernel takes half the time of `bmm`,
-    and adds in the order of positions at any length."""
+    and adds in the order of positions at any length.
+
+    >>> embedding_bag_indices(1, group=2, length=2, capacity=4)
+    (tensor([0, 1, 0, 1], dtype=torch.int32), tensor([0, 2], dtype=torch.int32))
+    """
     first = torch.arange(heads, dtype=torch.int32)[:, None, None] * capacity
     indices = (first + torch.arange(length, dtype=torch.int32)).expand(-1, group, -1).flatten()
     return indices, torch.arange(0, len(indices), length, dtype=torch.int32)
@@ -345,7 +349,11 @@ def as_float32(number: float) -> Tensor:
 
 
 def bias_of(unseen: Tensor, dtype: torch.dtype) -> Tensor:
-    """-inf where `unseen`, 0 elsewhere, in its shape."""
+    """-inf where `unseen`, 0 elsewhere, in its shape.
+
+    >>> bias_of(torch.tensor([True, False]), torch.float32).tolist()
+    [-inf, 0.0]
+    """
     return torch.zeros(unseen.shape, dtype=dtype, device=unseen.device).masked_fill_(unseen, -torch.inf)
 
 

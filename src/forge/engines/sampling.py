@@ -10,13 +10,21 @@ from ..types import TOP_LOGPROBS
 
 
 def draw_uniforms(seed: int, sample: int, count: int) -> Tensor:
-    """Return the random numbers in [0, 1) of one sample, (count,); a smaller count gives a prefix."""
+    """Return the random numbers in [0, 1) of one sample, (count,); a smaller count gives a prefix.
+
+    >>> draw_uniforms(seed=1, sample=0, count=2).shape
+    torch.Size([2])
+    """
     key = np.array([seed % 2**64, sample], dtype=np.uint64)
     return torch.from_numpy(np.random.Generator(np.random.Philox(key=key)).random(count, dtype=np.float32))
 
 
 def keep_allowed(logits: Tensor, bits: Tensor) -> Tensor:
-    """Return logits (B, V) with -inf for tokens whose bit is 0: token t has bit t % 32 of bits[:, t // 32], int32."""
+    """Return logits (B, V) with -inf for tokens whose bit is 0: token t has bit t % 32 of bits[:, t // 32], int32.
+
+    >>> keep_allowed(torch.zeros(1, 3), torch.tensor([[0b101]], dtype=torch.int32)).tolist()
+    [[0.0, -inf, 0.0]]
+    """
     places = torch.arange(32, dtype=torch.int32, device=bits.device)
     allowed = (bits[:, :, None] >> places & 1).flatten(1)[:, : logits.shape[-1]]
     return logits.masked_fill(allowed == 0, -torch.inf)

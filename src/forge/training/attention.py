@@ -206,7 +206,11 @@ def _attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | 
 
 
 def causal_mask(width: int, before: int, window: int, device: torch.device) -> Tensor:
-    """[width, before + width]: whether a query sees a key, where `before` keys come before the first query."""
+    """[width, before + width]: whether a query sees a key, where `before` keys come before the first query.
+
+    >>> causal_mask(2, before=0, window=2, device=torch.device("cpu")).tolist()
+    [[True, False], [True, True]]
+    """
     query = torch.arange(width, device=device)[:, None]
     key = torch.arange(-before, width, device=device)
     return (key <= query) & (key > query - window)
