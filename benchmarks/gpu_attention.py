@@ -32,7 +32,7 @@ def attention_of(length: int, setup: Setup) -> Iterator[Row]:
         return drawn.transpose(1, 2).requires_grad_(setup.on_gpu)  # FlexAttention has no backward pass on a CPU
 
     inputs = random(count), random(key_heads), random(key_heads)
-    mask = TreeMask.of([length], [-1])
+    mask = TreeMask.from_lengths([length], [-1])
     blocks = TreeMask(mask.runs, *(x.to(setup.device) for x in (mask.first, mask.end, mask.position))).blocks(None)
     ways: dict[str, Callable[[], Tensor]] = {
         "by a mask": lambda: masked_attention(*inputs, blocks, None),

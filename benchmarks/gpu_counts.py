@@ -135,7 +135,7 @@ def compilations(packs: int) -> Iterator[Row]:
             # As the trainer pads packs.
             total = sum(lengths)
             lengths.append(max(MIN_TOKENS, -(-total // BLOCK) * BLOCK) - total or BLOCK)
-            mask = TreeMask.of(lengths, [-1] * len(lengths))
+            mask = TreeMask.from_lengths(lengths, [-1] * len(lengths))
             tokens = mask.first.shape[0]
             query, key = torch.randn(1, 4, tokens, 16), torch.randn(1, 2, tokens, 16)
             attend(query, key, key, block_mask=mask.blocks(window), enable_gqa=True)

@@ -48,7 +48,7 @@ class RemotePanel:
         self.names = names
 
     @classmethod
-    async def of(cls, service: Service) -> RemotePanel:
+    async def from_service(cls, service: Service) -> RemotePanel:
         """Return the panel of a service of `VerifierActor`."""
         return cls(service, await service.names.route())
 

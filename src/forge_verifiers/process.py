@@ -72,7 +72,7 @@ class ProcessRewardModel(ModelVerifier[list[float]]):
         """Three numbers for each response, in [0, 1]."""
         probabilities = await self.read(prompt, responses)
         # np.min rather than min: it propagates NaN.
-        return Scores.of(
+        return Scores.from_outcomes(
             [s if isinstance(s, Exception) else (float(np.min(s)), float(np.mean(s)), s[-1]) for s in probabilities], 3
         )
 
@@ -169,7 +169,7 @@ class StepRewards:
                 sums.append(self.weight * float(np.mean(of_steps)))
                 cuts = zip(self._model.cut(text), of_steps, strict=True)
                 steps.append([(end, self.weight * p / len(of_steps)) for (_, end), p in cuts])
-        scores = Scores.of(sums, 1)
+        scores = Scores.from_outcomes(sums, 1)
         scores.steps = steps
         return scores
 

@@ -72,7 +72,7 @@ class RewardModel(ModelVerifier[float]):
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """Return one number for each response."""
-        return Scores.of(await self.read(prompt, responses), 1)
+        return Scores.from_outcomes(await self.read(prompt, responses), 1)
 
     def tokens(self, prompt: str, response: str) -> list[int]:
         """Return the model's input tokens. ValueError: the texts cannot be encoded."""

@@ -66,7 +66,7 @@ class Rule:
             except Exception as error:
                 outcomes.append(error)
 
-        return Scores.of(outcomes, 1)
+        return Scores.from_outcomes(outcomes, 1)
 
 
 class MathVerifier(Rule):
@@ -159,4 +159,4 @@ class AnswerFrequency:
             else:
                 outcomes.append(0.0 if kind is None else (read.count(kind) - 1) / (len(read) - 1))
 
-        return Scores.of(outcomes, 1)
+        return Scores.from_outcomes(outcomes, 1)

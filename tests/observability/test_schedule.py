@@ -33,11 +33,11 @@ def entries() -> list[StepEntry]:
     """Two steps; a sample of prompt 3 was unscored, and prompt 0 had no signal."""
     kept = Group([episode([0, 0, 1]), episode([1])], 3, samples=(0, 2))
     first = StepEntry(
-        1, (GroupEntry.of(Group([episode([0]), episode([0, 0], 1.0)], 1)),), (), {"train/loss": 0.1 + 0.2}
+        1, (GroupEntry.from_group(Group([episode([0]), episode([0, 0], 1.0)], 1)),), (), {"train/loss": 0.1 + 0.2}
     )
-    lost = GroupEntry.of(Group([episode([1], None)], 3, samples=(1,)), "unscored")
-    flat = GroupEntry.of(Group([episode([0])], 0), "no_signal")
-    return [first, StepEntry(2, (GroupEntry.of(kept),), (lost, flat), {"train/loss": -1e-300})]
+    lost = GroupEntry.from_group(Group([episode([1], None)], 3, samples=(1,)), "unscored")
+    flat = GroupEntry.from_group(Group([episode([0])], 0), "no_signal")
+    return [first, StepEntry(2, (GroupEntry.from_group(kept),), (lost, flat), {"train/loss": -1e-300})]
 
 
 def written(folder: Path, lines: list[str]) -> Path:
@@ -71,10 +71,10 @@ def test_a_digest_has_tokens_and_log_probabilities_of_all_branches() -> None:
     other_number.logprobs = [0.0, 0.0, -0.3, -0.30000000000000004]
     branched = episode([0, 0])
     branched.branches = (episode([0]),)
-    digests = {SampleEntry.of(each).digest for each in (plain, other_token, other_number, branched)}
+    digests = {SampleEntry.from_episode(each).digest for each in (plain, other_token, other_number, branched)}
     assert len(digests) == 4
-    assert SampleEntry.of(branched).spans == ((0, 3),)
-    assert SampleEntry.of(episode([0, 0])) == SampleEntry.of(plain)
+    assert SampleEntry.from_episode(branched).spans == ((0, 3),)
+    assert SampleEntry.from_episode(episode([0, 0])) == SampleEntry.from_episode(plain)
 
 
 def test_foreign_schedule_line_is_named(tmp_path: Path, lines: list[str]) -> None:
@@ -99,9 +99,11 @@ def test_a_damaged_line_is_named(tmp_path: Path, lines: list[str], text: str) ->
 
 def test_a_difference_names_the_first_thing() -> None:
     first, second = entries()
-    reward = StepEntry(1, (GroupEntry.of(Group([episode([0]), episode([0, 0], 0.5)], 1)),), (), first.numbers)
+    reward = StepEntry(1, (GroupEntry.from_group(Group([episode([0]), episode([0, 0], 0.5)], 1)),), (), first.numbers)
     assert find_difference(first, reward) == "sample 1 of prompt 1 had the reward 1.0, and now 0.5 for the same tokens"
-    tokens = StepEntry(1, (GroupEntry.of(Group([episode([0, 0]), episode([0, 0], 1.0)], 1)),), (), first.numbers)
+    tokens = StepEntry(
+        1, (GroupEntry.from_group(Group([episode([0, 0]), episode([0, 0], 1.0)], 1)),), (), first.numbers
+    )
     assert "sample 0 of prompt 1 has other tokens or log-probabilities (versions 0x1, now 0x2)" in str(
         find_difference(first, tokens)
     )

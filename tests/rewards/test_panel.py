@@ -90,7 +90,7 @@ class Reader:
         return self.batcher.progress
 
     async def score(self, prompt, responses, target=None):
-        return Scores.of(await self.batcher(responses), 1)
+        return Scores.from_outcomes(await self.batcher(responses), 1)
 
     async def close(self):
         self.batcher.close()

@@ -44,7 +44,7 @@ def test_a_token_sees_the_path_to_it(runs, window):
             before = path[: path.index(token) + 1]
             expected[token, before if window is None else before[-window:]] = True
     tokens = torch.arange(count)
-    assert torch.equal(TreeMask.of(lengths, parents).sees(tokens[:, None], tokens, window), expected)
+    assert torch.equal(TreeMask.from_lengths(lengths, parents).sees(tokens[:, None], tokens, window), expected)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -56,9 +56,9 @@ def test_flex_attention_is_the_rectangles(window, key_heads, runs):
     lengths, parents = tree_of(runs)
     torch.manual_seed(len(lengths))
     query, key, value = (torch.randn(1, heads, sum(lengths), 16) for heads in (4, key_heads, key_heads))
-    rectangles = PackedLayout.of(lengths, parents=parents)
+    rectangles = PackedLayout.from_lengths(lengths, parents=parents)
     nothing = torch.empty(0, dtype=torch.long)
-    flex = PackedLayout(nothing, nothing, nothing, [], TreeMask.of(lengths, parents))
+    flex = PackedLayout(nothing, nothing, nothing, [], TreeMask.from_lengths(lengths, parents))
     with torch.no_grad():
         expected, found = (
             packed_attention(None, query, key, value, layout=layout, sliding_window=window)[0]
@@ -73,7 +73,7 @@ def test_causal_kernels_compute_long_sequences_that_share_nothing(runs, key_head
     lengths, parents = tree_of(runs)
     lengths, parents = lengths + [1] * padding, parents + [-1] * padding
     with mock.patch.object(flex, "LONG", 2):
-        sequences = Runs.of(lengths, parents).long_sequences()
+        sequences = Runs.from_lengths(lengths, parents).long_sequences()
     continued = [run - 1 == parent for run, parent in enumerate(parents) if parent >= 0]
     paths = len(parents) - sum(parent >= 0 for parent in parents)
     if not all(continued):
@@ -83,7 +83,7 @@ def test_causal_kernels_compute_long_sequences_that_share_nothing(runs, key_head
     assert len(sequences) == paths
     torch.manual_seed(len(lengths))
     query, key, value = (torch.randn(1, heads, sum(lengths), 16) for heads in (4, key_heads, key_heads))
-    rectangles = PackedLayout.of(lengths, parents=parents)
+    rectangles = PackedLayout.from_lengths(lengths, parents=parents)
     expected = packed_attention(None, query, key, value, layout=rectangles)[0][0]
     torch.testing.assert_close(flex.causal_attention(query, key, value, sequences, None), expected, rtol=0, atol=1e-5)
 
@@ -102,7 +102,7 @@ def test_causal_kernels_compute_long_sequences_that_share_nothing(runs, key_head
     ],
 )
 def test_long_sequences(lengths, parents, sequences):
-    assert Runs.of(lengths, parents).long_sequences() == sequences
+    assert Runs.from_lengths(lengths, parents).long_sequences() == sequences
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -132,7 +132,7 @@ def test_fsdp_hands_the_mask_to_every_layer_as_it_is(tmp_path, monkeypatch):
     expected = PolicyTrainer(tmp_path, join_ranks(), OptimizerSettings()).logprobs(batch)
     made, blocks = [], Runs.blocks
     monkeypatch.setattr(Runs, "blocks", lambda runs, window: made.append(window) or blocks(runs, window))
-    masked = lambda lengths, device, parents: PackedLayout.masked(TreeMask.of(lengths, parents))  # noqa: E731
+    masked = lambda lengths, device, parents: PackedLayout.masked(TreeMask.from_lengths(lengths, parents))  # noqa: E731
     monkeypatch.setattr(PackedLayout, "of", masked)
     try:
         logprobs = PolicyTrainer(tmp_path, join_ranks(mesh=True), OptimizerSettings()).logprobs(batch)

@@ -40,7 +40,7 @@ class Linear:
     bias: Tensor | None = None  # (out,)
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    def from_weight(cls, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Make a product with this weight (out, in), packed for its device."""
         return cls(pack_weight(weight), bias)
 

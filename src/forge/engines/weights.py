@@ -220,11 +220,11 @@ class Weights:
                         fused = by_group(fused, config)
 
                     if name.endswith(".weight"):
-                        matrices[name.removesuffix(".weight")] = Linear.of(fused)
+                        matrices[name.removesuffix(".weight")] = Linear.from_weight(fused)
                     elif ".experts." in name:
                         # Experts arrive as one tensor; each is a product of its own tokens.
                         for i, weight in enumerate(fused.chunk(config.num_experts)):
-                            matrices[f"{name}.{i}"] = Linear.of(weight)
+                            matrices[f"{name}.{i}"] = Linear.from_weight(weight)
                     else:
                         complete[name] = fused
 
@@ -246,7 +246,7 @@ class Weights:
 
         self.embed = complete["embed"]
         self.norm = complete["norm"]
-        self.head = Linear.of(self.embed) if tied else read_linear("head")
+        self.head = Linear.from_weight(self.embed) if tied else read_linear("head")
         self.layers = [
             Layer(
                 qkv=read_linear(f"{layer}.qkv"),

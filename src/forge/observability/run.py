@@ -264,7 +264,7 @@ class Run:
     def schedule_entry(self, step: int, groups: Sequence[Group]) -> StepEntry:
         """Return the entry of a step for `log_schedule`: before penalties change the rewards of its groups."""
         with phase("log_rollouts"):
-            return StepEntry(step, tuple(map(GroupEntry.of, groups)))
+            return StepEntry(step, tuple(map(GroupEntry.from_group, groups)))
 
     def log_published(self, version: int, identity: str) -> None:
         """Write that generators get these weights."""
@@ -276,7 +276,7 @@ class Run:
         """Write the entry of a step, with what was dropped since the one before, and what the trainer returned."""
         with phase("log_rollouts"):
             numbers = {name: float(metrics[name]) for name in NUMBERS if name in metrics}
-            dropped_groups = tuple(GroupEntry.of(group, reason) for reason, group in dropped)
+            dropped_groups = tuple(GroupEntry.from_group(group, reason) for reason, group in dropped)
             whole_entry = replace(entry, dropped=dropped_groups, numbers=numbers)
             self._write_log(SCHEDULE, f"{whole_entry.line()}\n".encode())
         return whole_entry

@@ -31,7 +31,7 @@ class SampleEntry:
     digest: str
 
     @classmethod
-    def of(cls, episode: Episode) -> SampleEntry:
+    def from_episode(cls, episode: Episode) -> SampleEntry:
         """Return the entry of an episode, its branches included."""
         digest = blake2b(digest_size=8)
         versions: list[int] = []
@@ -56,11 +56,11 @@ class GroupEntry:
     reason: str = ""
 
     @classmethod
-    def of(cls, group: Group, reason: str = "") -> GroupEntry:
+    def from_group(cls, group: Group, reason: str = "") -> GroupEntry:
         """Return the entry of a group, before anything changes its rewards."""
         # Of a group with unscored episodes a part trains: its samples keep their numbers.
         numbers = group.samples or range(len(group.episodes))
-        entries = zip(numbers, map(SampleEntry.of, group.episodes), strict=True)
+        entries = zip(numbers, map(SampleEntry.from_episode, group.episodes), strict=True)
         return cls(group.index, dict(entries), reason)
 
 

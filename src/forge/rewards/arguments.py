@@ -42,7 +42,7 @@ class Answers:
     completions: Sequence[Completion] = ()
 
     @classmethod
-    def of(
+    def from_texts(
         cls,
         prompt: object,
         responses: Sequence[str],

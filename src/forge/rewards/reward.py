@@ -59,7 +59,7 @@ class FunctionVerifier:
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """[responses, 1]."""
-        return await self.score_answers(Answers.of(prompt, responses, target))
+        return await self.score_answers(Answers.from_texts(prompt, responses, target))
 
     async def score_answers(self, answers: Answers) -> Scores:
         """[responses, 1]."""
@@ -264,7 +264,7 @@ class Reward:
         Raises:
             MissingColumn: the row lacks a column that a scorer names. Whatever a function raises.
         """
-        answers = Answers.of(prompt, responses, target, completions)
+        answers = Answers.from_texts(prompt, responses, target, completions)
         total = np.zeros(len(responses))
         applied = np.zeros(len(responses), dtype=bool)  # by any scorer
 
@@ -326,7 +326,7 @@ class Reward:
         """
         if self.accuracy is None:
             raise ValueError("nothing says which responses are right: set reward.accuracy, or eval.problems to 0")
-        answers = Answers.of(prompt, responses, target, completions)
+        answers = Answers.from_texts(prompt, responses, target, completions)
         return _is_correct(await scored_by(self.accuracy, call_of(self.accuracy), answers))
 
     async def close(self) -> None:

@@ -41,7 +41,7 @@ class Scores:
         return cls(np.full((responses, names), np.nan), reasons)
 
     @classmethod
-    def of(cls, outcomes: Sequence[float | Sequence[float] | BaseException | None], names: int) -> Scores:
+    def from_outcomes(cls, outcomes: Sequence[float | Sequence[float] | BaseException | None], names: int) -> Scores:
         """Return scores from the outcome of each response: `names` numbers (or the number, of one name); None or an
         exception where it is unscored. Numbers that are not finite and strings are unscored too."""
         scores = cls(np.full((len(outcomes), names), np.nan))
@@ -102,7 +102,7 @@ class Verifier(Protocol):
 
 async def collect_scores(calls: Sequence[Awaitable[float | Sequence[float] | None]], names: int) -> Scores:
     """Await the score of each response; an exception leaves its response unscored and is the reason."""
-    return Scores.of(await asyncio.gather(*calls, return_exceptions=True), names)
+    return Scores.from_outcomes(await asyncio.gather(*calls, return_exceptions=True), names)
 
 
 async def close_all(verifiers: Sequence[Verifier]) -> None:

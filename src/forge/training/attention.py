@@ -51,12 +51,12 @@ class PackedLayout:
     mask: TreeMask | None = None
 
     @classmethod
-    def of(
+    def from_lengths(
         cls, lengths: list[int], device: torch.device | str = "cpu", parents: list[int] | None = None
     ) -> PackedLayout:
         """Return the layout of runs of these lengths, back to back in this order; parents come before, -1 is none."""
         if type_of(torch.device(device)) != "cpu":
-            runs = Runs.of(lengths, parents or [-1] * len(lengths))
+            runs = Runs.from_lengths(lengths, parents or [-1] * len(lengths))
             columns = {name: column.to(device) for name, column in runs.columns().items()}
             return cls.masked(TreeMask(runs, **columns))
 

@@ -59,7 +59,7 @@ def save_checkpoint(
         CheckpointFailed: on every rank, with the reason.
         UnsafeCheckpoint: `extra` holds an object of another type.
     """
-    final = CheckpointPart.of(trainer, folder, extra).write()
+    final = CheckpointPart.from_trainer(trainer, folder, extra).write()
     if keep is not None and trainer.ranks.rank == 0:
         prune_checkpoints(folder, keep, final)
     if trainer.ranks.mesh is not None:
@@ -77,7 +77,7 @@ class CheckpointPart:
     files: dict[str, bytes]
 
     @classmethod
-    def of(cls, trainer: PolicyTrainer, folder: str | Path, extra: dict[str, Any] | None) -> CheckpointPart:
+    def from_trainer(cls, trainer: PolicyTrainer, folder: str | Path, extra: dict[str, Any] | None) -> CheckpointPart:
         """Return the trainer's current state; every rank must call it."""
         rank, device = trainer.ranks.rank, trainer.ranks.device
         state: dict[str, Any] = {
@@ -218,7 +218,7 @@ class Background:
             CheckpointFailed: the previous one failed, which `wait` has not raised yet.
         """
         self.wait()
-        snapshot = CheckpointPart.of(self._trainer, folder, extra)
+        snapshot = CheckpointPart.from_trainer(self._trainer, folder, extra)
         snapshot.shards = BlockingAsyncStager().stage(snapshot.shards)
 
         def write_snapshot() -> None:

@@ -49,7 +49,7 @@ class Runs(NamedTuple):
     before: np.ndarray
 
     @classmethod
-    def of(cls, lengths: list[int], parents: list[int]) -> Runs:
+    def from_lengths(cls, lengths: list[int], parents: list[int]) -> Runs:
         """Runs that lie back to back; parents come before, -1 is none."""
         # The number of runs in each subtree; parents come before, so that children are counted first.
         size = [1] * len(lengths)
@@ -154,9 +154,9 @@ class TreeMask:
         self._blocks: dict[int | None, BlockMask] = {}
 
     @classmethod
-    def of(cls, lengths: list[int], parents: list[int]) -> TreeMask:
+    def from_lengths(cls, lengths: list[int], parents: list[int]) -> TreeMask:
         """Return the mask of runs that lie back to back, in host memory; parents come before, -1 is none."""
-        runs = Runs.of(lengths, parents)
+        runs = Runs.from_lengths(lengths, parents)
         return cls(runs, **runs.columns())
 
     def sees(self, query: Tensor, key: Tensor, window: int | Tensor | None = None) -> Tensor:

@@ -112,12 +112,12 @@ def rank_tokens(batch: Batch, lag: int, ranks: Ranks) -> RankTokens:
         columns["experts"] = F.pad(experts, (0, 0, 0, 0, 0, len(local) - real), value=UNKNOWN_EXPERT)
 
     # All tensors go to the device in one copy, including an accelerator's mask.
-    runs = None if type_of(device) == "cpu" else Runs.of(lengths, parents)
+    runs = None if type_of(device) == "cpu" else Runs.from_lengths(lengths, parents)
     if runs is not None:
         columns |= runs.columns()
     on_device = to_device(columns, device)
     if runs is None:
-        layout = PackedLayout.of(lengths, device, parents)
+        layout = PackedLayout.from_lengths(lengths, device, parents)
     else:
         layout = PackedLayout.masked(TreeMask(runs, *(on_device.pop(name) for name in ("first", "end", "position"))))
 

@@ -21,7 +21,7 @@ class UserMesh:
         self.meshes = meshes
 
     @classmethod
-    def of(cls, value: object) -> object:
+    def wrap(cls, value: object) -> object:
         """Wrap a HostMesh, a ProcMesh or a job's state; return anything else as it is.
 
         Raises:

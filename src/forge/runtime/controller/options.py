@@ -51,7 +51,7 @@ class Placement(Section):
     @classmethod
     def canonical(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Wrap a mesh of Monarch's. The processes of a ProcMesh are divided evenly where `procs` is not set."""
-        mesh = UserMesh.of(values.get("hosts"))
+        mesh = UserMesh.wrap(values.get("hosts"))
         if not isinstance(mesh, UserMesh):
             return values
         values = {**values, "hosts": mesh}
