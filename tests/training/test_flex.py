@@ -133,7 +133,7 @@ def test_fsdp_hands_the_mask_to_every_layer_as_it_is(tmp_path, monkeypatch):
     made, blocks = [], Runs.blocks
     monkeypatch.setattr(Runs, "blocks", lambda runs, window: made.append(window) or blocks(runs, window))
     masked = lambda lengths, device, parents: PackedLayout.masked(TreeMask.from_lengths(lengths, parents))  # noqa: E731
-    monkeypatch.setattr(PackedLayout, "of", masked)
+    monkeypatch.setattr(PackedLayout, "from_lengths", masked)
     try:
         logprobs = PolicyTrainer(tmp_path, join_ranks(mesh=True), OptimizerSettings()).logprobs(batch)
     finally:
