@@ -190,7 +190,7 @@ def test_trainer_accepts_known_and_rejects_unknown_identities(store):
         (
             [1],
             {1: digests[2]},
-            r"g\[0\] says .* version 1, but its weights are those of version 2 \(they differ in 'w'",
+            r"g\[0\] says .* version 1, but its weights equal version 2 \(they differ in 'w'",
         ),
         (
             [1, 2],

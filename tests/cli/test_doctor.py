@@ -54,5 +54,5 @@ def test_gpus_that_the_driver_lists_and_torch_does_not_see(tmp_path: Path):
     code, output, problems = doctor(PATH=str(tmp_path / "bin"))
     assert code == 1
     assert "the driver 1 (NVIDIA H100 80GB HBM3" in output
-    assert any(problem.startswith("torch sees none of them") for problem in problems)
-    assert "on a GPU attention is compiled: install gcc" in problems
+    assert any(problem.startswith("this machine has some, and torch sees 0: ") for problem in problems)
+    assert "on a GPU attention is compiled: install gcc, and python3-dev" in problems
