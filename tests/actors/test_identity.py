@@ -160,7 +160,7 @@ def test_trainer_rejects_tokens_with_wrong_identity(model, store):
         policy, trainer = await start(model, store, generator=QuietCountingGenerator)
         await step(policy, trainer, 0)
         wanted = (
-            r"quiet_counting_generator\[1\] says that it sampled with version 1, but its weights are those of "
+            r"quiet_counting_generator\[1\] says that it sampled with version 1, but its weights equal "
             r"version 0 \(they differ in 'model"
         )
         with pytest.raises(UnknownWeights, match=wanted):
