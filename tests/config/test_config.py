@@ -17,7 +17,7 @@ from forge.engines import EngineSettings
 from forge.recipes.distill import DistillConfig
 from forge.recipes.dpo import DPOConfig
 from forge.recipes.reward_model import RewardModelConfig
-from forge.recipes.rl_config import GRPOConfig
+from forge.recipes.rl_config import RLConfig
 from forge.recipes.sft import SFTConfig
 from forge.runtime.controller import Options
 from forge.system.extras import run_elsewhere
@@ -25,13 +25,13 @@ from forge_agents.several import SeveralPoliciesConfig
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = {
-    "agent": GRPOConfig,
+    "agent": RLConfig,
     "code": CodeConfig,
     "distill": DistillConfig,
     "dpo": DPOConfig,
-    "grpo": GRPOConfig,
+    "grpo": RLConfig,
     "reward_model": RewardModelConfig,
-    "real": GRPOConfig,
+    "real": RLConfig,
     "selfplay": SeveralPoliciesConfig,
     "sft": SFTConfig,
     "tools": ToolsConfig,
@@ -77,7 +77,7 @@ def config(tmp_path):
 
 
 def read(path, *overrides):
-    return load(GRPOConfig, ["--config", str(path), *overrides])
+    return load(RLConfig, ["--config", str(path), *overrides])
 
 
 def test_the_documented_sections_load(config):
@@ -266,7 +266,7 @@ def test_unreadable_config_files_raise(config, tmp_path):
     with pytest.raises(ConfigError, match=r"run2.yaml does not exist; did you mean .*run.yaml"):
         read(tmp_path / "run2.yaml")
     with pytest.raises(ConfigError, match="--config FILE is missing"):
-        load(GRPOConfig, [])
+        load(RLConfig, [])
     config.write_text("model: [1, 2")
     with pytest.raises(ConfigError, match="is not valid YAML"):
         read(config)
@@ -278,7 +278,7 @@ def test_unreadable_config_files_raise(config, tmp_path):
 @pytest.mark.parametrize("path", sorted(ROOT.glob("apps/*/*.yaml")), ids=lambda p: f"{p.parent.name}-{p.stem}")
 def test_every_shipped_file_loads_and_round_trips(path):
     warm_ups = dict.fromkeys(("warmup", "arithmetic_sft", "repair_warmup"), SFTConfig)
-    trained = dict.fromkeys(("grpo", "qwen3_8b_grpo", "qwen3_32b_grpo"), GRPOConfig)
+    trained = dict.fromkeys(("grpo", "qwen3_8b_grpo", "qwen3_32b_grpo"), RLConfig)
     cls = {**trained, **warm_ups}.get(path.stem, CONFIGS[path.parent.name])
     with run_elsewhere():  # vLLM has an environment by itself
         cfg = load(cls, ["--config", str(path)])

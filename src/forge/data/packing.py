@@ -94,7 +94,7 @@ def pack(
 def _advantages_of_tokens(
     advantages: Sequence[float | Sequence[float]], lengths: np.ndarray, mask: np.ndarray
 ) -> np.ndarray:
-    """[tokens]: the advantages of sequences, one number for all of its trained tokens or one for each."""
+    """Return [tokens], the advantages of sequences: one number for all of its trained tokens or one for each."""
     # Most have one number, which is repeated at once.
     numbers = [0.0 if isinstance(advantage, Sequence) else advantage for advantage in advantages]
     flat = np.repeat(np.array(numbers, np.float32), lengths) * mask
@@ -231,7 +231,7 @@ def split_batch(batch: Batch, *, ranks: int, max_tokens: int, at_least: int = 1)
 
 
 def _loss_shares(episodes: Sequence[Episode], counts: np.ndarray, aggregation: str, horizon: int | None) -> np.ndarray:
-    """[episodes]: the share of the loss of each token of an episode, which has `counts` trained tokens."""
+    """Return [episodes], the share of the loss of each token of an episode, which has `counts` trained tokens."""
     if (aggregation == "fixed_horizon") != (horizon is not None and horizon > 0):
         raise ValueError(f"fixed_horizon, and nothing else, needs a horizon of at least 1; {aggregation} has {horizon}")
     # In float64: shares of thousands of tokens add up to 1.
@@ -248,8 +248,8 @@ def _loss_shares(episodes: Sequence[Episode], counts: np.ndarray, aggregation: s
 
 
 def _rewards_of_tokens(episodes: Sequence[Episode]) -> np.ndarray | None:
-    """[tokens]: the reward of each turn and step at its last token, and the rest of what a branch earned at its last
-    trained token; None if an episode or a branch has no reward."""
+    """Return [tokens], the reward of each turn and step at its last token, and the rest of what a branch earned at its
+    last trained token; None if an episode or a branch has no reward."""
     rows: list[np.ndarray] = []
     for episode in episodes:
         branches = (*episode.branches, episode)
@@ -271,7 +271,7 @@ def _rewards_of_tokens(episodes: Sequence[Episode]) -> np.ndarray | None:
 
 
 def _experts_of_tokens(episodes: Sequence[Episode]) -> np.ndarray | None:
-    """[tokens, layers, k]: the recorded experts, unknown for episodes without; None if no episode has any."""
+    """Return [tokens, layers, k], the recorded experts, unknown for episodes without; None if no episode has any."""
     shape = next((episode.experts.shape[1:] for episode in episodes if episode.experts is not None), None)
     if shape is None:
         return None
@@ -287,8 +287,10 @@ def _experts_of_tokens(episodes: Sequence[Episode]) -> np.ndarray | None:
 def _fill_bins(
     batch: Batch, tree: PrefixTree, by_prompt: list[list[int]], count: int, max_tokens: int
 ) -> list[list[int]] | None:
-    """Greedy longest-first bin packing: the units of `count` bins; None if they do not fit. Units that share a prompt
-    are halved until they are no more than a bin's fair share."""
+    """Pack the units greedily, the longest first, and return the units of `count` bins; None if they do not fit.
+
+    Units that share a prompt are halved until they are no more than a bin's fair share.
+    """
 
     def cost_of(units: list[int]) -> int:
         return tree.cost(unit * batch.unit + i for unit in units for i in range(batch.unit))

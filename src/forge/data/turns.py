@@ -58,7 +58,8 @@ class Writer:
         self._forms: dict[tuple[bool, bool], bool | None] = {}
 
     def message(self, message: Message) -> Message:
-        """ValueError: the template has no place for the tool calls of the message, or not alongside its text."""
+        """Return a message in the form that the template reads. ValueError: it has no place for the tool calls, or not
+        alongside text."""
         calls = message.get("tool_calls")
         thought_fields = [name for name in THOUGHTS if isinstance(message.get(name), str)]
         has_inline_thought = self._fields and not self._splits and "</think>" in (message["content"] or "")
