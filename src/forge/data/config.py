@@ -59,9 +59,6 @@ class RowsConfig(Section):
             if "sources" in source:
                 raise ValueError(f"{location}: nested sources are not supported: list them at the top level")
             build(type(self), {name: value for name, value in source.items() if name != "weight"}, location)
-            weight = source.get("weight", 1.0)
-            if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
-                raise ValueError(f"{location}.weight must be a number above 0, got {weight!r}")
 
     def limit(self, key: str, limit: int, message: str) -> None:
         """Set `key` to `limit` if it is None. Raise ConfigError with `message` if it is larger, here or in a source."""

@@ -54,15 +54,16 @@ def pack(
             rows.append(row)
             advantages.append(advantage)
 
-    row_episodes = np.repeat(np.arange(len(episodes)), [len(episode.branches) + 1 for episode in episodes])
     if len(rows) % unit:
         raise ValueError(f"{len(rows)} episodes cannot be packed in units of {unit}")
 
     # Shares of the loss, which an episode's branches divide.
+    row_episodes = np.repeat(np.arange(len(episodes)), [len(episode.branches) + 1 for episode in episodes])
     counts = np.array([sum(row.mask) for row in rows])
     episode_counts = np.bincount(row_episodes, counts)
     share = _loss_shares(episodes, episode_counts, aggregation, horizon)[row_episodes]
-    branched = len(rows) > len(episodes)
+    branch_shares = counts / np.maximum(1, episode_counts[row_episodes])
+    has_branches = len(rows) > len(episodes)
 
     def flatten_columns(columns: Iterable[Sequence], dtype: type) -> np.ndarray:
         return np.concatenate([np.asarray(column, dtype=dtype) for column in columns])
@@ -84,8 +85,8 @@ def pack(
         weights=np.repeat(share.astype(np.float32), lengths) * mask,
         rewards=_rewards_of_tokens(episodes),
         experts=_experts_of_tokens(rows),
-        episodes=row_episodes if branched else None,
-        branch_shares=(counts / np.maximum(1, episode_counts[row_episodes])).astype(np.float32) if branched else None,
+        episodes=row_episodes if has_branches else None,
+        branch_shares=branch_shares.astype(np.float32) if has_branches else None,
         origins=frozenset().union(*(row.origins for row in rows)),
         unit=unit,
     )
@@ -216,8 +217,8 @@ def split_batch(batch: Batch, *, ranks: int, max_tokens: int, at_least: int = 1)
     per_rank = max(at_least, math.ceil(len(tree.source) / (ranks * max_tokens)))
     while (bins := _fill_bins(batch, tree, list(by_prompt.values()), ranks * per_rank, max_tokens)) is None:
         per_rank += 1
-    micro_batches = []
 
+    micro_batches = []
     for units in bins:
         selected = np.array(sorted(units) or [int(lengths.argmin())])
         micro_batch = batch.select((selected[:, None] * batch.unit + np.arange(batch.unit)).ravel())
@@ -275,12 +276,13 @@ def _experts_of_tokens(episodes: Sequence[Episode]) -> np.ndarray | None:
     shape = next((episode.experts.shape[1:] for episode in episodes if episode.experts is not None), None)
     if shape is None:
         return None
-    rows = [
-        np.full((len(e.tokens), *shape), UNKNOWN_EXPERT, np.uint8) if e.experts is None else e.experts for e in episodes
-    ]
-    for number, (row, episode) in enumerate(zip(rows, episodes, strict=True)):
-        if row.shape != (len(episode.tokens), *shape):
+    rows: list[np.ndarray] = []
+    for number, episode in enumerate(episodes):
+        expected = (len(episode.tokens), *shape)
+        row = np.full(expected, UNKNOWN_EXPERT, np.uint8) if episode.experts is None else episode.experts
+        if row.shape != expected:
             raise ValueError(f"episode {number} has {len(episode.tokens)} tokens, and experts of shape {row.shape}")
+        rows.append(row)
     return np.concatenate(rows)
 
 
@@ -295,23 +297,23 @@ def _fill_bins(
     def cost_of(units: list[int]) -> int:
         return tree.cost(unit * batch.unit + i for unit in units for i in range(batch.unit))
 
-    fair_share = min(max_tokens, math.ceil(len(tree.source) / count))
     # Halve the units of a prompt until they fit, so that its tokens are repeated as rarely as possible.
-    pieces: list[tuple[int, list[int]]] = []
+    fair_share = min(max_tokens, math.ceil(len(tree.source) / count))
+    chunks: list[tuple[int, list[int]]] = []
     pending = by_prompt[::-1]
-
     while pending:
         units = pending.pop()
         tokens = cost_of(units)
-        if tokens > fair_share and len(units) > 1:
-            pending += [units[len(units) // 2 :], units[: len(units) // 2]]
+        half = len(units) // 2
+        if tokens > fair_share and half:
+            pending += [units[half:], units[:half]]
         else:
-            pieces.append((tokens, units))
+            chunks.append((tokens, units))
 
     # The longest first, each into the lightest bin.
     bins: list[list[int]] = [[] for _ in range(count)]
     load = [0] * count
-    for tokens, units in sorted(pieces, key=lambda piece: -piece[0]):
+    for tokens, units in sorted(chunks, key=lambda chunk: -chunk[0]):
         lightest = load.index(min(load))
         load[lightest] += tokens
         if load[lightest] > max_tokens:

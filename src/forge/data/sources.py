@@ -62,7 +62,7 @@ class StoredRows:
             Random(f"{self._seed}/{self.epoch}").shuffle(self._order)
 
 
-class SampledRows:
+class SampledRows(StoredRows):
     """Stored rows in the order of a sampler: one endless epoch."""
 
     epoch = 0
@@ -102,10 +102,6 @@ class SampledRows:
             row = self._drawn.pop(index, None)
             if row is not None:
                 self.sampler.observe(row, outcomes[index])
-
-    def scan(self) -> Iterator[Numbered]:
-        """Return all rows in stored order, with their numbers from 1."""
-        return enumerate(self.rows, 1)
 
     def state(self) -> Position:
         """Return the state of the sampler, and the samples whose outcome it does not know yet."""

@@ -83,7 +83,7 @@ class RowStream(ABC, Generic[T, C]):
         self._limit: int | None = section[self.LIMIT]
         self._too_long: str = section["too_long"]
         self._name = section.task or (path if isinstance(path, str) else "dataset")
-        self._source: StoredRows | SampledRows | StreamedRows | TaskRows
+        self._source: StoredRows | StreamedRows | TaskRows
         sampler = getattr(section, "sampler", None)  # of prompts
         if sampler is not None and (section.task is not None or section.streaming or epochs is not None):
             raise ValueError("dataset.sampler needs stored rows without epochs: unset task, streaming and epochs")
@@ -202,10 +202,8 @@ class RowStream(ABC, Generic[T, C]):
 
     def rows(self) -> Iterator[Row]:
         """Return all stored rows in order; of streams and tasks the first 1000."""
-        rows = self._source.scan()
-        return (
-            row for _, row in (rows if isinstance(self._source, StoredRows | SampledRows) else islice(rows, _PROBE))
-        )
+        limit = None if isinstance(self._source, StoredRows) else _PROBE
+        return (row for _, row in islice(self._source.scan(), limit))
 
     def state_dict(self) -> Position:
         """Return the position, as plain JSON."""
@@ -265,7 +263,7 @@ class RowStream(ABC, Generic[T, C]):
             return
 
         # All rows where the number of items matters or a long one is an error; else enough to find a wrong setting.
-        is_stored = isinstance(self._source, StoredRows | SampledRows)
+        is_stored = isinstance(self._source, StoredRows)
         needs_all = self.epochs is not None or (self._limit is not None and self._too_long == "error")
         enough: float = _PROBE // 10
         if is_stored:

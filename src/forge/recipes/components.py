@@ -6,7 +6,6 @@ import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..actors import DatasetActor, Generator, ReferenceModel, ReplayBuffer, RewardActor, Trainer
@@ -72,24 +71,24 @@ async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: Make
         )
 
     if cfg.metrics.rollouts:
-        spell = partial(spell_token, model_tokenizer(job.model))
-        job.record.record(cfg.metrics.rollouts, cfg.metrics.rollouts_mb * 1e6, lambda token: spell(token)[0])
+        token_texts = model_tokenizer(job.model)
+        max_bytes = cfg.metrics.rollouts_mb * 1e6
+        job.record.record(cfg.metrics.rollouts, max_bytes, lambda token: spell_token(token_texts, token)[0])
     single_turn = make_env is None and not cfg.multi_turn
 
     # All at once: each starts processes, loads a model or opens data, which takes seconds.
+    reference = cfg.grpo.reference or job.model
     samples, buffer, (policy, policy_trainer), reward_service, reference_model, value_model = await asyncio.gather(
         start_dataset(cfg, job),
-        replay_buffer(cfg, job, algorithm),
-        policy_and_trainer(
+        start_buffer(cfg, job, algorithm),
+        start_in_turn(
             cfg.colocated,
-            lambda: rl_generator(cfg, job),
-            lambda: rl_trainer(cfg, job, algorithm),
+            lambda: start_rl_policy(cfg, job),
+            lambda: start_rl_trainer(cfg, job, algorithm),
         ),
-        start_reward(cfg) if single_turn else start_nothing(),
-        start_reference(cfg, cfg.grpo.reference or job.model, cfg.grpo.temperature)
-        if has_reference
-        else start_nothing(),
-        start_critic(cfg, job.model, job) if algorithm.needs_critic else start_nothing(),
+        start_if(single_turn, lambda: start_reward(cfg)),
+        start_if(has_reference, lambda: start_reference(cfg, reference, cfg.grpo.temperature)),
+        start_if(algorithm.needs_critic, lambda: start_critic(cfg, job.model, job)),
     )
 
     env: GroupEnv
@@ -97,7 +96,7 @@ async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: Make
         tokenizer = open_tokenizer(job.model) if cfg.reward.gives_steps else None
         env = SingleTurnEnv(reward_service, tokenizer, with_tokens=cfg.reward.reads_tokens)
     else:
-        env = await make_env(cfg, job) if make_env is not None else await multi_turn_env(cfg, job, policy)
+        env = await make_env(cfg, job) if make_env is not None else await start_environment(cfg, job, policy)
 
     # Trainers besides the policy's: its critic, and further policies' that an environment has started.
     further = {"critic": value_model} if value_model is not None else {}
@@ -113,7 +112,7 @@ async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: Make
     )
 
 
-async def rl_generator(cfg: RLConfig, job: Job, name: str = POLICY, **placed: Any) -> Handle:
+async def start_rl_policy(cfg: RLConfig, job: Job, name: str = POLICY, **placed: Any) -> Handle:
     """Start the generators of a policy, under the name of its weights. `placed`: see `start_generator`."""
     return await start_generator(
         cfg,
@@ -127,7 +126,7 @@ async def rl_generator(cfg: RLConfig, job: Job, name: str = POLICY, **placed: An
     )
 
 
-async def rl_trainer(cfg: RLConfig, job: Job, algorithm: Algorithm, name: str = POLICY, **placed: Any) -> Handle:
+async def start_rl_trainer(cfg: RLConfig, job: Job, algorithm: Algorithm, name: str = POLICY, **placed: Any) -> Handle:
     """Start the trainer of a policy, under the name of its weights. `placed`: see `start_trainer`."""
     return await start_trainer(
         cfg,
@@ -141,10 +140,10 @@ async def rl_trainer(cfg: RLConfig, job: Job, algorithm: Algorithm, name: str = 
     )
 
 
-async def policy_and_trainer(
+async def start_in_turn(
     colocated: bool, start_policy: Callable[[], Awaitable[Handle]], start_trainer: Callable[[], Awaitable[Handle]]
 ) -> tuple[Handle, Handle]:
-    """Start generator and trainer at once; on one device one after the other.
+    """Start policy and trainer together, or one after the other where they share a device.
 
     vLLM takes a share of the device's memory, which must be free, and fails if another process changes what is free
     while it measures. So it comes first, and has left the device when the trainer comes.
@@ -157,11 +156,12 @@ async def policy_and_trainer(
     return policy, await start_trainer()
 
 
-async def start_nothing() -> None:
-    """Start nothing, instead of a component that the run does not need."""
+async def start_if(is_needed: bool, start: Callable[[], Awaitable[Handle]]) -> Any:
+    """Start a component, or return None if the run does not need it."""
+    return await start() if is_needed else None
 
 
-async def multi_turn_env(cfg: RLConfig, job: Job, policy: Handle) -> GroupEnv:
+async def start_environment(cfg: RLConfig, job: Job, policy: Handle) -> GroupEnv:
     """Make the environment that the configuration names, or its agent's."""
     if cfg.episode.agent is not None:
         return await resolve(f"{AGENTS}:agent_env", "episode.agent")(cfg, job, policy)
@@ -169,7 +169,7 @@ async def multi_turn_env(cfg: RLConfig, job: Job, policy: Handle) -> GroupEnv:
 
 
 async def start_dataset(cfg: TrainingRecipe, job: Job, *, in_turn: bool = False) -> Handle:
-    """Return the stream of data: in this process, or where `services.dataset` places it.
+    """Start the stream of data: in this process, or where `services.dataset` places it.
 
     Args:
         in_turn: what it hands out has been trained on whenever a checkpoint is written, so that nothing is ever handed
@@ -187,8 +187,8 @@ async def start_dataset(cfg: TrainingRecipe, job: Job, *, in_turn: bool = False)
     return await DatasetActor.options(**cfg.placement("dataset")).as_actor(job.model, **settings)
 
 
-async def replay_buffer(cfg: RLConfig, job: Job, algorithm: Algorithm) -> Handle:
-    """Return the replay buffer, with room for two batches of each version that may be in flight: in this process, or
+async def start_buffer(cfg: RLConfig, job: Job, algorithm: Algorithm) -> Handle:
+    """Start the replay buffer, with room for two batches of each version that may be in flight: in this process, or
     where `services.replay_buffer` places it."""
     batch_size = cfg.training.batch_size
     settings = {
@@ -289,7 +289,7 @@ async def start_critic(cfg: RLConfig, start: str, job: Job, folder: str = "criti
 
 
 async def start_reward(cfg: RecipeConfig) -> Handle:
-    """Return the reward functions: where `services.reward` places them, or in this process."""
+    """Start the reward functions: where `services.reward` places them, or in this process."""
     if cfg.services.reward is None:
         return await RewardActor.as_local(**cfg.reward.settings())
     return await RewardActor.options(**cfg.placement("reward")).as_service(**cfg.reward.settings())

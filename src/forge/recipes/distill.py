@@ -95,7 +95,7 @@ async def train(cfg: DistillConfig, job: Job) -> None:
     training: dict[str, Any] = {"temperature": temperature, "max_policy_age": 0}
     dataset, (student, trainer), teacher, reward = await asyncio.gather(
         components.start_dataset(cfg, job, in_turn=True),
-        components.policy_and_trainer(
+        components.start_in_turn(
             cfg.colocated,
             lambda: components.start_generator(cfg, job.model, store=job.store, **sampling),
             lambda: components.start_trainer(cfg, job, loss, store=job.store, **training),

@@ -77,8 +77,6 @@ def read_config(cls: type[C], arguments: Arguments) -> C:
     folder = folder if folder.name else folder.resolve()
     if not folder.is_dir():
         raise ConfigError(f"--resume {folder}: there is no such run")
-    if not (folder / "config.yaml").is_file():
-        raise ConfigError(f"--resume {folder}: not a run folder (no config.yaml)")
     _read_previous(folder)
     cfg = read(cls, arguments.config or folder / "config.yaml", arguments.overrides)
 
@@ -188,7 +186,7 @@ def _read_previous(folder: Path) -> dict[str, Any]:
     """Return the configuration that a run has left, plain and by dotted name. It is not built again: objects that were
     passed from Python are in it by name, and secrets are masked."""
     if not (folder / "config.yaml").is_file():
-        raise ConfigError(f"--resume {folder}: it has no config.yaml")
+        raise ConfigError(f"--resume {folder}: not a run folder (no config.yaml)")
     try:
         return flatten_config(without_secrets(yaml.safe_load(read_sealed(folder / "config.yaml"))))
     except DamagedFile as error:

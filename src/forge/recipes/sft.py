@@ -66,10 +66,11 @@ async def train(cfg: SFTConfig, job: Job) -> None:
     dataset, trainer, policy, reward = await asyncio.gather(
         components.start_dataset(cfg, job, in_turn=True),
         components.start_trainer(cfg, job, SFTLoss(), store=job.store, aggregation=aggregation),
-        components.start_generator(cfg, job.model, store=job.store, max_tokens=cfg.eval.max_tokens)
-        if samples_answers
-        else components.start_nothing(),
-        components.start_reward(cfg) if samples_answers else components.start_nothing(),
+        components.start_if(
+            samples_answers,
+            lambda: components.start_generator(cfg, job.model, store=job.store, max_tokens=cfg.eval.max_tokens),
+        ),
+        components.start_if(samples_answers, lambda: components.start_reward(cfg)),
     )
     state = RunState(trainer, dataset)
 
