@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from forge.algorithms import Algorithm
 from forge.observability import metrics_of, record_metric
 from forge.observability.metrics import add_label
-from forge.recipes.components import POLICY, Job, rl_generator, rl_trainer, start_critic, start_reference
+from forge.recipes.components import POLICY, Job, start_critic, start_reference, start_rl_policy, start_rl_trainer
 from forge.recipes.rl_config import RLConfig
 from forge.runtime.controller.handle import Handle
 from forge.types import Batch
@@ -91,8 +91,8 @@ async def start_learner(cfg: RLConfig, job: Job, algorithm: Algorithm, name: str
         return await start_reference(cfg, own_job.model, cfg.grpo.temperature, **place_options("ref_model"))
 
     policy, trainer, value_model, reference_model = await asyncio.gather(
-        rl_generator(cfg, own_job, name, **place_options("generator")),
-        rl_trainer(cfg, own_job, algorithm, name, folder=f"models.{name}.trainer", **place_options("trainer")),
+        start_rl_policy(cfg, own_job, name, **place_options("generator")),
+        start_rl_trainer(cfg, own_job, algorithm, name, folder=f"models.{name}.trainer", **place_options("trainer")),
         start_part("critic"),
         start_part("ref_model"),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forge.config import ConfigError, load
-from forge.recipes.rl_config import GRPOConfig
+from forge.recipes.rl_config import RLConfig
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def config(tmp_path):
 
 
 def read(path, *overrides):
-    return load(GRPOConfig, ["--config", str(path), *overrides])
+    return load(RLConfig, ["--config", str(path), *overrides])
 
 
 @pytest.mark.parametrize(

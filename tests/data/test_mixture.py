@@ -96,7 +96,7 @@ def test_sources_override_common_settings(jsonl):
         ({"sources": []}, "needs sources"),
         (
             {"sources": [{"task": "apps.toys.numbers:Add"}, {"task": "add"}]},
-            "source 2: task 'add' is now 'apps.toys.numbers:Add'",
+            "source 2: task 'add' is unknown: write package.module:Name",
         ),
         ({"sources": [{"task": "apps.toys.numbers:Add", "wieght": 2}]}, "source 1: .*'wieght'"),
         (

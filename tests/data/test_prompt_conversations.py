@@ -52,9 +52,6 @@ def test_a_row_may_offer_tools():
         == "[add]" + RENDERED
     )
     assert first({"prompt": TALK, "tools": None}, TOOLS, target_field=None).prompt.text == RENDERED
-    offered = {"prompt": "2+2", "offer": tools}
-    text = first(offered, TOOLS, target_field=None, tools_field="offer", chat_template=True).prompt.text
-    assert text.startswith("[add]<|im_start|>user\n2+2")
 
 
 @pytest.mark.parametrize(

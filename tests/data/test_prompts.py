@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from forge.data.config import DatasetConfig
-from forge.data.prompts import encode_supervised, stop_ids
+from forge.data.prompts import PromptFormat, stop_ids
 from forge.models.tokenizer import character_tokenizer
 from forge.rewards.rules import MathReward
 from tests.data.rows import ROWS, TOKENIZER, make
@@ -41,15 +41,14 @@ def test_chat_template(jsonl):
     assert all(TOKENIZER.decode(list(s.prompt.token_ids)) == str(s.prompt) for s in given.held_out(3))
 
 
-def test_supervised_marks_the_answer_and_eos():
-    sample = next(make(task="apps.toys.numbers:Add", prompt_template="{question}="))
-    tokens, mask = encode_supervised(sample, TOKENIZER)
-    assert TOKENIZER.decode([t for t, own in zip(tokens, mask, strict=True) if own]) == sample.target + "<eos>"
-    assert TOKENIZER.decode([t for t, own in zip(tokens, mask, strict=True) if not own]) == str(sample.prompt)
+def test_answered_prompts_end_with_eos():
+    tokens, mask = PromptFormat(TOKENIZER, "{question}=").answered("1+2=", "3")
+    assert TOKENIZER.decode([t for t, own in zip(tokens, mask, strict=True) if own]) == "3<eos>"
+    assert TOKENIZER.decode([t for t, own in zip(tokens, mask, strict=True) if not own]) == "1+2="
     endless = character_tokenizer()
     endless.eos_token = None
     with pytest.raises(ValueError, match="no eos token"):
-        encode_supervised(sample, endless)
+        PromptFormat(endless, "{question}=").answered("1+2=", "3")
 
 
 def test_multiple_choice(jsonl):

@@ -153,24 +153,16 @@ def test_stream_of_invalid_rows_raises_at_start(stream):
 
 
 @pytest.mark.parametrize(
-    ("rows", "letters"),
-    [
-        (
-            [{"question": "ab", "answer": "a"}, {"question": "añb", "answer": "a"}],
-            "1 of 2 prompts hold .first: row 2, 'ñ'",
-        ),
-        ([{"question": "ab", "answer": "z"}], "1 of 1 prompts hold .first: row 1, 'z'"),
-        ([{"question": "XY", "answer": "a"}] * 3, "3 of 3 prompts hold .first: row 1, 'X', 'Y'"),
-        ([{"question": "a b", "answer": "a"}], "1 of 1 prompts hold .first: row 1, ' '"),
-        ([{"question": "a\n", "answer": "a"}], r"1 of 1 prompts hold .first: row 1, '\n'"),
-    ],
+    ("questions", "count", "first"),
+    [(["ab", "añb"], "1 of 2", 2), (["XY"] * 3, "3 of 3", 1), (["a b"], "1 of 1", 1), (["a\n"], "1 of 1", 1)],
 )
-def test_unknown_letters_are_named(caplog, rows, letters):
+def test_prompts_with_unknown_characters_are_warned(caplog, questions, count, first):
+    rows = [{"question": question, "answer": "a"} for question in questions]
     PromptDataset(Rows(rows), tokenizer=character_tokenizer("ab"))
-    [record] = [record for record in caplog.records if "no token" in record.message]
+    [record] = [record for record in caplog.records if "without a token" in record.message]
     assert record.levelno == logging.WARNING
-    assert f"the tokenizer has no token for what {letters.split(' hold ')[0]}" in record.message
-    assert letters.split(".first: ")[1] in record.message
+    assert f"{count} prompts have characters" in record.message
+    assert record.message.endswith(f"(first: row {first})")
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
@@ -204,10 +196,9 @@ def test_wrong_encoding_is_named_with_its_line(tmp_path, name, encoding, fault):
 
 
 def test_size_counts_items_of_epochs(jsonl):
-    rows = jsonl(*[{"question": f"q{i}", "answer": i, "share": i % 2} for i in range(7)])
+    rows = jsonl(*[{"question": f"q{i}", "answer": i} for i in range(7)])
     learn = {"tokenizer": TOKENIZER, "epochs": 3}
     assert SupervisedDataset(rows, **learn).size == 21
-    assert SupervisedDataset(rows, weight_field="share", **learn).size == 9
     assert SupervisedDataset(rows, tokenizer=TOKENIZER).size is None
     pair = {"prompt": "q", "chosen": "a", "rejected": "b"}
     assert PreferenceDataset(Rows([pair, {**pair, "rejected": "a"}]), tokenizer=TOKENIZER, epochs=2).size == 2

@@ -8,8 +8,6 @@ from itertools import islice
 import pytest
 
 from forge.data.chat import ChatFormat
-from forge.data.packing import pack
-from forge.data.prompts import encode_supervised
 from forge.data.supervised import SupervisedDataset
 from tests.data.rows import ROWS, TOKENIZER, make
 from tests.data.templates import CHATML, CHATML_MARKED, LLAMA3, LLAMA3_MARKED, THINKING, byte_pairs
@@ -37,7 +35,7 @@ def test_prompt_rows_match_prompt_dataset(places):
     settings = {"target_pattern": r"####\s*(.+)", "prompt_template": "{question}: ", "seed": 3}
     episodes, samples = learn(places["rows.jsonl"], **settings), make(places["rows.jsonl"], **settings)
     for episode, sample in islice(zip(episodes, samples, strict=True), 50):
-        assert (episode.tokens, episode.mask) == encode_supervised(sample, TOKENIZER)
+        assert episode.tokens[: len(sample.prompt.token_ids)] == list(sample.prompt.token_ids)
         assert (episode.advantage, episode.weight, episode.logprobs) == (1.0, 1.0, None)
         assert read(episode) == (str(sample.prompt), sample.target + "<eos>")
 
@@ -82,30 +80,6 @@ def test_plain_text_learns_all_but_its_first_token(places, form):
     data = learn(places[form], text_field="answer", epochs=1)
     read_ = sorted(read(episode) for episode in data)
     assert read_ == sorted(("s", f"tep\n#### {i}<eos>") for i in range(23))
-
-
-def test_weights(jsonl):
-    data = learn(jsonl(*CHATS[1:]), chat_template=TALK, weight_field="share", shuffle=False)
-    assert [episode.weight for episode in data.held_out(10)] == [i / 2 for i in range(1, 11)]
-    batch = pack(data.held_out(3), aggregation="sequence_mean")
-    starts = [0, *batch.lengths.cumsum()[:-1]]
-    sums = [batch.weights[start : start + length].sum() for start, length in zip(starts, batch.lengths, strict=True)]
-    assert sums == pytest.approx([1 / 6, 2 / 6, 3 / 6])
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("too_long", ["skip", "error", "truncate"])
-def test_rows_of_no_weight_are_left_out_and_counted(jsonl, streaming, too_long):
-    rows = [{**CHATS[i], "share": share} for i, share in enumerate((0, 0.0, 2, -0.0, 0.5))]
-    rows[1] = {**rows[1], "messages": [{"role": "user", "content": "long" * 99}, CHATS[1]["messages"][1]]}
-    settings = {"max_tokens": 30, "too_long": too_long, "streaming": streaming, "shuffle": False, "epochs": 1}
-    data = learn(jsonl(*rows), chat_template=TALK, weight_field="share", **settings)
-    for episode, weight in zip(data, (2, 0.5), strict=True):
-        assert episode.weight == weight
-        assert pack([episode]).weights.sum() == pytest.approx(1)
-    assert (data.served, data.skipped) == (2, 3)
-    with pytest.raises(ValueError, match="3 samples asked for, but only 2 rows are there that are not of weight 0"):
-        data.held_out(3)
 
 
 def test_long_rows_are_skipped_or_cut(jsonl):
@@ -164,13 +138,6 @@ USER = {"messages": [{"role": "user", "content": "hi"}]}
         ([{"text": "a"}, {"txt": "a"}], {"chat_template": False, "text_field": "text"}, "row 2: no field 'text'"),
         ([{"text": "a"}], {"text_field": "text"}, "plain text, for which chat_template would do nothing"),
         ([{"text": "a"}], {"text_field": "text", "messages_field": "m"}, "cannot both be set"),
-        ([CHAT, {**CHAT, "share": -1}], {"weight_field": "share"}, "row 2: field 'share' must be a finite .* got -1"),
-        ([CHAT, {**CHAT, "share": "1"}], {"weight_field": "share"}, "row 2: field 'share' must be .* got '1'"),
-        ([CHAT, {**CHAT, "share": True}], {"weight_field": "share"}, "row 2: field 'share' must be .* got True"),
-        ([CHAT, {"messages": CHAT["messages"]}], {"weight_field": "share"}, "row 2: no field 'share': it has messages"),
-        ([{**CHAT, "share": 0}] * 2, {"weight_field": "share"}, "data.jsonl: all of 2 rows are of weight 0"),
-        ([{**CHAT, "share": 0}, CHATS[1]], {"weight_field": "share", "max_tokens": 3},
-         "all of 2 rows are of weight 0 or longer than max_tokens=3"),
         ([ROWS[0]], {"chat_template": "{% for m in messages %}{{ m.content }}>{% endfor %}"
          "{% if add_generation_prompt %}:{% endif %}"}, "row 1: message 2: the chat template renders its context"),
         ([ROWS[0]], {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"},

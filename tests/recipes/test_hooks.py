@@ -73,8 +73,8 @@ def test_a_hook_that_fails_ends_the_run_with_its_error(tmp_path):
 @pytest.mark.parametrize(
     ("hooks", "problem"),
     [
-        ({"on_step": 5}, r"on_step must be a function of \(step, metrics\), got 5"),
-        ({"on_rollouts": lambda groups: None}, r"on_rollouts must be a function of \(step, groups\)"),
+        ({"on_step": 5}, "on_step must be a function of two arguments, got 5"),
+        ({"on_rollouts": "mine"}, "on_rollouts must be a function of two arguments, got 'mine'"),
         ({"recipe": "mine"}, "recipe must be a subclass of forge.recipes.rl.Loop or `async def recipe"),
         ({"recipe": lambda cfg, job: None}, "recipe must be a subclass"),
     ],

@@ -169,7 +169,7 @@ def test_a_misspelt_command_lists_the_commands(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"dataset": [{"question": "xyz", "answer": "zyx"}]}, "they read as unknown"),
+        ({"dataset": [{"question": "xyz", "answer": "zyx"}]}, "which read as unknown"),
         ({"reward": None}, "reward is not set: MathReward scores responses"),
         ({"eval": {"every": 2}}, "read by nothing in this configuration: eval.every"),
         ({"eval_dataset": ROWS}, "4 of the 4 held-out prompts are also in the training data"),

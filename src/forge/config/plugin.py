@@ -84,9 +84,9 @@ def construct(
     from pydantic import ConfigDict, TypeAdapter, ValidationError
 
     # A constructor with **kwargs passes them on to its base's constructor.
-    calls = (
-        [vars(c)["__init__"] for c in target.__mro__ if "__init__" in vars(c)] if inspect.isclass(target) else [target]
-    )
+    calls = [target]
+    if inspect.isclass(target):
+        calls = [vars(base)["__init__"] for base in target.__mro__ if "__init__" in vars(base)]
     parameters: dict[str, inspect.Parameter] = {}
     hints: dict[str, Type] = {}
 
@@ -108,13 +108,15 @@ def construct(
     missing = [n for n, p in parameters.items() if p.default is p.empty and n not in settings]
     if missing:
         raise ValueError(f"{f'{key}.{missing[0]}'!r} must be set")
-    values: dict[str, Any] = {}
 
+    values: dict[str, Any] = {}
     for name, value in settings.items():
-        adapter = TypeAdapter(hints.get(name, Any), config=ConfigDict(strict=True, arbitrary_types_allowed=True))
+        hint = hints.get(name, Any)
+        adapter = TypeAdapter(hint, config=ConfigDict(strict=True, arbitrary_types_allowed=True))
+        # A YAML list stands for a tuple, a whole number for a float: strict in all else.
+        is_tuple = isinstance(value, list) and tuple in (typing.get_origin(hint), hint)
         try:
-            # A YAML list stands for a tuple, a whole number for a float: strict in all else.
-            values[name] = adapter.validate_python(tuple(value) if _wants_tuple(hints.get(name), value) else value)
+            values[name] = adapter.validate_python(tuple(value) if is_tuple else value)
         except ValidationError as error:
             problem = error.errors()[0]
             raise ValueError(
@@ -150,7 +152,3 @@ def load_plugin(item: Mapping[str, Json], key: str, kind: str = "verifier") -> O
     except ValueError as error:
         raise ValueError(f"{key}.use: {error}") from error
     return construct(target, settings, key)
-
-
-def _wants_tuple(hint: Type, value: Json) -> bool:
-    return isinstance(value, list) and tuple in (typing.get_origin(hint), hint)

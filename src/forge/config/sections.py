@@ -213,19 +213,25 @@ def _describe_error(cls: Type, errors: ValidationError, key: str = "") -> str:
     """Describe one error of several: an unknown key first, for it explains a missing one."""
     # A file of another library has many unknown keys: one line says what stands for them.
     unknown = [error for error in errors.errors() if error["type"] in UNKNOWN]
-    foreign = [leaf for error in unknown for leaf in _leaf_names(_locate_error(error, key), error["input"])]
-    if explanation := explain_names(foreign) if foreign else "":
+    foreign: list[str] = []
+    for error in unknown:
+        location = ".".join(filter(None, (key, *map(str, error["loc"]))))
+        foreign += _leaf_names(location, error["input"])
+    explanation = explain_names(foreign) if foreign else ""
+    if explanation:
         return f"unknown key{'s' if len(foreign) > 1 else f' {foreign[0]!r}'}: {explanation}"
-    error: Mapping[str, Json] = min(errors.errors(), key=lambda error: error["type"] not in UNKNOWN)
-    kind = error["type"]
-    hint = cls
 
-    value = without_secrets(error["input"], ".".join(map(str, error["loc"])))
+    fault: Mapping[str, Json] = (unknown or errors.errors())[0]
+    kind = fault["type"]
+    value = without_secrets(fault["input"], ".".join(map(str, fault["loc"])))
+    path = fault["loc"]
     if kind == "invalid_key":
-        error = {**error, "loc": (*error["loc"][:-1], str(value))}
+        path = (*path[:-1], str(value))
 
-    # The location is followed through the sections, so that the key is as a file has it, and the type is known.
-    for item in error["loc"]:
+    # The location is followed through the sections, so that the key is as a file has it, and the type is known. Items
+    # that are none of these name members of unions.
+    hint = cls
+    for item in path:
         section = section_in(hint)
         if isinstance(item, int):
             key += f"[{item}]"
@@ -236,24 +242,23 @@ def _describe_error(cls: Type, errors: ValidationError, key: str = "") -> str:
             key = _join_key(key, item)
             hint = keys_of(section)[item].annotation
         elif section is not None and kind in UNKNOWN:
-            name = error["input"] if kind == "invalid_key" else item
+            name = fault["input"] if kind == "invalid_key" else item
             candidates = [] if key else _sections_with(section, name)
             if candidates:
                 return f"unknown key {item!r}; did you mean {' or '.join(map(repr, candidates))}?"
             return f"unknown key {_join_key(key, item)!r}{hint_nearest(name, keys_of(section))}"
 
-        # All other items name members of unions.
     if kind == "missing":
         return f"{key!r} must be set{_describe_form(key, hint)}"
     if kind == "value_error":
-        text = mask_secrets(str(error["ctx"]["error"]))
+        text = mask_secrets(str(fault["ctx"]["error"]))
         return text if text.startswith(key) else f"{key}: {text}"
-    expected = f"of another kind ({error['msg']})"
 
+    expected = f"of another kind ({fault['msg']})"
     if kind in TYPES:
         expected = TYPES[kind]
     elif kind in LIMITS:
-        [limit] = error["ctx"].values()
+        [limit] = fault["ctx"].values()
         above_whole = kind == "greater_than" and isinstance(limit, int)
         expected = f"at least {limit + 1}" if above_whole else f"{LIMITS[kind]} {limit:g}"
     elif kind == "too_short":
@@ -272,11 +277,6 @@ def _leaf_names(name: str, value: Json) -> list[str]:
     if not isinstance(value, dict) or not value:
         return [name]
     return [leaf for key, item in value.items() for leaf in _leaf_names(f"{name}.{key}", item)]
-
-
-def _locate_error(error: Mapping[str, Json], key: str) -> str:
-    """Return the dotted name of the key that an error is about."""
-    return ".".join(filter(None, (key, *map(str, error["loc"]))))
 
 
 def _sections_with(section: type[Section], name: str) -> list[str]:

@@ -158,7 +158,7 @@ class ChatFormat:
     def encode(
         self, conversation: Sequence[Message], *, train_on: TrainOn = "assistant", since: int = 0
     ) -> tuple[list[int], list[bool]]:
-        """Token ids of the whole conversation, and a mask: True on the tokens of the assistant's turns.
+        """Return the token ids of the whole conversation, and a mask: True on the tokens of the assistant's turns.
 
         A turn is the text after its generation prompt, up to and with the token that ends it; or the text that the
         template marks with `{% generation %}`. A token counts if any of its characters does, since the policy could

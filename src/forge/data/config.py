@@ -59,12 +59,9 @@ class RowsConfig(Section):
             if "sources" in source:
                 raise ValueError(f"{location}: nested sources are not supported: list them at the top level")
             build(type(self), {name: value for name, value in source.items() if name != "weight"}, location)
-            weight = source.get("weight", 1.0)
-            if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
-                raise ValueError(f"{location}.weight must be a number above 0, got {weight!r}")
 
-    def bound(self, key: str, limit: int, message: str) -> None:
-        """Set `key` to `most` if it is None. ConfigError with `message`: it is larger, here or in a source."""
+    def limit(self, key: str, limit: int, message: str) -> None:
+        """Set `key` to `limit` if it is None. Raise ConfigError with `message` if it is larger, here or in a source."""
         # Null becomes the limit; a source may only lower it.
         if getattr(self, key) is None:
             setattr(self, key, limit)
@@ -72,13 +69,14 @@ class RowsConfig(Section):
         if max(lengths) > limit:
             raise ConfigError(message)
 
-    def within(self, key: str, limit: int) -> Self:
-        """Return a copy of which `key` is at most `most`, here and in every source."""
-        sources = self.sources and [
-            {**source, key: min(source[key], limit)} if source.get(key) else source for source in self.sources
-        ]
-        length = getattr(self, key)
-        return self.model_copy(update={key: limit if length is None else min(length, limit), "sources": sources})
+    def cap(self, key: str, limit: int) -> Self:
+        """Return a copy with `key` lowered to at most `limit`, here and in every source that sets it."""
+        capped = self.model_copy(update={key: min(getattr(self, key) or limit, limit)})
+        if self.sources is not None:
+            capped.sources = [
+                {**source, key: min(source[key], limit)} if source.get(key) else source for source in self.sources
+            ]
+        return capped
 
     @property
     def files(self) -> list[str]:
@@ -111,8 +109,6 @@ class DatasetConfig(RowsConfig):
     names, or all of them for an environment or a reward with `**kwargs`."""
     required_columns: list[str] = Field(default_factory=list)
     """Columns without which a row is an error; those that the reward requires need not be listed."""
-    tools_field: str | None = None
-    """Column of the tools that a conversation offers, schemas in OpenAI's format; null finds tools."""
     max_prompt_tokens: PositiveInt | None = None
     """Longest prompt; null: what the completion leaves of `training.seq_len` and of what generators take."""
     too_long: Literal["skip", "error"] = "skip"
@@ -141,8 +137,6 @@ class SupervisedConfig(RowsConfig):
     thoughts: Literal["keep", "template"] = "keep"
     """Of earlier turns of a conversation, where the chat template omits them: `keep` trains each turn as it was
     when it was the last; with `template` such a conversation is an error, except with `train_on: last`."""
-    weight_field: str | None = None
-    """A number of each row that multiplies its share of the loss; rows of weight 0 are skipped and counted."""
     epochs: PositiveInt | None = None
     """Passes over the data, after which the run ends, if `training.steps` is more; the last batch has the remaining
     rows. Null: endless. Not for streamed rows, whose number is unknown."""

@@ -81,8 +81,8 @@ def _drop_nulls(value: object) -> object:
 
 
 def check_values(value: object, location: str) -> None:
-    """ValueError: something in a value, however deep, is a missing number (nan, inf) or half a character (a lone
-    surrogate), which no tokenizer reads."""
+    """Raise ValueError if something in a value, however deep, is a missing number (nan, inf) or half a character (a
+    lone surrogate), which no tokenizer reads."""
     if isinstance(value, str):
         try:
             value.encode()
@@ -133,17 +133,18 @@ def open_rows(path: str | Rows, *, split: str, subset: str | None = None) -> Seq
 
 
 def open_stream(path: str, *, split: str, subset: str | None = None) -> IterableDataset:
-    """`open_rows` as a stream: rows are read, and their errors raised, when they are needed."""
+    """Open the rows of `open_rows` as a stream: they are read, and their errors raised, when they are needed."""
     file = _local_path(path)
     if file is None or file.is_dir():
         return _load_dataset(path, file, split=split, subset=subset, streaming=True)
     if file.suffix == ".parquet":
         _import_datasets("a parquet file")
-    builder, encoding = _BUILDERS[file.suffix], {"encoding": "utf-8-sig"} if file.suffix != ".parquet" else {}
+
     datasets = _import_datasets("streaming")
-    return datasets.load_dataset(
-        builder, data_files=str(file), split="train", streaming=True, trust_remote_code=False, **encoding
-    )
+    settings = {"data_files": str(file), "split": "train", "streaming": True, "trust_remote_code": False}
+    if file.suffix != ".parquet":
+        settings["encoding"] = "utf-8-sig"
+    return datasets.load_dataset(_BUILDERS[file.suffix], **settings)
 
 
 def _local_path(path: str) -> Path | None:

@@ -54,15 +54,16 @@ def pack(
             rows.append(row)
             advantages.append(advantage)
 
-    row_episodes = np.repeat(np.arange(len(episodes)), [len(episode.branches) + 1 for episode in episodes])
     if len(rows) % unit:
         raise ValueError(f"{len(rows)} episodes cannot be packed in units of {unit}")
 
     # Shares of the loss, which an episode's branches divide.
+    row_episodes = np.repeat(np.arange(len(episodes)), [len(episode.branches) + 1 for episode in episodes])
     counts = np.array([sum(row.mask) for row in rows])
     episode_counts = np.bincount(row_episodes, counts)
     share = _loss_shares(episodes, episode_counts, aggregation, horizon)[row_episodes]
-    branched = len(rows) > len(episodes)
+    branch_shares = counts / np.maximum(1, episode_counts[row_episodes])
+    has_branches = len(rows) > len(episodes)
 
     def flatten_columns(columns: Iterable[Sequence], dtype: type) -> np.ndarray:
         return np.concatenate([np.asarray(column, dtype=dtype) for column in columns])
@@ -84,8 +85,8 @@ def pack(
         weights=np.repeat(share.astype(np.float32), lengths) * mask,
         rewards=_rewards_of_tokens(episodes),
         experts=_experts_of_tokens(rows),
-        episodes=row_episodes if branched else None,
-        branch_shares=(counts / np.maximum(1, episode_counts[row_episodes])).astype(np.float32) if branched else None,
+        episodes=row_episodes if has_branches else None,
+        branch_shares=branch_shares.astype(np.float32) if has_branches else None,
         origins=frozenset().union(*(row.origins for row in rows)),
         unit=unit,
     )
@@ -94,7 +95,7 @@ def pack(
 def _advantages_of_tokens(
     advantages: Sequence[float | Sequence[float]], lengths: np.ndarray, mask: np.ndarray
 ) -> np.ndarray:
-    """[tokens]: the advantages of sequences, one number for all of its trained tokens or one for each."""
+    """Return [tokens], the advantages of sequences: one number for all of its trained tokens or one for each."""
     # Most have one number, which is repeated at once.
     numbers = [0.0 if isinstance(advantage, Sequence) else advantage for advantage in advantages]
     flat = np.repeat(np.array(numbers, np.float32), lengths) * mask
@@ -216,8 +217,8 @@ def split_batch(batch: Batch, *, ranks: int, max_tokens: int, at_least: int = 1)
     per_rank = max(at_least, math.ceil(len(tree.source) / (ranks * max_tokens)))
     while (bins := _fill_bins(batch, tree, list(by_prompt.values()), ranks * per_rank, max_tokens)) is None:
         per_rank += 1
-    micro_batches = []
 
+    micro_batches = []
     for units in bins:
         selected = np.array(sorted(units) or [int(lengths.argmin())])
         micro_batch = batch.select((selected[:, None] * batch.unit + np.arange(batch.unit)).ravel())
@@ -231,7 +232,7 @@ def split_batch(batch: Batch, *, ranks: int, max_tokens: int, at_least: int = 1)
 
 
 def _loss_shares(episodes: Sequence[Episode], counts: np.ndarray, aggregation: str, horizon: int | None) -> np.ndarray:
-    """[episodes]: the share of the loss of each token of an episode, which has `counts` trained tokens."""
+    """Return [episodes], the share of the loss of each token of an episode, which has `counts` trained tokens."""
     if (aggregation == "fixed_horizon") != (horizon is not None and horizon > 0):
         raise ValueError(f"fixed_horizon, and nothing else, needs a horizon of at least 1; {aggregation} has {horizon}")
     # In float64: shares of thousands of tokens add up to 1.
@@ -248,8 +249,8 @@ def _loss_shares(episodes: Sequence[Episode], counts: np.ndarray, aggregation: s
 
 
 def _rewards_of_tokens(episodes: Sequence[Episode]) -> np.ndarray | None:
-    """[tokens]: the reward of each turn and step at its last token, and the rest of what a branch earned at its last
-    trained token; None if an episode or a branch has no reward."""
+    """Return [tokens], the reward of each turn and step at its last token, and the rest of what a branch earned at its
+    last trained token; None if an episode or a branch has no reward."""
     rows: list[np.ndarray] = []
     for episode in episodes:
         branches = (*episode.branches, episode)
@@ -271,45 +272,48 @@ def _rewards_of_tokens(episodes: Sequence[Episode]) -> np.ndarray | None:
 
 
 def _experts_of_tokens(episodes: Sequence[Episode]) -> np.ndarray | None:
-    """[tokens, layers, k]: the recorded experts, unknown for episodes without; None if no episode has any."""
+    """Return [tokens, layers, k], the recorded experts, unknown for episodes without; None if no episode has any."""
     shape = next((episode.experts.shape[1:] for episode in episodes if episode.experts is not None), None)
     if shape is None:
         return None
-    rows = [
-        np.full((len(e.tokens), *shape), UNKNOWN_EXPERT, np.uint8) if e.experts is None else e.experts for e in episodes
-    ]
-    for number, (row, episode) in enumerate(zip(rows, episodes, strict=True)):
-        if row.shape != (len(episode.tokens), *shape):
+    rows: list[np.ndarray] = []
+    for number, episode in enumerate(episodes):
+        expected = (len(episode.tokens), *shape)
+        row = np.full(expected, UNKNOWN_EXPERT, np.uint8) if episode.experts is None else episode.experts
+        if row.shape != expected:
             raise ValueError(f"episode {number} has {len(episode.tokens)} tokens, and experts of shape {row.shape}")
+        rows.append(row)
     return np.concatenate(rows)
 
 
 def _fill_bins(
     batch: Batch, tree: PrefixTree, by_prompt: list[list[int]], count: int, max_tokens: int
 ) -> list[list[int]] | None:
-    """Greedy longest-first bin packing: the units of `count` bins; None if they do not fit. Units that share a prompt
-    are halved until they are no more than a bin's fair share."""
+    """Pack the units greedily, the longest first, and return the units of `count` bins; None if they do not fit.
+
+    Units that share a prompt are halved until they are no more than a bin's fair share.
+    """
 
     def cost_of(units: list[int]) -> int:
         return tree.cost(unit * batch.unit + i for unit in units for i in range(batch.unit))
 
-    fair_share = min(max_tokens, math.ceil(len(tree.source) / count))
     # Halve the units of a prompt until they fit, so that its tokens are repeated as rarely as possible.
-    pieces: list[tuple[int, list[int]]] = []
+    fair_share = min(max_tokens, math.ceil(len(tree.source) / count))
+    chunks: list[tuple[int, list[int]]] = []
     pending = by_prompt[::-1]
-
     while pending:
         units = pending.pop()
         tokens = cost_of(units)
-        if tokens > fair_share and len(units) > 1:
-            pending += [units[len(units) // 2 :], units[: len(units) // 2]]
+        half = len(units) // 2
+        if tokens > fair_share and half:
+            pending += [units[half:], units[:half]]
         else:
-            pieces.append((tokens, units))
+            chunks.append((tokens, units))
 
     # The longest first, each into the lightest bin.
     bins: list[list[int]] = [[] for _ in range(count)]
     load = [0] * count
-    for tokens, units in sorted(pieces, key=lambda piece: -piece[0]):
+    for tokens, units in sorted(chunks, key=lambda chunk: -chunk[0]):
         lightest = load.index(min(load))
         load[lightest] += tokens
         if load[lightest] > max_tokens:

@@ -12,10 +12,7 @@ from .files import Row, Rows
 from .prompts import QUESTION_FIELDS, PromptFormat, read_text_field
 from .sources import load_task
 from .stream import RowStream
-from .supervised import Marked, check_effects, close_tokens, encode_document, find_differing, token_ids
-
-TOKEN_FIELDS = ("prompt_ids", "chosen_ids", "rejected_ids")
-TEXT_SETTINGS = ("chosen_field", "rejected_field", "thoughts")  # that do nothing where rows are tokens
+from .supervised import Marked, check_effects, close_tokens, encode_document, find_differing
 
 
 class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
@@ -28,7 +25,6 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
     - two lists of messages, whole conversations or answers to a prompt (text or messages): the context is their common
       beginning, and all turns of the assistant after it are the answer (see `forge.data.chat`);
     - two texts without a prompt: the context is the common beginning of their tokens;
-    - tokens: `prompt_ids`, `chosen_ids` and `rejected_ids`;
     - a procedural task: the right answer and a wrong one, drawn by (seed, row).
 
     Pairs of equal answers, in text or in tokens, are left out and counted in `skipped`.
@@ -61,20 +57,12 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
         section = self.settings
         self._chat: ChatFormat | None = None
         self._format: PromptFormat | None = None
-        self._has_tokens = {*TOKEN_FIELDS} <= row.keys()
         self._prompt_field = self._set_fields.get("prompt_field") or next(
             (n for n in QUESTION_FIELDS if n in row), None
         )
 
         # Conversations, a prompt with two texts, or two texts; a setting without effect on the form is an error.
-        if self._has_tokens:
-            named = {
-                name: section[name]
-                for name in TEXT_SETTINGS
-                if section[name] != type(section).model_fields[name].default
-            }
-            check_effects({**self._set_fields, **named}, (), "tokens")
-        elif self._task is None and isinstance(row.get(self._fields[0]), list):
+        if self._task is None and isinstance(row.get(self._fields[0]), list):
             check_effects(self._set_fields, ("chat_template", "chat_options", "prompt_field"), "conversations")
             template, options = self._set_fields.get("chat_template", True), self._set_fields.get("chat_options")
             self._chat = ChatFormat(self.tokenizer, template, options, section.thoughts)
@@ -104,8 +92,6 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
 
     def _encode_pair(self, row: Row) -> tuple[Marked, Marked] | None:
         """Return both answers in their context; None if they are equal."""
-        if self._has_tokens:
-            return self._read_answer_ids(row, "chosen_ids"), self._read_answer_ids(row, "rejected_ids")
         if self._chat is not None:
             chosen, rejected, since = self._read_conversations(row)
             if chosen == rejected:
@@ -129,12 +115,6 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
         first_mask, second_mask = ([False] * shared + [True] * (len(tokens) - shared) for tokens in (first, second))
 
         return (first, first_mask), (second, second_mask)
-
-    def _read_answer_ids(self, row: Row, name: str) -> Marked:
-        """Return an answer of tokens in its context."""
-        prompt = token_ids(row, "prompt_ids", self.tokenizer)
-        answer_ids = token_ids(row, name, self.tokenizer)
-        return [*prompt, *answer_ids], [False] * len(prompt) + [True] * len(answer_ids)
 
     def _read_conversations(self, row: Row) -> tuple[list[Message], list[Message], int]:
         """Return both conversations, and the number of messages that they begin with in common."""

@@ -107,17 +107,17 @@ def find_prefixes(tokens: np.ndarray, lengths: np.ndarray, saved: int = SAVED) -
     ranking = sorted(range(len(runs)), key=lambda run: (min(runs[run][0]), run))
     rank = {run: i for i, run in enumerate(ranking)}
     index = np.empty(len(tokens), np.int64)
-    pieces = []
+    run_sources = []
     computed = 0
 
     for sequences, begin, end, _ in (runs[run] for run in ranking):
-        pieces.append(np.arange(begin, end) + starts[sequences[0]])
+        run_sources.append(np.arange(begin, end) + starts[sequences[0]])
         for sequence in sequences:
             index[starts[sequence] + begin : starts[sequence] + end] = np.arange(computed, computed + end - begin)
         computed += end - begin
 
-    source = np.concatenate(pieces)
-    token_runs = np.repeat(np.arange(len(ranking)), [len(piece) for piece in pieces])
+    source = np.concatenate(run_sources)
+    token_runs = np.repeat(np.arange(len(ranking)), [len(sources) for sources in run_sources])
     return PrefixTree(
         source,
         index,

@@ -49,7 +49,6 @@ class PromptFormat:
     system_prompt: str | None = None
     chat_options: Mapping[str, Any] | None = None
     choices_field: str | list[str] | None = None
-    tools_field: str | None = None
     chat: ChatFormat | None = field(init=False, default=None)
     _dialogue_chat: ChatFormat | None = field(init=False, default=None)
 
@@ -119,6 +118,7 @@ class PromptFormat:
         if self.is_conversation(row):
             name = self.fields(row)["question"]
             return read_messages(row, name)[-1]["content"], self._read_target(row, [])
+
         # The question from its template, with lettered options if there are any.
         values = {name: read_text_field(row, column) for name, column in self.fields(row).items()}
         options = self._read_options(row)
@@ -145,26 +145,22 @@ class PromptFormat:
     def _read_options(self, row: Row) -> list[str]:
         """Return the options of multiple choice in the order of their letters; empty without `choices_field`.
         ValueError: two are equal, or one is empty."""
-        # One letter must be right: equal or empty options would make it two.
-        options = self._list_options(row)
-        if len(set(options)) < len(options) or not all(options):
-            raise ValueError(
-                f"two options are equal, or one is empty, so that no letter is right alone: {options!r:.80}"
-            )
-        return options
-
-    def _list_options(self, row: Row) -> list[str]:
         if self.choices_field is None:
             return []
         if isinstance(self.choices_field, str):
-            options = row[self.choices_field]
-            if not isinstance(options, list) or not 2 <= len(options) <= len(LETTERS):
-                raise ValueError(f"field {self.choices_field!r} must be a list of 2 to 26 options, not {options!r:.60}")
-            numbered = {f"{self.choices_field}[{number}]": option for number, option in enumerate(options)}
-            return [read_text_field(numbered, name).strip() for name in numbered]
-        options = [read_text_field(row, name).strip() for name in self.choices_field]
-        # By the row itself: the same in every epoch and process, and not always the first is right.
-        random.Random(repr(sorted(options))).shuffle(options)
+            listed = row[self.choices_field]
+            if not isinstance(listed, list) or not 2 <= len(listed) <= len(LETTERS):
+                raise ValueError(f"field {self.choices_field!r} must be a list of 2 to 26 options, not {listed!r:.60}")
+            numbered = {f"{self.choices_field}[{index}]": option for index, option in enumerate(listed)}
+            options = [read_text_field(numbered, name).strip() for name in numbered]
+        else:
+            options = [read_text_field(row, name).strip() for name in self.choices_field]
+            # By the row itself: the same in every epoch and process, and not always the first is right.
+            random.Random(repr(sorted(options))).shuffle(options)
+
+        # One letter must be right: equal or empty options would make it two.
+        if len(set(options)) < len(options) or not all(options):
+            raise ValueError(f"two options are equal, or one is empty, so that two letters are right: {options!r:.80}")
         return options
 
     def _find_letter(self, value: object, target: str, options: list[str]) -> str:
@@ -182,13 +178,6 @@ class PromptFormat:
             raise ValueError(f"the target {target!r:.60} is none of the {len(options)} options")
         return LETTERS[options.index(target)]
 
-    def chat_of(self, row: Row) -> ChatFormat | None:
-        """Return the chat format of a row, with the tools that it offers; None without a chat template. ValueError: the
-        tools are not a list of schemas."""
-        if self.chat is None or self.tools_field is None:
-            return self.chat
-        return self.chat.with_tools(row.get(self.tools_field))
-
     def dialogue(self, row: Row) -> tuple[list[Message], ChatFormat]:
         """Return the messages of a prompt that is a conversation, and the format that renders them with the row's
         tools.
@@ -197,41 +186,41 @@ class PromptFormat:
             ValueError: something other than messages, an answer at their end, or a tokenizer without a chat template.
         """
         name = self.fields(row)["question"]
-        talk = read_messages(row, name)
-        if talk[-1]["role"] == "assistant":
+        messages = read_messages(row, name)
+        if messages[-1]["role"] == "assistant":
             raise ValueError(f"field {name!r} ends with the assistant's message: a prompt is what comes before it")
-        if self.system_prompt and talk[0]["role"] != "system":
-            talk = [{"role": "system", "content": self.system_prompt}, *talk]
+        if self.system_prompt and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.system_prompt}, *messages]
         # A conversation can be written in no other way than by a chat template.
         if self._dialogue_chat is None:
             self._dialogue_chat = self.chat or ChatFormat(self.tokenizer, True, self.chat_options)
-        return talk, self._dialogue_chat.with_tools(row.get(self.tools_field or "tools"))
+        return messages, self._dialogue_chat.with_tools(row.get("tools"))
 
-    def rendered(self, talk: Sequence[Message], chat: ChatFormat) -> tuple[str, tuple[int, ...]]:
+    def rendered(self, messages: Sequence[Message], chat: ChatFormat) -> tuple[str, tuple[int, ...]]:
         """Return the text and token ids of a conversation, up to where the policy answers."""
-        text = chat.render(talk, add_generation_prompt=True)
+        text = chat.render(messages, add_generation_prompt=True)
         return text, tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def encode(self, text: str, chat: ChatFormat | None = None) -> tuple[str, tuple[int, ...]]:
-        """Return the policy's prompt as text and token ids.
-
-        Args:
-            chat: the format with a row's tools; None: this one's, if it has a chat template.
-        """
-        chat = chat or self.chat
-        if chat is not None:
-            return self.rendered(self.conversation(text), chat)
+    def encode(self, text: str) -> tuple[str, tuple[int, ...]]:
+        """Return the policy's prompt as text and token ids."""
+        if self.chat is not None:
+            return self.rendered(self.conversation(text), self.chat)
         # Without a chat template: a text, begun as the tokenizer begins texts.
         ids = tuple(with_one_bos(self.tokenizer(text)["input_ids"], self.tokenizer))
         # Some tokenizers end every text with eos, which a prompt must not have.
         return text, ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id else ids
 
     def answered(self, text: str, answer: str) -> tuple[list[int], list[bool]]:
-        """Token ids of the prompt of `encode` with an answer, and a mask: True on the answer and the tokens that end
-        it, which are eos, or with a chat template those that end a turn. ValueError: there are none."""
+        """Return the token ids of the prompt of `encode` with an answer, and a mask: True on the answer and the tokens
+        that end it, which are eos, or with a chat template those that end a turn. ValueError: there are none."""
         if self.chat is not None:
             return self.chat.encode(self.conversation(text, answer))
-        return encode_supervised(Sample(Prompt(*self.encode(text)), answer), self.tokenizer)
+        if self.tokenizer.eos_token_id is None:
+            raise ValueError("the tokenizer has no eos token to end an answer with")
+
+        _, prompt_ids = self.encode(text)
+        answer_ids = self.tokenizer(answer, add_special_tokens=False)["input_ids"] + [self.tokenizer.eos_token_id]
+        return [*prompt_ids, *answer_ids], [False] * len(prompt_ids) + [True] * len(answer_ids)
 
     def conversation(self, text: str, answer: str | None = None) -> list[Message]:
         """Return the messages of the system prompt, the user's text and the answer, where there is one."""
@@ -248,7 +237,7 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
     def __init__(self, path: str | Rows | None = None, **settings: Any) -> None:
         super().__init__(path, **settings)
         fields = {name: self.settings[name] for name in PROMPT_FIELDS}
-        self._format = PromptFormat(self.tokenizer, **fields, tools_field=self.settings.tools_field)
+        self._format = PromptFormat(self.tokenizer, **fields)
         self.check()
 
     def targets(self) -> Iterator[str]:
@@ -281,14 +270,13 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
 
         # A conversation ends where its template ends a turn, whatever the other prompts of a run are.
         if self._format.is_conversation(row):
-            talk, chat = self._format.dialogue(row)
-            text, ids = self._format.rendered(talk, chat)
-            prompt = Prompt(text, ids, index, columns, tuple(talk), True, chat.stop_ids)
+            messages, chat = self._format.dialogue(row)
+            text, ids = self._format.rendered(messages, chat)
+            prompt = Prompt(text, ids, index, columns, tuple(messages), True, chat.stop_ids)
         else:
-            chat_format = self._format.chat_of(row)
-            talk = self._format.conversation(text) if chat_format is not None else []
-            text, ids = self._format.encode(text, chat_format)
-            prompt = Prompt(text, ids, index, columns, tuple(talk))
+            messages = self._format.conversation(text) if self._format.chat is not None else []
+            text, ids = self._format.encode(text)
+            prompt = Prompt(text, ids, index, columns, tuple(messages))
 
         return Sample(prompt, target) if self.fits(len(prompt.token_ids)) else None
 
@@ -359,16 +347,6 @@ def stop_ids(settings: RowsConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[
 def with_one_bos(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return tokens of a text that may begin with the text of the token that the tokenizer puts before it as well."""
     return ids[1:] if ids[:2] == [tokenizer.bos_token_id] * 2 else ids
-
-
-def encode_supervised(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
-    """Token ids of prompt, target and eos, and a mask: True on the target and eos. For prompts without a chat template,
-    see `PromptFormat.answered`. ValueError: the tokenizer has no eos token."""
-    if tokenizer.eos_token_id is None:
-        raise ValueError("the tokenizer has no eos token to end an answer with")
-    prompt = list(sample.prompt.token_ids)
-    answer = [*tokenizer(sample.target, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-    return prompt + answer, [False] * len(prompt) + [True] * len(answer)
 
 
 def read_text_field(row: Row, name: str) -> str:

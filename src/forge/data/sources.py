@@ -62,7 +62,7 @@ class StoredRows:
             Random(f"{self._seed}/{self.epoch}").shuffle(self._order)
 
 
-class SampledRows:
+class SampledRows(StoredRows):
     """Stored rows in the order of a sampler: one endless epoch."""
 
     epoch = 0
@@ -88,11 +88,11 @@ class SampledRows:
         )
 
     def exclude(self) -> None:
-        """The row that was read last makes no sample."""
+        """Exclude the row that was read last: it makes no sample."""
         self._excluded.add(self._last)
 
     def issue(self, index: int) -> None:
-        """The row that was read last became the sample of this index."""
+        """Record that the row that was read last became the sample of this index."""
         self._drawn[index] = self._last
 
     def observe(self, outcomes: Mapping[int, Sequence[float]]) -> None:
@@ -102,10 +102,6 @@ class SampledRows:
             row = self._drawn.pop(index, None)
             if row is not None:
                 self.sampler.observe(row, outcomes[index])
-
-    def scan(self) -> Iterator[Numbered]:
-        """Return all rows in stored order, with their numbers from 1."""
-        return enumerate(self.rows, 1)
 
     def state(self) -> Position:
         """Return the state of the sampler, and the samples whose outcome it does not know yet."""
@@ -195,28 +191,14 @@ class Task(Protocol):
         """Return row `index`. ValueError: unknown split or invalid difficulty."""
 
     def take(self, n: int, *, split: str = "test", seed: int, difficulty: int | Sequence[int]) -> list[Any]:
-        """`n` rows with distinct questions, for evaluation. ValueError: the split has fewer."""
+        """Return `n` rows with distinct questions, for evaluation. ValueError: the split has fewer."""
 
     def wrong(self, answer: str, rng: Random) -> str:
         """Return a plausible wrong answer, for preference pairs."""
 
 
-# Names of earlier versions.
-_MOVED = {
-    "reverse": "apps.toys.words:Reverse",
-    "sort": "apps.toys.words:Sort",
-    "sort_digits": "apps.toys.words:SortDigits",
-    "add": "apps.toys.numbers:Add",
-    "gcd": "apps.toys.numbers:Gcd",
-    "expression": "apps.toys.expressions:Expression",
-    "program": "apps.toys.programs:Program",
-}
-
-
 def load_task(name: str) -> Task:
     """Return the task `package.module:Name`. ValueError: it does not exist or is not a task."""
-    if name in _MOVED:
-        raise ValueError(f"task {name!r} is now {_MOVED[name]!r}")
     plugin = resolve(name, "task")
     if missing := [method for method in ("name", "row", "take") if not hasattr(plugin, method)]:
         raise ValueError(f"task {name!r} has no {', '.join(missing)}, see forge.data.sources.Task")
@@ -250,7 +232,7 @@ class TaskRows:
         return map(self._make_row, itertools.count())
 
     def held_out(self, n: int) -> Iterator[Numbered]:
-        """`n` distinct questions of the test split."""
+        """Return `n` distinct questions of the test split."""
         return enumerate(map(_as_dict, self.task.take(n, seed=self.seed, difficulty=self.difficulty)), 1)
 
     def state(self) -> Position:

@@ -65,7 +65,7 @@ class SpecialTokens:
         return text
 
     def inert_values(self, value: Any) -> Any:
-        """`inert` for all texts in a JSON value, such as a message, which may hold lone surrogates."""
+        """Apply `inert` to all texts in a JSON value, such as a message, which may hold lone surrogates."""
         if isinstance(value, str):
             return self.inert(replace_surrogates(value))
         if isinstance(value, dict):
@@ -74,7 +74,7 @@ class SpecialTokens:
 
 
 def inert_anywhere(text: str) -> str:
-    """`SpecialTokens.inert` for a model whose tokenizer is unknown: whatever looks like a special token."""
+    """Do as `SpecialTokens.inert` for an unknown tokenizer: with whatever looks like a special token."""
     return _LIKE_SPECIAL.sub(lambda match: f"{match[0]} ", replace_surrogates(text))
 
 
@@ -86,7 +86,7 @@ BYTES |= {chr(256 + i): byte for i, byte in enumerate(byte for byte in range(256
 
 
 def spell_token(tokenizer: Any, token: int) -> tuple[str, bytes]:
-    """One token's text and bytes. Parts of a character are written as OpenAI does, such as `bytes:\\xf0\\x9f`."""
+    """Return the text and bytes of one token. Parts of a character are as OpenAI writes them: `bytes:\\xf0\\x9f`."""
     text = tokenizer.decode([token])
     if UNFINISHED not in text:
         return text, text.encode()

@@ -83,7 +83,7 @@ class RowStream(ABC, Generic[T, C]):
         self._limit: int | None = section[self.LIMIT]
         self._too_long: str = section["too_long"]
         self._name = section.task or (path if isinstance(path, str) else "dataset")
-        self._source: StoredRows | SampledRows | StreamedRows | TaskRows
+        self._source: StoredRows | StreamedRows | TaskRows
         sampler = getattr(section, "sampler", None)  # of prompts
         if sampler is not None and (section.task is not None or section.streaming or epochs is not None):
             raise ValueError("dataset.sampler needs stored rows without epochs: unset task, streaming and epochs")
@@ -202,10 +202,8 @@ class RowStream(ABC, Generic[T, C]):
 
     def rows(self) -> Iterator[Row]:
         """Return all stored rows in order; of streams and tasks the first 1000."""
-        rows = self._source.scan()
-        return (
-            row for _, row in (rows if isinstance(self._source, StoredRows | SampledRows) else islice(rows, _PROBE))
-        )
+        limit = None if isinstance(self._source, StoredRows) else _PROBE
+        return (row for _, row in islice(self._source.scan(), limit))
 
     def state_dict(self) -> Position:
         """Return the position, as plain JSON."""
@@ -240,7 +238,7 @@ class RowStream(ABC, Generic[T, C]):
         return False
 
     def leave_out(self, reason: str) -> None:
-        """Remember why `make` returns None, for messages: items are `reason`, such as "of weight 0"."""
+        """Remember why `make` returns None, for messages, such as "longer than max_tokens=9"."""
         if reason not in self._reasons:
             self._reasons.append(reason)
 
@@ -265,18 +263,23 @@ class RowStream(ABC, Generic[T, C]):
             return
 
         # All rows where the number of items matters or a long one is an error; else enough to find a wrong setting.
-        stored = isinstance(self._source, StoredRows | SampledRows)
+        is_stored = isinstance(self._source, StoredRows)
+        needs_all = self.epochs is not None or (self._limit is not None and self._too_long == "error")
+        enough: float = _PROBE // 10
+        if is_stored:
+            enough = math.inf if needs_all else _CHECKED
+
+        # Some tokenizers use eos or bos as the unknown token, which says nothing.
+        unknown_token = self.tokenizer.unk_token_id
+        if unknown_token in (self.tokenizer.eos_token_id, self.tokenizer.bos_token_id):
+            unknown_token = None
+
         rows = 0
         items = 0
-        left_out = list[int]()
-        unknown = list[tuple[int, str]]()
+        left_out: list[int] = []
+        unknown: list[int] = []
         fault: BadRow | None = None
-        enough: float = _PROBE // 10
-
-        if stored:
-            needs_all = self.epochs is not None or (self._limit is not None and self._too_long == "error")
-            enough = math.inf if needs_all else _CHECKED
-        for number, row in self._source.scan() if stored else islice(self._source.scan(), _PROBE):
+        for number, row in self._source.scan() if is_stored else islice(self._source.scan(), _PROBE):
             if items and rows >= enough:
                 break
             rows += 1
@@ -292,47 +295,32 @@ class RowStream(ABC, Generic[T, C]):
                 left_out.append(number)
                 continue
             items += 1
-            self._items.add(hash(content_of(item)))
-            if letters := self._find_unknown(item, row):
-                unknown.append((number, letters))
+            content = content_of(item)
+            self._items.add(hash(content))
+            if any(unknown_token in tokens for tokens in content):
+                unknown.append(number)
 
         # Nothing to train on is an error; less than there seemed to be is a warning.
+        reasons = " or ".join(self._reasons)
         if not rows:
             raise ValueError(f"{self._name} is empty: it has no rows")
-        reasons = " or ".join(self._reasons)
         if not items:
             raise fault or ValueError(f"{self._name}: all of {rows} {self.NOUN}s are {reasons}")
         if left_out:
             counts = self._name, len(left_out), rows, self.NOUN, reasons, left_out[0]
             log.warning("%s: %d of %d %ss are left out, for they are %s (first: row %d)", *counts)
-
         if unknown:
             log.warning(
-                "%s: the tokenizer has no token for what %d of %d %ss hold (first: row %d, %s): they read as unknown",
-                *(self._name, len(unknown), rows, self.NOUN, *unknown[0]),
+                "%s: %d of %d %ss have characters without a token, which read as unknown (first: row %d)",
+                *(self._name, len(unknown), rows, self.NOUN, unknown[0]),
             )
 
-        if stored and self.epochs is not None:
+        if is_stored and self.epochs is not None:
             self.size = items * self.epochs
 
     def has(self, item: object) -> bool:
         """Return whether an item is one of those that were checked."""
         return hash(content_of(item)) in self._items
-
-    def _find_unknown(self, item: T, row: Row) -> str:
-        """Return the characters of a row for which the tokenizer has no token; "" where it has all."""
-        # Some tokenizers use eos or bos as the unknown token, which says nothing.
-        unknown = self.tokenizer.unk_token_id
-        if unknown is None or unknown in (self.tokenizer.eos_token_id, self.tokenizer.bos_token_id):
-            return ""
-        texts = [item.target] if isinstance(item, Sample) else []
-        read = [*content_of(item), *(self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)]
-        if not any(unknown in tokens for tokens in read):
-            return ""
-        # Character by character, to name those that are missing.
-        letters = {letter for text in [*texts, *_texts_of(row)] for letter in text}
-        encoded = {letter: self.tokenizer(letter, add_special_tokens=False)["input_ids"] for letter in letters}
-        return ", ".join(repr(letter) for letter in sorted(letters) if unknown in encoded[letter])[:80]
 
 
 def content_of(item: Any) -> tuple[tuple[int, ...], ...]:
@@ -340,12 +328,3 @@ def content_of(item: Any) -> tuple[tuple[int, ...], ...]:
     if isinstance(item, Sample):
         return (tuple(item.prompt.token_ids),)
     return tuple(tuple(episode.tokens) for episode in (item if isinstance(item, Pair) else [item]))
-
-
-def _texts_of(value: object) -> Iterator[str]:
-    """Yield all texts in a row."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | list):
-        for inner in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts_of(inner)

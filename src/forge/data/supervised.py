@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -77,12 +76,7 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
 
     def make(self, number: int, row: Row, index: int) -> Episode | None:
         """Return the episode of a row, with a mask of the trained tokens; None if it is skipped."""
-        # Also a row of weight 0 must be valid.
-        weight = self._weight_of(row)
         tokens, mask = close_tokens(*self._encode_row(row))
-        if weight == 0:
-            self.leave_out("of weight 0")
-            return None
         if self._too_long == "truncate":
             tokens, mask = tokens[: self._limit], mask[: self._limit]
             if not any(mask):
@@ -90,7 +84,7 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
                 return None
         elif not self.fits(len(tokens)):
             return None
-        return Episode.given(tokens, mask, weight=weight)
+        return Episode.given(tokens, mask)
 
     def _encode_row(self, row: Row) -> Marked:
         if self._has_tokens:
@@ -99,33 +93,23 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
                 raise ValueError(f"it has {len(tokens)} token_ids, and {len(row['trained'])} values of trained")
             return tokens, list(map(bool, row["trained"]))
 
-        if self._format is not None and self._format.is_conversation(row):
-            talk, chat = self._format.dialogue(row)
+        # A prompt with its answer: messages, or texts.
+        if self._format is not None:
+            if not self._format.is_conversation(row):
+                return self._format.answered(*self._format.render(row))
+            messages, chat = self._format.dialogue(row)
             name = str(self._format.target_field)
             answer = row.get(name)
             if isinstance(answer, str):
                 answer = [{"role": "assistant", "content": answer}]
-            return chat.encode([*talk, *read_messages({name: answer}, name)], since=len(talk))
+            return chat.encode([*messages, *read_messages({name: answer}, name)], since=len(messages))
 
-        if self._format is not None:
-            return self._format.answered(*self._format.render(row))
+        # A whole conversation, or plain text.
         if self._chat is not None:
-            talk = read_messages(row, str(self._messages_field))
-            return self._chat.with_tools(row.get("tools")).encode(talk, train_on=self.settings.train_on)
+            messages = read_messages(row, str(self._messages_field))
+            return self._chat.with_tools(row.get("tools")).encode(messages, train_on=self.settings.train_on)
         tokens = encode_document(read_text_field(row, str(self._text_field)), self.tokenizer)
-
         return tokens, [False] + [True] * (len(tokens) - 1)
-
-    def _weight_of(self, row: Row) -> float:
-        field = self.settings.weight_field
-        if field is None:
-            return 1.0
-        if field not in row:
-            raise ValueError(f"no field {field!r}: it has {', '.join(row)}")
-        value = row[field]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-            raise ValueError(f"field {field!r} must be a finite number of at least 0, got {value!r}")
-        return float(value)
 
 
 def close_tokens(tokens: list[int], mask: list[bool]) -> Marked:
@@ -165,7 +149,7 @@ def find_differing(settings: RowsConfig) -> dict[str, Any]:
 
 
 def check_effects(settings: Mapping[str, Any], used: tuple[str, ...], form: str) -> None:
-    """ValueError: a setting has no effect on rows of this form."""
+    """Raise ValueError for a setting without effect on rows of this form."""
     if idle := [name for name in settings if name not in used]:
         raise ValueError(f"the rows are {form}, for which {', '.join(idle)} would do nothing: omit it")
 
@@ -179,11 +163,13 @@ def as_samples(episodes: Sequence[Episode], tokenizer: str) -> list[Sample]:
     """
     from ..models.tokenizer import open_tokenizer
 
-    read = open_tokenizer(tokenizer)
+    reader = open_tokenizer(tokenizer)
     samples = []
     for index, episode in enumerate(episodes):
         end = len(episode.mask) - episode.mask[::-1].index(True)
-        start = max((i for i in range(end) if not episode.mask[i]), default=-1) + 1
-        context, target = episode.tokens[:start], read.decode(episode.tokens[start:end], skip_special_tokens=True)
-        samples.append(Sample(Prompt(str(read.decode(context)), tuple(context), index), str(target)))
+        start = 1 + max((i for i in range(end) if not episode.mask[i]), default=-1)  # of the last trained span
+        context = episode.tokens[:start]
+        target = reader.decode(episode.tokens[start:end], skip_special_tokens=True)
+        samples.append(Sample(Prompt(str(reader.decode(context)), tuple(context), index), str(target)))
+
     return samples

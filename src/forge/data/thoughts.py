@@ -35,7 +35,7 @@ def without_thoughts(text: str, prompt: object = "") -> str:
 
 
 def possible_answers(text: str, prompt: object = "") -> Iterator[str]:
-    """`without_thoughts`, and then what else may be the answer, for formats that say by themselves where it ends.
+    """Yield `without_thoughts`, then other possible answers, for formats that say by themselves where an answer ends.
 
     A marker within an answer, such as a key of a JSON object, is not a thought's: so also the text after each earlier
     marker and, unless the prompt has opened a thought, all of it.
@@ -57,7 +57,7 @@ def _without_ending(answer: str) -> str:
 
 
 def after_thoughts(text: str) -> str:
-    """`without_thoughts`, with the white space that begins a block of code."""
+    """Return `without_thoughts` with the white space that starts a block of code."""
     answer = without_thoughts(text)
     start = text.rfind(answer) if answer else len(text)
     line = text.rfind("\n", 0, start) + 1

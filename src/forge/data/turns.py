@@ -1,9 +1,9 @@
 """Turns of the assistant in a chat template: where they end, and conversations that keep their thoughts.
 
 Many templates leave the thoughts of earlier turns out, so that no single text holds what the policy read and wrote in
-each of its turns. `kept` joins the pieces instead: each turn as the template writes it while it is the last, and
+each of its turns. `kept` joins chunks instead: each turn as the template writes it while it is the last, and
 between two turns what the template puts there. Of one turn this is the template's own text. Environments continue
-their episodes with the same pieces, so that conversations and episodes have the same tokens.
+their episodes with the same chunks, so that conversations and episodes have the same tokens.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Writer:
         self._forms: dict[tuple[bool, bool], bool | None] = {}
 
     def message(self, message: Message) -> Message:
-        """ValueError: the template has no place for the tool calls of the message, or not alongside its text."""
+        """Return a message in the form that the template reads. ValueError: it has no place for the tool calls, or not
+        alongside text."""
         calls = message.get("tool_calls")
         thought_fields = [name for name in THOUGHTS if isinstance(message.get(name), str)]
         has_inline_thought = self._fields and not self._splits and "</think>" in (message["content"] or "")
@@ -177,9 +178,9 @@ class Turns:
         conversation, which the policy does not write."""
         question = {"role": "user", "content": MARK + "asked"}
         answer = {"role": "assistant", "content": MARK}
+        # The text between two turns, and the special tokens that start a conversation.
         try:
             remaining = self._render([question])
-            # The text between two turns, and the special tokens that begin a conversation.
             between = self._render([question, answer, question]).split(MARK)[2]
         except (ValueError, IndexError):  # IndexError: it leaves out what was said
             return False
@@ -187,6 +188,7 @@ class Turns:
         following = self._special.find(between)
         if not self.closer or following is None:
             return bool(self.closer)
+
         opening = ""
         while (tokens := self._special.find(remaining)) and not (opening and remaining[: tokens[0].start()].strip()):
             opening += tokens[1]
@@ -227,8 +229,8 @@ class Turns:
         return ("", "") if span is None else (tail[slice(*span)], tail[span[1] :])
 
     def between(self, conversation: Sequence[Message], turn: int, later: Sequence[Message], continued: bool) -> str:
-        """Return the text from the token that ends a turn on, that token included, with later messages; `more`: up to
-        the beginning of the next turn."""
+        """Return the text with later messages from the token that ends a turn on, that token included; if `continued`,
+        up to the start of the next turn."""
         messages = [*conversation[:turn], self._writer.marked(conversation[turn]), *later]
         return after_mark(self._render(messages, add_generation_prompt=continued))
 
@@ -242,13 +244,17 @@ class Turns:
         names = [str(message.get("name") or "tool") for message in messages if message["role"] == "tool"]
         several = len(names) > 1 and self._writer.form(several=True) is not None
         calls = [{"function": {"name": name, "arguments": {}}} for name in names[: None if several else 1]]
-        opening: list[Message] = [{"role": "user", "content": "ask"}]
-        opening.append({"role": "assistant", "content": "", "tool_calls": calls})
+        opening: list[Message] = [
+            {"role": "user", "content": "ask"},
+            {"role": "assistant", "content": "", "tool_calls": calls},
+        ]
+
         # Any turn with these calls stands for all: only its end and what follows matter.
         context = self._render(opening[:1], add_generation_prompt=True)
         conversation = [opening[0], self._writer.marked(opening[1]), *messages]
         text = self._render(conversation, add_generation_prompt=True)
-        span = self.end(after := after_mark(text))
+        after = after_mark(text)
+        span = self.end(after)
         if span is None or not text.startswith(_OPENING.sub("", context)):
             raise Rewritten("the chat template renders what precedes a turn differently once messages follow")
         return after[span[0] :]
@@ -267,29 +273,31 @@ class Turns:
             self.check_ends()
 
         # What the template writes before the first turn, between turns, and after the last one.
-        pieces = [self._render(conversation[: turns[0]], add_generation_prompt=True)]
+        chunks = [self._render(conversation[: turns[0]], add_generation_prompt=True)]
         for turn, following in zip(turns, [*turns[1:], len(conversation)], strict=True):
             continued = following < len(conversation)
-            piece = self.between(conversation, turn, conversation[turn + 1 : following], continued)
-            if (end := self.end(piece)) is None:
+            chunk = self.between(conversation, turn, conversation[turn + 1 : following], continued)
+            if (end := self.end(chunk)) is None:
                 raise Rewritten(f"message {turn + 1}: the chat template does not end its turn with a special token")
-            pieces.append(piece[end[1] :])
+            chunks.append(chunk[end[1] :])
 
         # The same texts must stand in the whole conversation, or the template changes more than thoughts.
-        self._compare_pieces(conversation, turns, pieces)
-        text, spans = pieces[0], {}
-        for turn, piece in zip(turns, pieces[1:], strict=True):
-            begin = len(text)
+        self._compare_chunks(conversation, turns, chunks)
+        text = chunks[0]
+        spans: dict[int, Span] = {}
+        for turn, chunk in zip(turns, chunks[1:], strict=True):
+            start = len(text)
             text += self._answer_text(conversation, turn)
-            spans[turn] = (begin, len(text))
-            text += piece
+            spans[turn] = (start, len(text))
+            text += chunk
 
         return text, spans
 
     def _answer_text(self, conversation: Sequence[Message], turn: int) -> str:
         """Return the text that the policy writes in its turn, with the token that ends it."""
         context = self._render(conversation[:turn], add_generation_prompt=True)
-        rendered, (closer, suffix) = self._render(conversation[: turn + 1]), self.ending(conversation, turn)
+        rendered = self._render(conversation[: turn + 1])
+        closer, suffix = self.ending(conversation, turn)
         if not closer or not rendered.endswith(closer + suffix):
             raise Rewritten(f"message {turn + 1}: the end of its turn depends on what it says")
 
@@ -311,15 +319,15 @@ class Turns:
 
         return answer + closer
 
-    def _compare_pieces(self, conversation: Sequence[Message], turns: list[int], pieces: list[str]) -> None:
-        """Compare the pieces with the texts between the turns of the whole conversation. Rewritten: they differ."""
+    def _compare_chunks(self, conversation: Sequence[Message], turns: list[int], chunks: list[str]) -> None:
+        """Compare the chunks with the texts between the turns of the whole conversation. Rewritten: they differ."""
         marks = {turn: f"{MARK}{number}\ue002" for number, turn in enumerate(turns)}
         marked = [self._writer.marked(m, marks[i]) if i in marks else m for i, m in enumerate(conversation)]
-        # The text of the whole conversation, piece by piece between its marks.
+        # The text of the whole conversation, chunk by chunk between its marks.
         remaining = self._render(marked)
-        for turn, piece in zip(turns, pieces, strict=False):
+        for turn, chunk in zip(turns, chunks, strict=False):
             words, present, remaining = remaining.partition(marks[turn])
-            if not present or not words.startswith(_OPENING.sub("", piece)):
+            if not present or not words.startswith(_OPENING.sub("", chunk)):
                 raise Rewritten(f"message {turn + 1}: the chat template renders its context differently")
             if (end := self.end(remaining)) is None:
                 raise Rewritten(f"message {turn + 1}: the chat template does not end its turn with a special token")

@@ -54,7 +54,9 @@ def check_family(name: str) -> None:
     if family is None:  # `resolve_model` says what else is missing
         return
     if family not in FAMILIES:
-        raise ValueError(f"model {name} has model_type {family!r:.80}, which is unsupported: use {_list_families()}")
+        raise ValueError(
+            f"model {name} has model_type {family!r:.80}, which is unsupported: use a model of {', '.join(FAMILIES)}"
+        )
     try:
         config = model_config(path.parent)
     except Exception as error:  # its validation raises its own classes
@@ -64,12 +66,8 @@ def check_family(name: str) -> None:
     check_config(config)
 
 
-def _list_families() -> str:
-    return "a model of " + ", ".join(FAMILIES)
-
-
 def check_classifier(config: PreTrainedConfig) -> None:
-    """ValueError: transformers has no sequence classifier of this config's family, to be a critic or reward model."""
+    """Raise ValueError if transformers has no sequence classifier of this family, to be a critic or reward model."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
 
     if config.model_type not in CLASSIFIERS:

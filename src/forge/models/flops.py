@@ -10,7 +10,6 @@ a batch share counts for each of them in training, once in generation.
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 from .architecture import sparse_layers
@@ -23,9 +22,6 @@ PEAKS = {
     **{"B200": 2250.0, "H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0},
     **{"L4": 121.0, "A10": 125.0, "MI300X": 1307.0, "RTX 4090": 165.0},
 }
-# Products that measure a CPU: large enough for its full rate, and the best of five, as others use the machine too.
-SIZE = 1024
-TRIES = 5
 
 
 def forward_flops(config: PreTrainedConfig, tokens: float, attended: float, predicted: float) -> float:
@@ -61,25 +57,6 @@ def count_causal(length: float, context: float = 0.0) -> float:
     return length * context + length * (length + 1) / 2
 
 
-def peak_tflops(threads: int | None, gpu: str | None) -> float | None:
-    """Return TFLOP/s of one device: a known GPU's, None for another; without one the best of a few products of float32
-    matrices on this CPU, with this number of threads."""
-    if gpu is not None:
-        return next((peak for name, peak in PEAKS.items() if name in gpu), None)
-    import torch
-
-    initial_threads = torch.get_num_threads()
-    best = 0.0
-    torch.set_num_threads(threads or initial_threads)
-
-    try:
-        # The threads that the trainer will have, not this process's.
-        a = torch.ones(SIZE, SIZE)
-        for _ in range(TRIES):
-            began = time.perf_counter()
-            a @ a
-            best = max(best, 2.0 * SIZE**3 / (time.perf_counter() - began) / 1e12)
-    finally:
-        torch.set_num_threads(initial_threads)
-
-    return best
+def peak_tflops(gpu: str | None) -> float | None:
+    """Return the TFLOP/s of a known GPU by its name; None for another device."""
+    return next((peak for name, peak in PEAKS.items() if name in (gpu or "")), None)

@@ -17,14 +17,14 @@ NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def split_revision(name: str) -> tuple[str, str | None]:
-    """`owner/model@revision` as (owner/model, revision); the revision, a branch, tag or commit, may be missing."""
+    """Split `owner/model@revision` into (owner/model, revision); the revision, a branch, tag or commit, is optional."""
     # "owner/model@" is an empty revision, and not the default one.
     repository, separator, revision = name.partition("@")
     return repository, revision if separator else None
 
 
 def check_model_name(model: object) -> None:
-    """ValueError: the name of a model is neither a text nor a path. None would be looked for as "None" on the hub."""
+    """Raise ValueError if a model's name is neither text nor a path. None would be looked for as "None" on the hub."""
     if not isinstance(model, str | PathLike) or not str(model):
         raise ValueError(f"model must be a folder or hub id, got {model!r:.80}")
 
@@ -93,16 +93,13 @@ def write_card(folder: Path, recipe: str, config: dict[str, Any], history: list[
     )
 
     # First and last value of the metrics that a reader asks for.
-    metrics = {}
+    table = []
     for key in ("eval/accuracy", "eval/reward", "eval/loss", "reward", "accuracy", "loss"):
-        if values := [(row["step"], row[key]) for row in history if key in row]:
-            metrics[key] = values[0], values[-1]
-    table = [
-        f"| {key} | {first:.4g} (step {start_step:.0f}) | {last:.4g} (step {end:.0f}) |"
-        for key, ((start_step, first), (end, last)) in metrics.items()
-    ]
-    versions = []
+        cells = [f"{row[key]:.4g} (step {row['step']:.0f})" for row in history if key in row]
+        if cells:
+            table.append(f"| {key} | {cells[0]} | {cells[-1]} |")
 
+    versions = []
     for package in PACKAGES:
         try:
             versions.append(f"{package} {version(package)}")

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from ..config.plugin import explain_names, hint_nearest
 from ..config.sections import ConfigError, Section, build, keys_of, section_in
 from ..types import Sampling
-from .hooks import Hooks, OnRollouts, OnStep, takes_two
+from .hooks import Hooks, OnRollouts, OnStep
 from .result import Result
 
 if TYPE_CHECKING:
@@ -147,8 +147,8 @@ def evaluate(
     generator: Mapping[str, Any] | None = None,
     **sampling: Any,
 ) -> dict[str, float]:
-    """`{"eval/accuracy": ..., "eval/reward": ..., ...}` of greedy answers to `problems` items of the dataset (None: all
-    rows that were given).
+    """Return the metrics of greedy answers to `problems` items of the dataset (default: all rows that were given), such
+    as `{"eval/accuracy": ..., "eval/reward": ...}`.
 
     Args:
         dataset, reward: as of `train`.
@@ -279,7 +279,7 @@ def _recipe_of(recipe: Any) -> Callable[..., Any]:
     if isinstance(recipe, type) and issubclass(recipe, rl.Loop):
         # The card of the model names the recipe by its module.
         return update_wrapper(partial(rl.train, loop=recipe), rl.train)
-    if inspect.iscoroutinefunction(recipe) and takes_two(recipe):
+    if inspect.iscoroutinefunction(recipe):
         return cast(Callable[..., Any], recipe)
     raise ConfigError(
         f"recipe must be a subclass of forge.recipes.rl.Loop or `async def recipe(cfg, job)`, got {recipe!r:.80}"
@@ -371,7 +371,7 @@ def _count_rows(rows: Any, problems: int | None, limit: int | None = None) -> in
 
 
 def _with_policy(model: str, generator: Mapping[str, Any] | None, work: Callable[[Any], Any]) -> Any:
-    """`await work(policy)` with a generator of this model, in a separate run."""
+    """Await `work(policy)` with a generator of this model, in a separate run."""
     from ..actors import Generator
     from ..engines import EngineSettings
     from ..engines.weights import load_config
@@ -387,7 +387,7 @@ def _with_policy(model: str, generator: Mapping[str, Any] | None, work: Callable
 
 
 def _run_anywhere(work: Callable[[], T]) -> T:
-    """`work()`, which runs an event loop: in this thread, or in another where this one has a loop (a notebook)."""
+    """Call `work`, which runs an event loop: in this thread, or in another if this one has a loop (a notebook)."""
     from ..runtime.controller import run_in_thread
 
     try:

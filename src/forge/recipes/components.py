@@ -3,117 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import sys
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ..actors import DatasetActor, Generator, ReferenceModel, ReplayBuffer, RewardActor, Trainer
 from ..actors.publication import share_store
 from ..algorithms import Algorithm, ValueLoss
 from ..config.plugin import resolve
-from ..config.sections import ConfigError
 from ..data.special_tokens import spell_token
 from ..envs.group import GroupEnv, SingleTurnEnv
 from ..models.tokenizer import model_tokenizer, open_tokenizer
-from ..observability import Run
 from ..observability.console import log
-from ..observability.metrics import drain, on_the_clock
-from ..runtime.controller import Service, drain_metrics
+from ..runtime.controller import Service
 from ..runtime.controller.handle import Handle
 from ..runtime.store import Store
+from ..training.settings import OptimizerSettings, PassSettings
 from .checkpoint import RunState
 from .evaluation import Evaluation, plan_evaluation
-from .hooks import Hooks
-from .preemption import Preempted, Preemption
+from .job import Job as Job
 
 if TYPE_CHECKING:
     from .rl_config import RLConfig
     from .schema import RecipeConfig, TrainingRecipe
-
-
-class Job(NamedTuple):
-    """A prepared run: the model's local folder, the held-out items to evaluate on, the run's folder, and the store that
-    carries weights from the trainer to generators."""
-
-    model: str
-    held_out: list[Any]
-    record: Run
-    store: Store
-    preemption: Preemption | None = None  # where there are checkpoints
-    hooks: Hooks = Hooks()
-    sets: Mapping[str, list[Any]] = {}  # the held-out items of `eval.sets`
-
-    async def end_step(
-        self,
-        cfg: TrainingRecipe,
-        state: RunState,
-        step: int,
-        metrics: dict[str, float],
-        evaluate: Callable[[], Awaitable[dict[str, float]]],
-        is_done: Callable[[], bool] = lambda: False,
-    ) -> bool:
-        """Evaluate, log and write a checkpoint, whichever is due after this step; step 0 is before the first. Returns
-        whether training ends here.
-
-        Args:
-            is_done: whether training ends here although steps are left; asked once the step is logged.
-
-        Raises:
-            Preempted: the run has to end before its last step; its checkpoint is written.
-        """
-        last = step == cfg.training.steps
-        is_evaluated = last or step == 0 or cfg.eval.due(step)
-        if is_evaluated:
-            metrics = metrics | await evaluate()
-
-        # The profile of the next step begins with it, so it is asked for at the end of this one.
-        profiles = {} if last else cfg.metrics.profiles(step + 1, self.record.folder)
-        snapshot = await drain_metrics(profiles)
-
-        # Before the row is written, so that it has what the hook logs, and an evaluation if the run ends with it.
-        is_stopped = False
-        if self.hooks.on_step is not None:
-            with on_the_clock("on_step"):
-                is_stopped = await self.hooks.step(step, {**snapshot.values(), **metrics})
-                snapshot.merge(drain())  # what the hook has logged belongs to this step
-
-        if is_stopped and not (last or cfg.eval.all_due(step)):
-            metrics = metrics | await evaluate()
-            snapshot.merge(await drain_metrics({}))
-        row = self.record.log(step, snapshot, **metrics)
-        if (best := getattr(cfg.eval, "best", None)) is not None:
-            await self.keep_best(state, best, row)
-        await state.forget_done()
-
-        # A run that ends here anyway needs no early end.
-        ending = last or is_stopped or is_done()
-        reason = self.preemption.reason() if self.preemption is not None and not ending else None
-        if step and (reason or cfg.checkpoint.due(step, ending)):
-            started_at = time.monotonic()
-            in_background = cfg.checkpoint.async_write and reason is None
-            await state.save(self.record, keep=cfg.checkpoint.keep, async_write=in_background)
-            if self.preemption is not None:
-                self.preemption.saved(time.monotonic() - started_at)
-
-        if reason:
-            progress = f"after step {step}, saved; --resume auto continues it" if step else "before its first step"
-            raise Preempted(f"{reason}: the run ended {progress}")
-        return ending
-
-    async def keep_best(self, state: RunState, metric: str, row: Mapping[str, float]) -> None:
-        """Export the model of a step whose metric exceeds all earlier steps'."""
-        if row["step"] == 0 and metric not in row:  # all sets are evaluated then
-            names = ", ".join(name for name in row if name.startswith("eval/"))
-            raise ConfigError(f"eval.best: no evaluation has the metric {metric!r}; there are {names}")
-        values = [earlier[metric] for earlier in self.record.history[:-1] if metric in earlier]
-        if metric in row and row[metric] > max(values, default=-math.inf):
-            # Compared with all rows of the run, so that a resumed one needs no further state.
-            await state.trainer.export_model.call(self.record.best)
-            log.info("%s is the model of step %d, with %s %.3f", self.record.best, row["step"], metric, row[metric])
 
 
 @dataclass
@@ -158,24 +71,24 @@ async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: Make
         )
 
     if cfg.metrics.rollouts:
-        spell = partial(spell_token, model_tokenizer(job.model))
-        job.record.record(cfg.metrics.rollouts, cfg.metrics.rollouts_mb * 1e6, lambda token: spell(token)[0])
+        token_texts = model_tokenizer(job.model)
+        max_bytes = cfg.metrics.rollouts_mb * 1e6
+        job.record.record(cfg.metrics.rollouts, max_bytes, lambda token: spell_token(token_texts, token)[0])
     single_turn = make_env is None and not cfg.multi_turn
 
     # All at once: each starts processes, loads a model or opens data, which takes seconds.
+    reference = cfg.grpo.reference or job.model
     samples, buffer, (policy, policy_trainer), reward_service, reference_model, value_model = await asyncio.gather(
         start_dataset(cfg, job),
-        replay_buffer(cfg, job, algorithm),
-        policy_and_trainer(
+        start_buffer(cfg, job, algorithm),
+        start_in_turn(
             cfg.colocated,
-            lambda: rl_generator(cfg, job),
-            lambda: rl_trainer(cfg, job, algorithm),
+            lambda: start_rl_policy(cfg, job),
+            lambda: start_rl_trainer(cfg, job, algorithm),
         ),
-        start_reward(cfg) if single_turn else start_nothing(),
-        start_reference(cfg, cfg.grpo.reference or job.model, cfg.grpo.temperature)
-        if has_reference
-        else start_nothing(),
-        start_critic(cfg, job.model, job) if algorithm.needs_critic else start_nothing(),
+        start_if(single_turn, lambda: start_reward(cfg)),
+        start_if(has_reference, lambda: start_reference(cfg, reference, cfg.grpo.temperature)),
+        start_if(algorithm.needs_critic, lambda: start_critic(cfg, job.model, job)),
     )
 
     env: GroupEnv
@@ -183,7 +96,7 @@ async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: Make
         tokenizer = open_tokenizer(job.model) if cfg.reward.gives_steps else None
         env = SingleTurnEnv(reward_service, tokenizer, with_tokens=cfg.reward.reads_tokens)
     else:
-        env = await make_env(cfg, job) if make_env is not None else await multi_turn_env(cfg, job, policy)
+        env = await make_env(cfg, job) if make_env is not None else await start_environment(cfg, job, policy)
 
     # Trainers besides the policy's: its critic, and further policies' that an environment has started.
     further = {"critic": value_model} if value_model is not None else {}
@@ -199,22 +112,38 @@ async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: Make
     )
 
 
-async def rl_generator(cfg: RLConfig, job: Job, name: str = POLICY, **placed: Any) -> Handle:
-    """Start the generators of a policy, under the name of its weights. `placed`: see `generator`."""
-    sampling: dict[str, Any] = {"temperature": cfg.grpo.temperature, "max_tokens": cfg.grpo.max_tokens}
-    return await start_run_generator(cfg, job, weights_key=name, sampling=cfg.grpo.sampling(), **sampling, **placed)
+async def start_rl_policy(cfg: RLConfig, job: Job, name: str = POLICY, **placed: Any) -> Handle:
+    """Start the generators of a policy, under the name of its weights. `placed`: see `start_generator`."""
+    return await start_generator(
+        cfg,
+        job.model,
+        store=job.store,
+        weights_key=name,
+        temperature=cfg.grpo.temperature,
+        max_tokens=cfg.grpo.max_tokens,
+        sampling=cfg.grpo.sampling(),
+        **placed,
+    )
 
 
-async def rl_trainer(cfg: RLConfig, job: Job, algorithm: Algorithm, name: str = POLICY, **placed: Any) -> Handle:
-    """Start the trainer of a policy, under the name of its weights. `placed`: see `trainer`."""
-    settings: dict[str, Any] = {"temperature": cfg.grpo.temperature, "max_policy_age": cfg.max_training_age}
-    return await start_trainer(cfg, job, algorithm, store=job.store, weights_key=name, **settings, **placed)
+async def start_rl_trainer(cfg: RLConfig, job: Job, algorithm: Algorithm, name: str = POLICY, **placed: Any) -> Handle:
+    """Start the trainer of a policy, under the name of its weights. `placed`: see `start_trainer`."""
+    return await start_trainer(
+        cfg,
+        job,
+        algorithm,
+        store=job.store,
+        weights_key=name,
+        temperature=cfg.grpo.temperature,
+        max_policy_age=cfg.max_training_age,
+        **placed,
+    )
 
 
-async def policy_and_trainer(
+async def start_in_turn(
     colocated: bool, start_policy: Callable[[], Awaitable[Handle]], start_trainer: Callable[[], Awaitable[Handle]]
 ) -> tuple[Handle, Handle]:
-    """Start generator and trainer at once; on one device one after the other.
+    """Start policy and trainer together, or one after the other where they share a device.
 
     vLLM takes a share of the device's memory, which must be free, and fails if another process changes what is free
     while it measures. So it comes first, and has left the device when the trainer comes.
@@ -227,11 +156,12 @@ async def policy_and_trainer(
     return policy, await start_trainer()
 
 
-async def start_nothing() -> None:
-    """Start nothing, instead of a component that the run does not need."""
+async def start_if(is_needed: bool, start: Callable[[], Awaitable[Handle]]) -> Any:
+    """Start a component, or return None if the run does not need it."""
+    return await start() if is_needed else None
 
 
-async def multi_turn_env(cfg: RLConfig, job: Job, policy: Handle) -> GroupEnv:
+async def start_environment(cfg: RLConfig, job: Job, policy: Handle) -> GroupEnv:
     """Make the environment that the configuration names, or its agent's."""
     if cfg.episode.agent is not None:
         return await resolve(f"{AGENTS}:agent_env", "episode.agent")(cfg, job, policy)
@@ -239,7 +169,7 @@ async def multi_turn_env(cfg: RLConfig, job: Job, policy: Handle) -> GroupEnv:
 
 
 async def start_dataset(cfg: TrainingRecipe, job: Job, *, in_turn: bool = False) -> Handle:
-    """Return the stream of data: in this process, or where `services.dataset` places it.
+    """Start the stream of data: in this process, or where `services.dataset` places it.
 
     Args:
         in_turn: what it hands out has been trained on whenever a checkpoint is written, so that nothing is ever handed
@@ -257,8 +187,8 @@ async def start_dataset(cfg: TrainingRecipe, job: Job, *, in_turn: bool = False)
     return await DatasetActor.options(**cfg.placement("dataset")).as_actor(job.model, **settings)
 
 
-async def replay_buffer(cfg: RLConfig, job: Job, algorithm: Algorithm) -> Handle:
-    """Return the replay buffer, with room for two batches of each version that may be in flight: in this process, or
+async def start_buffer(cfg: RLConfig, job: Job, algorithm: Algorithm) -> Handle:
+    """Start the replay buffer, with room for two batches of each version that may be in flight: in this process, or
     where `services.replay_buffer` places it."""
     batch_size = cfg.training.batch_size
     settings = {
@@ -280,22 +210,22 @@ async def replay_buffer(cfg: RLConfig, job: Job, algorithm: Algorithm) -> Handle
     return await ReplayBuffer.options(**cfg.placement("replay_buffer")).as_actor(**settings)
 
 
-async def start_run_generator(
-    cfg: RecipeConfig, job: Job, *, options: Mapping[str, Any] | None = None, **settings: Any
+async def start_generator(
+    cfg: RecipeConfig,
+    model: str,
+    options: Mapping[str, Any] | None = None,
+    store: Store | None = None,
+    **settings: Any,
 ) -> Service:
-    """Start the generators of a run's model, which end answers where the data's turns end.
+    """Start generators of a model by the section `generator`, which end answers where the data's turns end.
 
     Args:
-        options: of their placement; None: `services.generator`.
-        settings: of `forge.actors.Generator`, such as what differs from its sampling.
+        options: of their placement; default: `services.generator`.
+        store: has the weights of a run.
+        settings: of `forge.actors.Generator`, such as those of sampling.
     """
-    return await start_generator(cfg, job.model, options, store=await share_store(job.store), **settings)
-
-
-async def start_generator(
-    cfg: RecipeConfig, model: str, options: Mapping[str, Any] | None = None, **settings: Any
-) -> Service:
-    """Start generators of a model by the section `generator`; arguments as of `generator`."""
+    if store is not None:
+        settings["store"] = await share_store(store)
     if cfg.dataset.chat_template or cfg.dataset.sources:  # a model's own eos is often not what ends a turn
         from ..data.prompts import stop_ids
 
@@ -321,13 +251,13 @@ async def start_trainer(
         folder: of its checkpoints, below the run's: of a second trainer, such as a critic.
     """
     settings = {
-        "optimizer": cfg.training.optimizer_settings(),
+        "optimizer": cfg.training.only(OptimizerSettings),
         "backend": cfg.trainer.backend,
         "parallelism": {**cfg.layout(service)},
         "colocated": cfg.shares_device(service),
         "recovery": f"{job.record.checkpoints}/{folder}".rstrip("/") if cfg.checkpoint.every else None,
         "lora": None if cfg.lora is None else {**cfg.lora},
-        **cfg.training.trainer(),
+        **cfg.training.only(PassSettings),
     }
     if "store" in overrides:
         overrides |= {
@@ -353,13 +283,13 @@ async def start_critic(cfg: RLConfig, start: str, job: Job, folder: str = "criti
         report="critic",
         head="value",
         backend="fsdp",
-        optimizer=cfg.training.optimizer_settings() | {"learning_rate": cfg.critic.learning_rate},
+        optimizer=cfg.training.only(OptimizerSettings) | {"learning_rate": cfg.critic.learning_rate},
         **placed,
     )
 
 
 async def start_reward(cfg: RecipeConfig) -> Handle:
-    """Return the reward functions: where `services.reward` places them, or in this process."""
+    """Start the reward functions: where `services.reward` places them, or in this process."""
     if cfg.services.reward is None:
         return await RewardActor.as_local(**cfg.reward.settings())
     return await RewardActor.options(**cfg.placement("reward")).as_service(**cfg.reward.settings())

@@ -6,7 +6,6 @@ Sampling and training take turns. Rewards play no part in training: they decide 
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -80,7 +79,7 @@ class DistillConfig(RecipeConfig):
         room = self.training.seq_len - self.distill.max_tokens
         together = f"dataset.max_prompt_tokens and distill.max_tokens together exceed training.seq_len: at most {room}"
         rules.check_rules(rules.DISTILL_RULES, self)
-        self.dataset.bound("max_prompt_tokens", room, together)
+        self.dataset.limit("max_prompt_tokens", room, together)
 
     def data(self, model: str) -> DatasetConfig:
         """Return the data, whose prompts leave room for a completion. ConfigError: there is none."""
@@ -90,26 +89,24 @@ class DistillConfig(RecipeConfig):
 async def train(cfg: DistillConfig, job: Job) -> None:
     """Sample from the student, score its tokens with the teacher, and train (on-policy distillation)."""
     settings = cfg.distill
-    record = job.record
     loss = Distill(settings.clip_high, entropy_coef=cfg.training.entropy_coef)
     temperature = settings.temperature
+    sampling: dict[str, Any] = {"temperature": temperature, "max_tokens": settings.max_tokens}
+    training: dict[str, Any] = {"temperature": temperature, "max_policy_age": 0}
     dataset, (student, trainer), teacher, reward = await asyncio.gather(
         components.start_dataset(cfg, job, in_turn=True),
-        components.policy_and_trainer(
+        components.start_in_turn(
             cfg.colocated,
-            partial(components.start_run_generator, cfg, job, temperature=temperature, max_tokens=settings.max_tokens),
-            partial(
-                components.start_trainer, cfg, job, loss, store=job.store, temperature=temperature, max_policy_age=0
-            ),
+            lambda: components.start_generator(cfg, job.model, store=job.store, **sampling),
+            lambda: components.start_trainer(cfg, job, loss, store=job.store, **training),
         ),
         components.start_reference(cfg, settings.teacher, temperature),
         components.start_reward(cfg),
     )
     state = RunState(trainer, dataset)
+    await state.resume(job.record)
 
-    await state.resume(record)
-
-    async def sample_batches() -> list[Episode]:
+    async def sample_episodes() -> list[Episode]:
         samples = await asyncio.gather(*(dataset.sample.route() for _ in range(cfg.training.batch_size)))
         prompts = sorted((sample.prompt for sample in samples), key=lambda prompt: prompt.index)
         answers = await asyncio.gather(
@@ -121,24 +118,22 @@ async def train(cfg: DistillConfig, job: Job) -> None:
         await trainer.push_weights.call(version)
         await student.update_weights.fanout(version)
 
-    async def evaluate_student() -> dict[str, float]:
-        return await SingleTurnEnv(reward, with_tokens=cfg.reward.reads_tokens).evaluate(
-            student, job.held_out, job.record.keep_evaluation
-        )
-
-    await publish_version(record.start)
-    is_ended = record.start == 0 and await job.end_step(cfg, state, 0, {}, evaluate_student)
-    for step in () if is_ended else range(record.start + 1, cfg.training.steps + 1):
-        episodes = await sample_batches()
+    async def train_step(step: int) -> dict[str, float]:
+        episodes = await sample_episodes()
         credit.record_rollouts(episodes)
         batch = pack(episodes, **cfg.shares)
         batch.groups = np.arange(len(episodes)) // settings.n_samples
         if cfg.colocated:
             await student.release.fanout()
-        batch.ref_logprobs = await teacher.logprobs.route(batch)
-        metrics = await trainer.train_step.route(batch)
-        await publish_version(step)
-        if await job.end_step(cfg, state, step, metrics, evaluate_student):
-            break
 
-    await trainer.export_model.call(record.model)
+        batch.ref_logprobs = await teacher.logprobs.route(batch)
+        metrics: dict[str, float] = await trainer.train_step.route(batch)
+        await publish_version(step)
+        return metrics
+
+    async def evaluate_student() -> dict[str, float]:
+        env = SingleTurnEnv(reward, with_tokens=cfg.reward.reads_tokens)
+        return await env.evaluate(student, job.held_out, job.record.keep_evaluation)
+
+    await publish_version(job.record.start)
+    await job.run_steps(cfg, state, train_step, evaluate_student)

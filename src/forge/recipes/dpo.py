@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from pydantic import Field, PositiveFloat
 
@@ -57,14 +57,13 @@ class DPOConfig(TrainingRecipe):
 async def train(cfg: DPOConfig, job: Job) -> None:
     """Train on pairs of answers against a frozen reference."""
     loss = DPOLoss(**cfg.dpo)
-    record = job.record
     dataset, trainer, reference = await asyncio.gather(
         components.start_dataset(cfg, job, in_turn=True),
         components.start_trainer(cfg, job, loss),
         components.start_reference(cfg, job.model),
     )
     state = RunState(trainer, dataset)
-    await state.resume(record)
+    await state.resume(job.record)
 
     async def compare_pairs(pairs: Sequence[Episode]) -> Batch:
         batch = pack(pairs, aggregation="sequence_mean", unit=2)
@@ -78,11 +77,8 @@ async def train(cfg: DPOConfig, job: Job) -> None:
             return {}
         return evaluate_pairs(loss, held_out, logprobs=await trainer.logprobs.route(held_out))
 
-    is_ended = record.start == 0 and await job.end_step(cfg, state, 0, {}, evaluate)
-    for step in () if is_ended else range(record.start + 1, cfg.training.steps + 1):
+    async def train_step(step: int) -> dict[str, float]:
         pairs = await dataset.pairs.route(cfg.training.batch_size)
-        metrics = await trainer.train_step.route(await compare_pairs(pairs))
-        if await job.end_step(cfg, state, step, metrics, evaluate):
-            break
+        return cast(dict[str, float], await trainer.train_step.route(await compare_pairs(pairs)))
 
-    await trainer.export_model.call(record.model)
+    await job.run_steps(cfg, state, train_step, evaluate)

@@ -96,7 +96,7 @@ class RLEvalConfig(EvalConfig):
 
 
 def check_sampling(sampling: dict[str, Any], n: int) -> None:
-    """ConfigError: settings are unknown or invalid, or all of n answers would be equal."""
+    """Raise ConfigError for unknown or invalid settings, or if all of n answers would be equal."""
     names = [field.name for field in fields(Sampling) if field.name not in _FIXED]
     for name in sampling:
         if name not in names:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..config.sections import build
 from ..envs.group import GroupEnv
 from ..models.tokenizer import model_tokenizer
 from ..runtime.controller.handle import Handle
-from ..types import Episode, Sample
+from ..types import Sample
 from .eval_config import RLEvalConfig
 
 if TYPE_CHECKING:
@@ -30,22 +30,18 @@ class HeldOut:
     sampling: Mapping[str, Any]
 
 
-class Keeper(Protocol):
-    """Takes the answers of an evaluation."""
-
-    def keep_evaluation(self, samples: Sequence[Sample], episodes: Sequence[Episode], name: str = "") -> None:
-        """Keep the episodes of the samples of a set."""
-
-
 class Evaluation:
     """Evaluates the sets that are due.
 
     Args:
+        record: the run, which keeps the answers (`keep_evaluation`).
         steps: of the run; all sets are evaluated before the first and after the last.
     """
 
-    def __init__(self, sets: Sequence[HeldOut], record: Keeper, steps: int) -> None:
-        self.sets, self.record, self.steps = sets, record, steps
+    def __init__(self, sets: Sequence[HeldOut], record: Any, steps: int) -> None:
+        self.sets = sets
+        self.record = record
+        self.steps = steps
         self._step = -1
         self._done: set[str] = set()  # sets that were evaluated at this step
 
@@ -72,7 +68,7 @@ class Evaluation:
 
 
 def plan_evaluation(
-    cfg: RLConfig, first: Sequence[Sample], sets: Mapping[str, Sequence[Sample]], record: Keeper, env: GroupEnv
+    cfg: RLConfig, first: Sequence[Sample], sets: Mapping[str, Sequence[Sample]], record: Any, env: GroupEnv
 ) -> Evaluation:
     """Return the evaluation of a run.
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 import signal
 import sys
 import sysconfig
@@ -42,7 +41,6 @@ from .resume import find_start, read_config
 from .schema import TrainingRecipe
 from .signals import end_at_signals
 
-OPEN_FILES = 256  # of one process, at most in small runs
 Recipe = Callable[..., Coroutine[Any, Any, None]]
 HELP = """usage: {program} --config FILE [--section.key VALUE ...] [--resume RUN|auto]
 
@@ -59,12 +57,12 @@ def launch(recipe: Recipe, config_type: type[Any], argv: list[str] | None = None
     fill_standard_files()
     end_at_signals()
     sys.excepthook = _print_error
-    words = sys.argv[1:] if argv is None else argv
-    if {"-h", "--help"} & {*words}:
+    argv = sys.argv[1:] if argv is None else argv
+    if "-h" in argv or "--help" in argv:
         print(HELP.format(program=Path(sys.argv[0]).name, sections=", ".join(keys_of(config_type))))
         return
     with one_line_errors():
-        arguments = Arguments.parse(words)
+        arguments = Arguments.parse(argv)
         run_recipe(recipe, read_config(config_type, arguments), resume=arguments.resume)
 
 
@@ -88,15 +86,16 @@ def one_line_errors() -> Iterator[None]:
         from ..rewards.reward import BadScore
         from ..training.checkpoint import CheckpointFailed
 
-        # What the machine or a file is to blame for needs no traceback; what user code raised shows their frames only.
-        full = isinstance(error, OSError) and error.errno in FULL
-        if isinstance(error, CheckpointFailed | DamagedFile | NoAccelerator) or full:
+        # What the machine or a file is to blame for needs no traceback.
+        is_full_disk = isinstance(error, OSError) and error.errno in FULL
+        if is_full_disk or isinstance(error, CheckpointFailed | DamagedFile | NoAccelerator):
             raise SystemExit(mask_secrets(f"error: {error}")) from error
+
+        # What user code raised shows the user's frames only.
         if not print_user_frames(error) and not isinstance(error, BadScore | NothingScored):
             raise
-        raise SystemExit(
-            mask_secrets("\n".join([f"error: {summarise_error(error)}", *getattr(error, "__notes__", ())]))
-        ) from error
+        lines = [f"error: {summarise_error(error)}", *getattr(error, "__notes__", ())]
+        raise SystemExit(mask_secrets("\n".join(lines))) from error
 
 
 def print_user_frames(error: BaseException) -> bool:
@@ -132,9 +131,6 @@ def run_recipe(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None
         ForgeError, CheckpointFailed, OSError: what the run ended with. Whatever else the recipe raises.
     """
     configure_logging()
-    # A process of a run has connections to all others: the usual soft limit of 1,024 suits many, some shells have less.
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, OPEN_FILES)), hard))
     folder = Path(cfg.run.root) / cfg.run.name
     preemption = Preemption(deadline_of(cfg.run.save_before))
 
@@ -222,8 +218,8 @@ def upload_model(model: Path, repository: str) -> None:
 
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"\n]+)", line \d+.*\n(?:    .*\n?)*', re.MULTILINE)
-_HOMES = [Path(__file__).parents[2] / name for name in ("forge", "forge_envs", "forge_sandbox", "forge_weaver")]
-_LIBRARIES = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platlib", "purelib")]
+# This library and its extensions, Python, and installed packages.
+_LIBRARIES = [Path(__file__).parents[2], *(Path(sysconfig.get_path(n)) for n in ("stdlib", "platlib", "purelib"))]
 
 
 def summarise_error(error: BaseException) -> str:
@@ -247,4 +243,4 @@ def user_frames(error: BaseException) -> list[str]:
 def _is_users(file: str) -> bool:
     if file.startswith("<") and file != "<dynamic-code>":  # of a function that was sent by value
         return False
-    return not any(Path(file).is_relative_to(home) for home in [*_HOMES, *_LIBRARIES])
+    return not any(Path(file).is_relative_to(library) for library in _LIBRARIES)

@@ -47,7 +47,7 @@ class MetricsConfig(Section):
     profile: ProfileConfig | None = None
     peak_tflops: PositiveFloat | None = None
     """TFLOP/s of one device, which `train/mfu` and `generator/mfu` are shares of; null: the data sheet's for a known
-    GPU, measured on a CPU ([watching.md](watching.md))."""
+    GPU ([watching.md](watching.md))."""
 
     @property
     def tracks(self) -> bool:

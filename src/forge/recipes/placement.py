@@ -25,10 +25,11 @@ def check_hosts(cfg: TrainingRecipe) -> None:
     Raises:
         ValueError: lists the room of each host.
     """
-    if cfg.cluster.configured_hosts is None:
+    hosts = cfg.cluster.configured_hosts
+    if hosts is None:
         check_gpus(cfg)
-        return
-    machines_module().check_room(cfg.cluster.configured_hosts, cfg.placements())
+    else:
+        machines_module().check_room(hosts, cfg.placements())
 
 
 def check_shared(cfg: TrainingRecipe, model: str) -> None:
@@ -90,14 +91,16 @@ def check_gpus(cfg: TrainingRecipe) -> None:
     available = len(visible_gpus()) if needed else 0
     if total <= available:
         return
+
     settings = {name: name if "." in name else f"services.{name}" for name in needed}
     counts = ", ".join(f"{settings[name]} {count}" for name, count in needed.items())
     limit = next((f" ({name}={os.environ[name]})" for name in VISIBLE if os.environ.get(name)), "")
-    colocated = "set colocated to true, " if len(needed) > 1 and "colocated" in type(cfg).model_fields else ""
-    without = " ".join(f"--{setting}.with_gpus false" for setting in settings.values())
+    can_share = len(needed) > 1 and "colocated" in type(cfg).model_fields
+    share = "set colocated to true, " if can_share else ""
+    without_gpus = " ".join(f"--{setting}.with_gpus false" for setting in settings.values())
     raise ValueError(
         f"{total} GPUs are needed ({counts}) and this machine has {available}{limit}: lower procs or num_replicas, "
-        f"{colocated}or set with_gpus to false ({without})"
+        f"{share}or set with_gpus to false ({without_gpus})"
     )
 
 

@@ -53,24 +53,24 @@ class Preemption:
         self._signal: str | None = None
         self._steps: deque[float] = deque(maxlen=RECENT)  # seconds
         self._saves: deque[float] = deque(maxlen=RECENT)
-        self._before: float | None = None
+        self._previous_time: float | None = None
 
     def request(self, signal: str) -> None:
         """End after the step that is being done."""
         self._signal = signal
 
     def saved(self, seconds: float) -> None:
-        """A checkpoint took this long."""
+        """Record how long a checkpoint took."""
         self._saves.append(seconds)
 
     def reason(self) -> str | None:
         """Return the reason to stop now, or None. Call it once after every step. The deadline counts from the second
         call on: every start makes progress, and its own duration is not a step's."""
         now = time.monotonic()
-        before = self._before
-        self._before = now
-        if before is not None:
-            self._steps.append(now - before)
+        if self._previous_time is not None:
+            self._steps.append(now - self._previous_time)
+        self._previous_time = now
+
         if self._signal is not None or not self._steps:
             return self._signal
         # Another step and its checkpoint, each at twice its longest time so far.

@@ -99,7 +99,7 @@ def prepare_run(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], dict
         steps=cfg.training.steps,
         resume=start.checkpoint,
         start=start.step,
-        peak=cfg.metrics.peak_tflops or peak_tflops(cfg.services.trainer.threads, gpu_name()),
+        peak=cfg.metrics.peak_tflops or peak_tflops(gpu_name()),
     )
     if start.checkpoint is None:
         write_origin(folder, [model, *further_models], local_paths(cfg.files))
@@ -187,15 +187,17 @@ def check_others(cfg: TrainingRecipe, model: str, models: dict[str, str]) -> Non
     from ..engines.weights import check_head
 
     reach = cfg.reach(model_config(model))
+    vocabulary = model_tokenizer(model).get_vocab()
     reference = cfg.service("ref_model")
     for key, folder in models.items():
         config = model_config(folder)
         check_head(Path(folder), config)
         is_trained = f"{key.removesuffix('.model')}.trainer" in cfg.placements()  # one of several policies
-        if not key.startswith("models."):
-            check_vocabulary(key, folder, model)
-        elif not is_trained:  # it reads and writes text, by its own tokenizer
-            continue
+        if key.startswith("models."):
+            if not is_trained:  # it reads and writes text, by its own tokenizer
+                continue
+        elif model_tokenizer(folder).get_vocab() != vocabulary:
+            raise ValueError(f"{key}: the tokens of {folder} differ from {model}'s: choose a model of the same family")
 
         limit = max_length(config)
         rotary = rotary_limit(config)
@@ -228,18 +230,6 @@ def check_overwrite(cfg: TrainingRecipe, model: str) -> None:
     for name in (model, *local_paths(cfg.files), cfg.eval.path, *cfg.others().values()):
         if isinstance(name, str) and Path(name).resolve().is_relative_to(folder):
             raise ValueError(f"the new run would remove {name}, which it reads: choose another run.name")
-
-
-def check_vocabulary(key: str, second_model: str, model: str) -> None:
-    """Reject a second model with a different vocabulary.
-
-    Raises:
-        ValueError: the tokenizers differ; names the key.
-    """
-    if model_tokenizer(second_model).get_vocab() != model_tokenizer(model).get_vocab():
-        raise ValueError(
-            f"{key}: the tokens of {second_model} differ from {model}'s: choose a model of the same family"
-        )
 
 
 def check_data(

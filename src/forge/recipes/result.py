@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..observability.rollouts import HELD_OUT, ROLLOUTS, read_batches, texts_by_group
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)

@@ -77,8 +77,6 @@ def read_config(cls: type[C], arguments: Arguments) -> C:
     folder = folder if folder.name else folder.resolve()
     if not folder.is_dir():
         raise ConfigError(f"--resume {folder}: there is no such run")
-    if not (folder / "config.yaml").is_file():
-        raise ConfigError(f"--resume {folder}: not a run folder (no config.yaml)")
     _read_previous(folder)
     cfg = read(cls, arguments.config or folder / "config.yaml", arguments.overrides)
 
@@ -115,17 +113,18 @@ def find_start(cfg: TrainingRecipe, resume: str | None) -> Start:
     from ..training import checkpoint  # imports all that a trainer does
 
     # The newest checkpoint that is whole; damaged ones are renamed once it is clear that the run resumes.
-    checkpoints = checkpoint.list_checkpoints(folder / "checkpoints")
-    damaged = {}
-    while checkpoints:
-        damage = _find_damage(checkpoints[-1])
+    newest: Path | None = None
+    damaged: dict[Path, str] = {}
+    for path in reversed(checkpoint.list_checkpoints(folder / "checkpoints")):
+        damage = _find_damage(path)
         if damage is None:
+            newest = path
             break
-        damaged[checkpoints.pop()] = damage
+        damaged[path] = damage
 
-    if damaged and not checkpoints:
+    if newest is None and damaged:
         raise ConfigError(f"--resume {folder}: {next(iter(damaged.values()))}, and there is no older checkpoint")
-    if not checkpoints:
+    if newest is None:
         if resume != "auto":
             raise ConfigError(f"--resume {folder}: it has no checkpoint to resume from")
         if not (cfg.run.overwrite or made_no_step(folder) or _ended_early(cfg, folder)):
@@ -150,20 +149,21 @@ def find_start(cfg: TrainingRecipe, resume: str | None) -> Start:
                 name, was, now = next((change for change in changed if change[0] == "model"), (name, was, now))
             raise ConfigError(f"--resume {folder}: {name} was {was!r} and is {now!r}, which would make it another run")
 
-    step = checkpoint.step_of(checkpoints[-1])
+    step = checkpoint.step_of(newest)
     if step > cfg.training.steps:
         raise ConfigError(
             f"--resume {folder}: it is at step {step} already, and training.steps is {cfg.training.steps}"
         )
 
     # A finished run resumes only where it has been given more to do.
-    goal = [name for name, _, _ in find_changes(before, cfg) if name in GOALS]
-    finished = (folder / FINISHED).exists() and not goal and (folder / "model" / "config.json").exists()
+    has_new_goal = any(name in GOALS for name, _, _ in changed)
+    has_model = (folder / "model" / "config.json").exists()
+    finished = (folder / FINISHED).exists() and has_model and not has_new_goal
     for path, fault in damaged.items():
-        aside = checkpoint.set_aside(path)
-        log.warning("--resume %s: %s; it is now %s, resuming from %s", folder, fault, aside.name, checkpoints[-1].name)
+        renamed = checkpoint.set_aside(path)
+        log.warning("--resume %s: %s; it is now %s, resuming from %s", folder, fault, renamed.name, newest.name)
 
-    return Start(str(checkpoints[-1]), step, finished)
+    return Start(str(newest), step, finished)
 
 
 def _find_damage(checkpoint: Path) -> str | None:
@@ -186,7 +186,7 @@ def _read_previous(folder: Path) -> dict[str, Any]:
     """Return the configuration that a run has left, plain and by dotted name. It is not built again: objects that were
     passed from Python are in it by name, and secrets are masked."""
     if not (folder / "config.yaml").is_file():
-        raise ConfigError(f"--resume {folder}: it has no config.yaml")
+        raise ConfigError(f"--resume {folder}: not a run folder (no config.yaml)")
     try:
         return flatten_config(without_secrets(yaml.safe_load(read_sealed(folder / "config.yaml"))))
     except DamagedFile as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from pydantic import NonNegativeFloat
 
@@ -60,12 +60,11 @@ class RewardModelConfig(TrainingRecipe):
 async def train(cfg: RewardModelConfig, job: Job) -> None:
     """Train a scalar head on pairs of answers."""
     loss = BradleyTerryLoss(**cfg.reward_model)
-    record = job.record
     dataset, trainer = await asyncio.gather(
         components.start_dataset(cfg, job, in_turn=True), components.start_trainer(cfg, job, loss, head="reward")
     )
     state = RunState(trainer, dataset)
-    await state.resume(record)
+    await state.resume(job.record)
 
     async def evaluate() -> dict[str, float]:
         if not job.held_out:
@@ -73,11 +72,9 @@ async def train(cfg: RewardModelConfig, job: Job) -> None:
         pairs = pack([episode for pair in job.held_out for episode in pair], aggregation="sequence_mean", unit=2)
         return evaluate_pairs(loss, pairs, values=await trainer.predict.route(pairs))
 
-    is_ended = record.start == 0 and await job.end_step(cfg, state, 0, {}, evaluate)
-    for step in () if is_ended else range(record.start + 1, cfg.training.steps + 1):
+    async def train_step(step: int) -> dict[str, float]:
         pairs = await dataset.pairs.route(cfg.training.batch_size)
-        metrics = await trainer.train_step.route(pack(pairs, aggregation="sequence_mean", unit=2))
-        if await job.end_step(cfg, state, step, metrics, evaluate):
-            break
+        batch = pack(pairs, aggregation="sequence_mean", unit=2)
+        return cast(dict[str, float], await trainer.train_step.route(batch))
 
-    await trainer.export_model.call(record.model)
+    await job.run_steps(cfg, state, train_step, evaluate)

@@ -12,17 +12,38 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from ..observability.metrics import phase
+from ..observability.schedule import StepEntry
 from ..rewards.rules import overlong_penalty
+from ..runtime.controller import first_to_end
 from ..training import credit
 from ..types import Batch, Group, Sample
-from .components import Job, MakeEnv, start_rl
-from .loop import Frame, begin_schedule
+from .components import POLICY, Job, MakeEnv, RLComponents, start_rl
 from .rl_config import RLConfig
 from .schema import sample_seed
 
 
-class Loop(Frame):
-    """The loops of a run over its components, `parts`. A subclass may replace each method (docs/howto/own_loop.md)."""
+class Loop:
+    """The two loops of a run, which overlap: `rollouts` fills the buffer, and `training` empties it.
+
+    A subclass may replace each method (docs/howto/own_loop.md).
+
+    Args:
+        parts: the started components.
+
+    Attributes:
+        version: of the trainer's weights.
+        published_version: of the generators'.
+    """
+
+    def __init__(self, cfg: RLConfig, job: Job, parts: RLComponents) -> None:
+        self.cfg = cfg
+        self.job = job
+        self.record = job.record
+        self.parts = parts
+        self.algorithm = parts.algorithm
+        self.version = self.record.start
+        self.published_version = -1
 
     async def rollouts(self) -> None:
         """Start a rollout for each prompt, as far ahead as the buffer admits."""
@@ -89,8 +110,44 @@ class Loop(Frame):
         credit.assign_credit(batch, self.algorithm)  # GAE, KL in the reward, whitening
         return batch
 
+    async def publish(self, version: int) -> None:
+        """Hand the trainer's weights to the generators, and admit the rollouts that may start with them."""
+        await self.parts.trainer.push_weights.call(version)
+        await self.parts.policy.update_weights.fanout(version)
+        await self.parts.advance(version)
+        self.published_version = version
+        with phase("log_rollouts"):
+            self.record.log_published(version, self.job.store.manifest(POLICY, version).digest)
+
+    def log_schedule(self, entry: StepEntry, dropped: list[tuple[str, Group]], metrics: dict[str, float]) -> None:
+        """Write what a step trained on to the run's schedule."""
+        self.record.log_schedule(entry, dropped, metrics)
+
+    async def evaluate(self) -> dict[str, float]:
+        """Return the metrics of the held-out problems that are due."""
+        # The run may end between two publications.
+        if self.published_version != self.version:
+            await self.publish(self.version)
+        return await self.parts.evaluation.run(self.parts.policy, self.version)
+
+    async def run(self) -> None:
+        """Evaluate, train, and export the model."""
+        await self.publish(self.version)
+        if self.version or not await self.job.end_step(self.cfg, self.parts.state, 0, {}, self.evaluate):
+            await first_to_end(self.training(), self.rollouts())
+        await self.export()
+
+    async def export(self) -> None:
+        """Write the model in Hugging Face format."""
+        await self.parts.trainer.export_model.call(self.record.model)
+
 
 async def train(cfg: RLConfig, job: Job, make_env: MakeEnv | None = None, loop: type[Loop] = Loop) -> None:
     """Train `job.model` as configured. `make_env` makes the environment instead of what the configuration names."""
-    begin_schedule(job, loop, make_env)
-    await loop(cfg, job, await start_rl(cfg, job, cfg.load_algorithm(), make_env)).run()
+    # What a replay needs, and no file has.
+    passed = {"an environment": make_env, "on_step": job.hooks.on_step, "on_rollouts": job.hooks.on_rollouts}
+    by_hand = [name for name, value in passed.items() if value is not None]
+    job.record.begin_schedule(f"{loop.__module__}:{loop.__qualname__}", by_hand)
+
+    parts = await start_rl(cfg, job, cfg.load_algorithm(), make_env)
+    await loop(cfg, job, parts).run()

@@ -263,7 +263,7 @@ class RLConfig(RecipeConfig):
         self.check_services()
         room = self.training.seq_len - self.grpo.max_tokens
         together = f"dataset.max_prompt_tokens and grpo.max_tokens together exceed training.seq_len: at most {room}"
-        self.dataset.bound("max_prompt_tokens", room, together)
+        self.dataset.limit("max_prompt_tokens", room, together)
         if self.multi_turn:
             self._check_multi_turn()
         if any(every % interval for every in self.eval.intervals().values()):
@@ -274,7 +274,15 @@ class RLConfig(RecipeConfig):
     def facts(self) -> rules.RLFacts:
         """Return what the rules of this recipe are about."""
         algorithm = self.load_algorithm()
-        return rules.RLFacts(self, algorithm, self.shares(algorithm)["aggregation"])
+        training = self.training
+        return rules.RLFacts(
+            self,
+            algorithm,
+            self.shares(algorithm)["aggregation"],
+            updates=training.mini_batches * training.epochs,
+            interval=training.sync_interval,
+            age=self.max_policy_age,
+        )
 
     def unused(self) -> list[str]:
         """Return the keys that are set and that nothing reads."""
@@ -305,7 +313,7 @@ class RLConfig(RecipeConfig):
         return min(super().reach(config), check_length(config, self.generator.max_seq_len))
 
     def check_tokenizer(self, model: str) -> None:
-        """ConfigError: the chat template does not fit `episode`, or episodes are longer than generators take."""
+        """Raise ConfigError if the chat template does not fit `episode`, or generators take no episodes that long."""
         longest = longest_sequence(self, model)
         if not self.multi_turn:
             if self.grpo.max_tokens >= longest and "max_tokens" not in self.grpo.model_fields_set:
@@ -322,10 +330,12 @@ class RLConfig(RecipeConfig):
 
     def data(self, model: str) -> RowsConfig:
         """Return the data, whose prompts leave room for a completion. ConfigError: there is none."""
-        return self.prompts(model) if self.multi_turn else self.reward.with_columns(with_room(self, "grpo", model))
+        if not self.multi_turn:
+            return self.reward.with_columns(with_room(self, "grpo", model))
+        return self.dataset.cap("max_prompt_tokens", longest_sequence(self, model) - 1)  # room for one token
 
     def check_reward(self) -> None:
-        """ValueError: something that the reward names does not exist. An environment scores by itself."""
+        """Raise ValueError if something that the reward names does not exist. An environment scores by itself."""
         if self.episode.agent is not None:
             resolve("forge_agents.recipe:check_agent", "episode.agent")(self.episode.agent)
         if self.multi_turn:
@@ -341,6 +351,3 @@ class RLConfig(RecipeConfig):
     def files(self) -> list[str]:
         """Return files of the data, the reward and the episode's template."""
         return [*super().files, *(self.episode.files if self.multi_turn else ())]
-
-
-GRPOConfig = RLConfig

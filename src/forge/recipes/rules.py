@@ -175,21 +175,9 @@ class RLFacts(NamedTuple):
     cfg: RLConfig
     algorithm: Algorithm
     aggregation: str
-
-    @property
-    def updates(self) -> int:
-        """Return optimiser updates of a step."""
-        return self.cfg.training.mini_batches * self.cfg.training.epochs
-
-    @property
-    def interval(self) -> int:
-        """Return steps between two weight updates of the generators."""
-        return self.cfg.training.sync_interval
-
-    @property
-    def age(self) -> int:
-        """Return versions that a trained token may be old."""
-        return self.cfg.max_policy_age
+    updates: int  # optimizer updates of a step
+    interval: int  # steps between two weight updates of the generators
+    age: int  # policy versions that a trained token may be old
 
     @property
     def has_idle_kl(self) -> bool:

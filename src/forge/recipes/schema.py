@@ -74,14 +74,6 @@ class TrainingConfig(PassSettings, OptimizerSettings):
     """How tokens share the loss: `token_mean` (every token has the same weight), `sequence_mean` (every episode has),
     or `fixed_horizon` (a token has 1 / (episodes * horizon)); null: the algorithm's own."""
 
-    def optimizer_settings(self) -> dict[str, Any]:
-        """Return settings for `forge.training.settings.OptimizerSettings`."""
-        return self.only(OptimizerSettings)
-
-    def trainer(self) -> dict[str, Any]:
-        """Return settings for `forge.training.trainer.PolicyTrainer`."""
-        return self.only(PassSettings)
-
 
 class TrainerConfig(Section):
     """Training backend: whose models and parallelism are used ([parallelism.md](parallelism.md))."""
@@ -90,7 +82,7 @@ class TrainerConfig(Section):
     """`fsdp`: transformers' models, divided by this library; `titan`: TorchTitan's (`torchtitan==0.3.0`)."""
 
     def check_model(self, config: Any) -> None:
-        """ValueError: a transformers config that the backend does not have. ImportError: it is not installed."""
+        """Raise ValueError for a model that the backend does not have, ImportError if it is not installed."""
         if self.backend == "titan":
             resolve("forge_titan.setup:check_installed", "trainer.backend")()
             resolve("forge_titan.setup:check_model", "trainer.backend")(config)
@@ -207,19 +199,19 @@ class TrainingRecipe(Section):
         return False
 
     def check_reward(self) -> None:
-        """ValueError: something that the recipe's reward names does not exist."""
+        """Raise ValueError if something that the recipe's reward names does not exist."""
 
     def reach(self, config: Any) -> int:
-        """Return most tokens of a sequence that is trained, with a model of this transformers config."""
+        """Return the most tokens of a sequence that is trained, with a model of this transformers config."""
         return min(self.training.seq_len, max_length(config))
 
     def check_tokenizer(self, model: str) -> None:
-        """ValueError: the tokenizer in a model's folder lacks something that the recipe needs."""
+        """Raise ValueError if the tokenizer in a model's folder lacks something that the recipe needs."""
 
     def data(self, model: str) -> RowsConfig:
         """Return the data, whose rows are no longer than the model in this folder takes. ConfigError: they are set to
         more."""
-        return self.dataset.within("max_tokens", max_length(model_config(model)))
+        return self.dataset.cap("max_tokens", max_length(model_config(model)))
 
     def placement(self, name: str) -> dict[str, Any]:
         """Return options of service `name`, see `forge.runtime.controller.Options`."""
@@ -285,8 +277,12 @@ class TrainingRecipe(Section):
         """Check training on pairs: every pair has the same weight, and fits into one micro-batch, which bounds its
         length where that is not set."""
         half = self.training.seq_len // 2
-        message = f"dataset.max_tokens must not exceed half of training.seq_len, {half}: both answers of a pair go "
-        dataset.bound("max_tokens", half, f"{message}into one micro-batch")
+        dataset.limit(
+            "max_tokens",
+            half,
+            f"dataset.max_tokens must not exceed half of training.seq_len, {half}: both answers of a pair go into one "
+            "micro-batch",
+        )
 
 
 class RecipeConfig(TrainingRecipe):
@@ -298,11 +294,6 @@ class RecipeConfig(TrainingRecipe):
     """Generators, and critic and reference model where there are any, live in the trainer's processes and take turns
     with it on the same devices ([parallelism.md](parallelism.md)). `async.max_policy_age` must be 0."""
     services: SamplingServices = SamplingServices()
-
-    def prompts(self, model: str) -> RowsConfig:
-        """Return the dataset, whose prompts leave room for a token of the model in this folder."""
-        longest_prompt = check_length(model_config(model), self.generator.max_seq_len)
-        return self.dataset.within("max_prompt_tokens", longest_prompt - 1)
 
     def placement(self, name: str) -> dict[str, Any]:
         """Return options of a service; with `colocated` in the trainer's processes."""
@@ -358,7 +349,7 @@ class RecipeConfig(TrainingRecipe):
         return [*self.reward.plugins, *(self.reward.functions or ())]
 
     def check_reward(self) -> None:
-        """ValueError: a function, a folder or a file of the reward does not exist."""
+        """Raise ValueError if a function, a folder or a file of the reward does not exist."""
         self.reward.open()
 
 
@@ -391,7 +382,7 @@ def with_room(cfg: RLConfig | DistillConfig, section: str, model: str) -> Datase
     default_bound = cfg.training.seq_len - sampling.max_tokens  # where the user set none
     if data.max_prompt_tokens == default_bound:
         data.max_prompt_tokens = min(default_bound, room)
-    data.bound(
+    data.limit(
         "max_prompt_tokens",
         room,
         f"dataset.max_prompt_tokens is more than the {room} tokens that {completion} leaves of the {longest} that "

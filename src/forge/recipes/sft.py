@@ -43,7 +43,7 @@ class SFTConfig(RecipeConfig):
     def _check(self) -> None:
         super()._check()
         self.check_services()
-        self.dataset.bound("max_tokens", self.training.seq_len, "dataset.max_tokens must not exceed training.seq_len")
+        self.dataset.limit("max_tokens", self.training.seq_len, "dataset.max_tokens must not exceed training.seq_len")
         rules.check_rules(rules.OFFLINE_RULES + rules.SFT_RULES, self)
 
     @property
@@ -66,16 +66,17 @@ async def train(cfg: SFTConfig, job: Job) -> None:
     dataset, trainer, policy, reward = await asyncio.gather(
         components.start_dataset(cfg, job, in_turn=True),
         components.start_trainer(cfg, job, SFTLoss(), store=job.store, aggregation=aggregation),
-        components.start_run_generator(cfg, job, max_tokens=cfg.eval.max_tokens)
-        if samples_answers
-        else components.start_nothing(),
-        components.start_reward(cfg) if samples_answers else components.start_nothing(),
+        components.start_if(
+            samples_answers,
+            lambda: components.start_generator(cfg, job.model, store=job.store, max_tokens=cfg.eval.max_tokens),
+        ),
+        components.start_if(samples_answers, lambda: components.start_reward(cfg)),
     )
     state = RunState(trainer, dataset)
 
     await state.resume(record)
     samples = as_samples(held_out, job.model)
-    step = record.start
+    version = record.start  # of the trainer's weights
 
     async def evaluate_held_out() -> dict[str, float]:
         if not held_out:
@@ -84,22 +85,20 @@ async def train(cfg: SFTConfig, job: Job) -> None:
         metrics = {"eval/loss": -float((batch.weights * await trainer.logprobs.route(batch)).sum())}
         if policy is None:
             return metrics
-        await trainer.push_weights.call(step)
-        await policy.update_weights.fanout(step)
-        return metrics | await SingleTurnEnv(reward, with_tokens=cfg.reward.reads_tokens).evaluate(
-            policy, samples, record.keep_evaluation
-        )
+
+        await trainer.push_weights.call(version)
+        await policy.update_weights.fanout(version)
+        env = SingleTurnEnv(reward, with_tokens=cfg.reward.reads_tokens)
+        return metrics | await env.evaluate(policy, samples, record.keep_evaluation)
+
+    async def train_step(step: int) -> dict[str, float]:
+        nonlocal version
+        episodes = await dataset.supervised.route(cfg.training.batch_size)
+        metrics: dict[str, float] = await trainer.train_step.route(episodes)
+        version = step
+        return metrics
 
     def is_accurate() -> bool:
         return record.history[-1].get("eval/accuracy", -1.0) >= cfg.eval.stop_at
 
-    is_ended = record.start == 0 and await job.end_step(cfg, state, 0, {}, evaluate_held_out)
-    for step in () if is_ended else range(record.start + 1, cfg.training.steps + 1):
-        if is_accurate():
-            break
-        episodes = await dataset.supervised.route(cfg.training.batch_size)
-        metrics = await trainer.train_step.route(episodes)
-        if await job.end_step(cfg, state, step, metrics, evaluate_held_out, is_accurate):
-            break
-
-    await trainer.export_model.call(record.model)
+    await job.run_steps(cfg, state, train_step, evaluate_held_out, is_accurate)

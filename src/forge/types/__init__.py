@@ -7,7 +7,7 @@ rewards, training only ever reads token ids.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from typing import Any, NamedTuple
 
@@ -43,10 +43,6 @@ class Prompt:
 
     def __str__(self) -> str:
         return self.text
-
-    def __setstate__(self, state: list[Any]) -> None:
-        for attribute, value in zip(fields(self), [*state, *({}, (), False, ())[len(state) - 3 :]], strict=True):
-            object.__setattr__(self, attribute.name, value)  # a checkpoint may be older than its last fields
 
     @property
     def bare(self) -> Prompt:
@@ -112,12 +108,12 @@ class Completion:
 
     @property
     def generator_version(self) -> int:
-        """`version`, by torchforge's name."""
+        """Return `version`, by torchforge's name."""
         return self.version
 
     @property
     def stop_reason(self) -> str:
-        """`finish`, by torchforge's name."""
+        """Return `finish`, by torchforge's name."""
         return self.finish
 
 
@@ -199,10 +195,14 @@ class Episode:
             raise ValueError("an Episode is made from a completion or from prompt_ids and response_ids")
 
         # A completion has all that the other form states.
+        source = completion or Completion()
+        info = {**source.metadata, **(info or {})}
         if completion is not None:
-            prompt_ids, response_ids = completion.prompt_ids, completion.token_ids
-            logprobs, versions = completion.logprobs, completion.versions
-            info = {**completion.metadata, **(info or {})}
+            prompt_ids = completion.prompt_ids
+            response_ids = completion.token_ids
+            logprobs = completion.logprobs
+            versions = completion.versions
+            info.setdefault("finish", completion.finish)
 
         # An empty response has nothing to train, and no turn to score.
         response = list(response_ids or ())
@@ -217,29 +217,19 @@ class Episode:
         self.tokens = [*prompt_ids, *response]
         self.mask = [False] * context + [True] * len(response)
         self.logprobs = None if logprobs is None else [0.0] * context + list(logprobs)
-        self.versions = [-1] * context + (list(versions) if versions is not None else [-1] * len(response))
+        self.versions = [-1] * context + list([-1] * len(response) if versions is None else versions)
+
         self.reward = reward
         self.advantage = advantage
-
         self.weight = weight
-        self.text = completion.text if completion is not None else ""
-        self.info = dict(info or {})
-        identities = {} if completion is None else completion.identities
-        sampled_by = "" if completion is None else completion.sampled_by
-        self.origins = frozenset(Origin(v, identities.get(v, ""), sampled_by) for v in {*(versions or ())})
+
+        identities = source.identities
+        self.origins = frozenset(Origin(v, identities.get(v, ""), source.sampled_by) for v in {*(versions or ())})
+        self.text = source.text
+        self.info = info
+        self.experts = source.experts
         self.turns = self.branches = self.steps = ()
-        self.experts = None if completion is None else completion.experts
-
         self.policy = ""
-        if completion is not None:
-            self.info.setdefault("finish", completion.finish)
-
-    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
-        self.turns = self.branches = self.steps = ()  # a checkpoint may be older than they are
-        self.experts = None
-        self.policy = ""
-        for name, value in state[1].items():
-            setattr(self, name, value)
 
     @classmethod
     def given(cls, tokens: list[int], mask: list[bool], *, weight: float = 1.0) -> Episode:
@@ -281,18 +271,16 @@ class Episode:
         if any(logprob and not trained for logprob, trained in zip(logprobs, mask, strict=True)):
             raise ValueError("a token that the policy did not write has a logprob")
 
-        # The constructor is for episodes of one turn.
-        episode = cls.__new__(cls)
-        episode.tokens, episode.mask, episode.logprobs, episode.versions = tokens, mask, logprobs, versions
-        episode.turns, episode.branches, episode.steps = tuple(turns), (), ()
-        episode.experts = experts
-        episode.policy = ""
-        episode.origins = frozenset(origins)
-        if sum(turn.end - turn.start for turn in episode.turns) != sum(mask) or (reward is not None and not any(mask)):
+        all_turns = tuple(turns)
+        if sum(turn.end - turn.start for turn in all_turns) != sum(mask) or (reward is not None and not any(mask)):
             raise ValueError("the turns are not the tokens that the policy wrote, or a reward has no turn")
 
-        episode.reward, episode.advantage, episode.weight = reward, None, 1.0
-        episode.text, episode.info = text, dict(info or {})
+        episode = cls(response_ids=tokens, logprobs=logprobs, versions=versions, reward=reward, info=info)
+        episode.mask = mask
+        episode.turns = all_turns
+        episode.origins = frozenset(origins)
+        episode.text = text
+        episode.experts = experts
         return episode
 
     @property
@@ -327,11 +315,6 @@ class Group:
     target: str = ""
     prompt: str = ""
     samples: tuple[int, ...] = ()
-
-    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
-        self.samples = ()  # a checkpoint may be older than they are
-        for name, value in state[1].items():
-            setattr(self, name, value)
 
     @property
     def version(self) -> int:

@@ -75,7 +75,7 @@ class Batch:
         return Batch(lengths=lengths, origins=self.origins, unit=self.unit, **per_token, **per_sequence)
 
     def trained_counts(self) -> np.ndarray:
-        """[episodes]: the trained tokens of each episode, over all of its branches that are in the batch."""
+        """Return [episodes], the trained tokens of each episode, over all of its branches in the batch."""
         # Branches of an episode are neighbours: their counts add up.
         counts = np.add.reduceat(self.mask, np.cumsum(self.lengths) - self.lengths, dtype=np.int64)
         if self.episodes is None:

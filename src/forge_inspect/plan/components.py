@@ -89,7 +89,7 @@ def trainer_plan(cfg: TrainingRecipe, folder: Path, name: str, machines: Machine
     options = Options(**cfg.placement(name))
     kind = kind_of(name)
     layout = cfg.layout(name).over(options.procs)
-    settings = PassSettings(**cfg.training.trainer())
+    settings = PassSettings(**cfg.training.only(PassSettings))
     learns = kind != "ref_model"
     device_type = machines.type if options.with_gpus else "cpu"
 
@@ -120,7 +120,7 @@ def trainer_plan(cfg: TrainingRecipe, folder: Path, name: str, machines: Machine
     memory = trainer_memory(
         passes,
         settings,
-        OptimizerSettings(**cfg.training.optimizer_settings()),
+        OptimizerSettings(**cfg.training.only(OptimizerSettings)),
         shards=layout.data_parallel_shard_degree * layout.context_parallel_degree if has_mesh else None,
         micro_batches=2 if samples * length > seq_len * data else 1,
         gloo=device_type == "cpu",
