@@ -13,6 +13,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -32,7 +33,6 @@ from .agent import (
     remove_folder,
     unlock_folders,
 )
-from .forward import Forwarder
 
 __all__ = ["AgentCommand", "CommandResult", "CommandRunner"]
 
@@ -41,6 +41,7 @@ log = logging.getLogger(f"forge.{__name__}")
 T = TypeVar("T")
 Level = Literal["namespaces", "none"]
 INNER_FOLDER = "/task"  # the task folder, as a confined program sees it
+CHUNK = 1 << 16  # bytes that are read at once
 MAX_RUNS = 1024  # at once: each has a thread that waits for it
 TAIL = 1 << 16  # bytes of each output that are returned
 LIMITS = {"NOFILE": 4096, "FSIZE": 1 << 30, "CORE": 0, "MEMLOCK": 1 << 20, "MSGQUEUE": 0}  # of a process
@@ -292,3 +293,45 @@ def _gateway_address(url: str | None, network: Network, level: Level) -> tuple[s
     if parts.scheme != "http" or not parts.hostname or url.endswith("/v1"):
         raise ValueError(f"url must be http://HOST:PORT of the gateway without /v1, got {url!r}")
     return (parts.hostname, parts.port or 80) if network == "gateway" and level == "namespaces" else None
+
+
+class Forwarder:
+    """Answers the connections of a listening socket, each by one to `host` and `port`."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._host = host
+        self._port = port
+        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Begin to answer."""
+        self._server = await asyncio.start_server(self._forward_connection, sock=listener, limit=CHUNK)
+
+    async def close(self) -> None:
+        """End all connections."""
+        if self._server is not None:
+            self._server.close()
+        for connection in self._connections:
+            connection.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+    async def _forward_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
+        # The program sees its connection closed, as it would see one rejected.
+        with closing(writer), suppress(OSError):
+            outer_reader, outer_writer = await asyncio.open_connection(self._host, self._port, limit=CHUNK)
+            with closing(outer_writer):
+                await asyncio.gather(_copy_stream(reader, outer_writer), _copy_stream(outer_reader, writer))
+
+
+async def _copy_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Copy until the end of the data, and end the other direction's, too."""
+    while data := await reader.read(CHUNK):
+        writer.write(data)
+        await writer.drain()
+    if writer.can_write_eof():
+        writer.write_eof()

@@ -128,7 +128,7 @@ class Gateway:
     async def _answer_stream(
         self, request: web.Request, dialect: Dialect, session: Session, generation: Generation
     ) -> web.StreamResponse:
-        writer = dialect.events(generation.request, generation.ids)
+        writer = dialect.writer(generation.request, generation.ids)
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **UNBUFFERED}
         response = web.StreamResponse(headers=headers)
 

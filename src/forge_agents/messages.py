@@ -26,19 +26,13 @@ class BadRequest(ValueError):
         field: the field at fault.
         status: of HTTP.
         code: the dialect's name of the error, where clients act on it.
-        details: further fields of the error, which a client may act on.
     """
 
-    def __init__(
-        self,
-        message: str,
-        field: str | None = None,
-        status: int = 400,
-        code: str | None = None,
-        details: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, message: str, field: str | None = None, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
-        self.field, self.status, self.code, self.details = field, status, code, details
+        self.field = field
+        self.status = status
+        self.code = code
 
 
 @dataclass(frozen=True, slots=True)

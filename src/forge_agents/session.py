@@ -168,52 +168,40 @@ class Session:
         Raises:
             BadRequest: a conversation that the chat template cannot render, or an unknown id.
         """
-        policy, tree = self.policy_of(request.model), self.trees[request.model]
-        if request.prompt:
-            encode = policy.dialogue.tokenizer
-            ids = encode(request.prompt)["input_ids"] if isinstance(request.prompt, str) else list(request.prompt)
-            return Place(None, request.messages, "start"), ids, tuple(ids)
+        policy = self.policy_of(request.model)
+        dialogue = policy.dialogue
+        tree = self.trees[request.model]
 
+        if request.prompt:
+            is_text = isinstance(request.prompt, str)
+            ids = dialogue.tokenizer(request.prompt)["input_ids"] if is_text else list(request.prompt)
+            return Place(None, request.messages, "start"), ids, tuple(ids)
         if policy.chat_error:
             raise BadRequest(f"{policy.chat_error}; /v1/completions takes a text", "messages")
+
         try:
             place = tree.place(request)
         except KeyError:
-            raise BadRequest(
-                f"no response {request.previous[:60]!r} in this session: send the whole conversation",
-                "previous_response_id",
-                404,
-                "previous_response_not_found",
-            ) from None
-
-        dialogue = policy.dialogue
-        if place.parent is not None:
-            tokens = tree.tokens(place.parent)
-            conversation = [*tree.conversation(place.parent), *place.messages]
-            try:
-                if not dialogue.rewrites(tokens, render_prompt(dialogue, conversation), place.parent.tools):
-                    context = tuple(
-                        dialogue.extend(tokens, render_prompt(dialogue, place.messages), place.parent.tools)
-                    )
-                    return place, [*tokens, *context], context
-            except ValueError as error:
-                raise BadRequest(str(error), "messages") from None
-
-            request = replace(request, messages=tuple(conversation), previous="")
-            place = Place(None, request.messages, "thoughts_dropped")
+            message = f"no response {request.previous[:60]!r} in this session: send the whole conversation"
+            raise BadRequest(message, "previous_response_id", 404, "previous_response_not_found") from None
 
         try:
+            if place.parent is not None:
+                tokens = tree.tokens(place.parent)
+                tools = place.parent.tools
+                conversation = [*tree.conversation(place.parent), *place.messages]
+                if not dialogue.rewrites(tokens, render_prompt(dialogue, conversation), tools):
+                    context = tuple(dialogue.extend(tokens, render_prompt(dialogue, place.messages), tools))
+                    return place, [*tokens, *context], context
+
+                # The template renders the turns before it in other tokens than were sampled: a branch begins.
+                place = Place(None, tuple(conversation), "thoughts_dropped")
+
             ids = dialogue.initial(render_prompt(dialogue, place.messages), request.tools)
         except ValueError as error:
             raise BadRequest(str(error), "messages") from None
 
-        # A conversation that is cut into other messages may still have the tokens of one that was sampled.
-        parent = tree.by_tokens(ids) if place.reason != "start" else None
-        if parent is None:
-            return place, ids, tuple(ids)
-        context = tuple(ids[len(tree.tokens(parent)) :])
-
-        return place._replace(parent=parent, by_tokens=True), ids, context
+        return place, ids, tuple(ids)
 
     async def _generate_turns(self, generation: Generation, dialect: Dialect) -> None:
         request = generation.request
@@ -315,9 +303,7 @@ class Session:
         added = (*place.messages, message)
         parent = place.parent
         tools = request.tools if parent is None else parent.tools
-
-        # A parent that was found by its tokens has other messages than the client: the key is of the client's.
-        start = tools_key(request.tools) if parent is None or place.by_tokens else parent.key
+        start = tools_key(request.tools) if parent is None else parent.key
         return TokenRun(
             number=0,
             parent=None if parent is None else parent.number,
@@ -328,7 +314,6 @@ class Session:
             key=conversation_keys(start, added)[-1],
             id=generation.ids[sample],
             reason=place.reason,
-            by_tokens=place.by_tokens,
             is_constrained=bool(request.schema is not None or request.tool_choice not in ("auto", "none")),
         )
 

@@ -81,7 +81,6 @@ class TokenRun:
     tools: those that its request offered.
     key: of the conversation up to and with this turn.
     reason: why its history is none that was sampled; "" where it continues its parent's.
-    by_tokens: the parent was found by its tokens: `added` is the whole conversation, as the client has sent it.
     is_constrained: drawn under a grammar, so from another distribution than the policy's.
     id: of the answer, and of each sibling's.
     """
@@ -95,7 +94,6 @@ class TokenRun:
     key: bytes
     id: str
     reason: Reason = ""
-    by_tokens: bool = False
     is_constrained: bool = False
 
 
@@ -109,7 +107,6 @@ class Place(NamedTuple):
     parent: TokenRun | None
     messages: tuple[Message, ...]
     reason: Reason = ""
-    by_tokens: bool = False
 
 
 class TokenTree:
@@ -156,11 +153,7 @@ class TokenTree:
 
     def conversation(self, run: TokenRun) -> list[Message]:
         """Return all messages from the root on, with this turn."""
-        messages: list[Message] = []
-        for step in self.path(run):
-            # A turn that was found by its tokens has been sent other messages for them.
-            messages = [*([] if step.by_tokens else messages), *step.added]
-        return messages
+        return [message for step in self.path(run) for message in step.added]
 
     def place(self, request: ModelRequest) -> Place:
         """Find the turn that a request continues: by its id, else by the history.
@@ -182,17 +175,6 @@ class TokenTree:
         if self._restores_thoughts:
             messages = tuple(self._with_thought(message) for message in messages)
         return Place(None, messages, "edited" if turns and self.runs else "start")
-
-    def by_tokens(self, tokens: Sequence[int]) -> TokenRun | None:
-        """Return the longest turn whose tokens a prompt begins with; None: there is none, or nothing follows it."""
-        best: TokenRun | None = None
-        size = 0
-        for run in self.runs:
-            prefix = self.tokens(run)
-            if size < len(prefix) < len(tokens) and list(tokens[: len(prefix)]) == prefix:
-                best = run
-                size = len(prefix)
-        return best
 
     def _choose_parent(self, candidates: list[TokenRun], history: Sequence[Message]) -> TokenRun:
         """Return the parent among turns that say the same: the one whose call ids the client sends back, else the

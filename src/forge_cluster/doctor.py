@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,12 +13,11 @@ from forge.runtime.inventory import OPEN_FILES, SHARED_MEMORY
 
 from .credentials import Credentials
 from .inventory import Inventory
-from .machine import first_answer
+from .machine import describe_host, query_host
 from .pool import check_versions
-from .wire import HostError, Json, connect_host, send_message
+from .wire import HostError
 
 SKEW = 5.0  # seconds between clocks that are noticed in logs
-ROUND_TRIPS = 5
 LOCKED_MEMORY = 1 << 30  # bytes; RDMA locks the buffers of the weights
 
 
@@ -51,32 +49,24 @@ async def query_hosts(hosts: Sequence[str], credentials: Credentials, folder: Pa
     diagnosis = Diagnosis()
     inventories: dict[str, Inventory] = {}
     for host in hosts:
+        began = time.monotonic()
+        wall = time.time()
         try:
-            # One answer tells what the host is; several tell how far it is.
-            began = time.monotonic()
-            wall = time.time()
-            description = await query_host(host, credentials, do="describe")
-            trips = [time.monotonic() - began]
-            for _ in range(ROUND_TRIPS - 1):
-                began = time.monotonic()
-                await query_host(host, credentials, do="describe")
-                trips.append(time.monotonic() - began)
+            inventory, holder = await describe_host(host, credentials)
         except (OSError, HostError) as error:
             diagnosis.problems.append(str(error))
             continue
 
-        holder = description.pop("held_by")
-        inventory = Inventory.from_dict(description)
-        inventories[host] = inventory
-
         # The description was made about half a round trip after it was asked for.
-        skew = inventory.clock - wall - trips[0] / 2
+        round_trip = time.monotonic() - began
+        skew = inventory.clock - wall - round_trip / 2
+        inventories[host] = inventory
         diagnosis.rows.append(
             [
                 host,
                 inventory.name,
                 str(inventory),
-                f"{1000 * statistics.median(trips):.0f} ms",
+                f"{1000 * round_trip:.0f} ms",
                 f"{skew:+.1f} s",
                 holder or "free",
             ]
@@ -146,17 +136,3 @@ async def host_sees(host: str, credentials: Credentials, path: Path, content: st
         return await query_host(host, credentials, do="sees", path=str(path), content=content)
     except (OSError, HostError):
         return True
-
-
-async def query_host(host: str, credentials: Credentials, **message: Json) -> Json:
-    """Send a message to a host's daemon and return its answer.
-
-    Raises:
-        OSError, HostError: it cannot be reached, or reported an error.
-    """
-    reader, writer = await connect_host(host, credentials)
-    try:
-        send_message(writer, message)
-        return await first_answer(reader, host)
-    finally:
-        writer.close()

@@ -31,7 +31,6 @@ def add_to(commands: Subparsers) -> None:
 
     # These are of programs that start workers: ssh, a job of a cluster, a launcher.
     parser.add_argument("--stdin", action="store_true", help="read the secret from standard input, end when it closes")
-    parser.add_argument("--once", action="store_true", help="end after the first run")
     parser.add_argument("--register", default=None, metavar="FOLDER", help="write the address to a file in this folder")
     parser.set_defaults(run=run)
 
@@ -96,7 +95,7 @@ def run(args: argparse.Namespace) -> None:
             write_atomic(file, f"{location}\n")
 
     async def serve_daemon() -> None:
-        daemon = Daemon(gpus, secret, address, port, args.once)
+        daemon = Daemon(gpus, secret, address, port)
         task = asyncio.ensure_future(daemon.serve(report_ready))
         loop = asyncio.get_running_loop()
 

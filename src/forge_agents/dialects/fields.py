@@ -263,7 +263,4 @@ OPENAI_ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not
 def openai_error(error: BadRequest) -> Mapping[str, Json]:
     """Return the body of an error in both dialects of OpenAI."""
     kind = "server_error" if error.status >= 500 else OPENAI_ERRORS.get(error.status, "invalid_request_error")
-    body: dict[str, Json] = {"message": str(error), "type": kind, "param": error.field, "code": error.code}
-    if error.details:
-        body["details"] = error.details
-    return {"error": body}
+    return {"error": {"message": str(error), "type": kind, "param": error.field, "code": error.code}}

@@ -48,7 +48,7 @@ SUMMARY = {"summary_text": "text", "reasoning_text": "text", "text": "text"}
 class ResponsesDialect(Dialect):
     """Requests to `/v1/responses`."""
 
-    name = "responses"
+    writer = ResponsesEvents
     id_prefix = ID_PREFIX
 
     def read(self, body: Json) -> ModelRequest:
@@ -81,10 +81,6 @@ class ResponsesDialect(Dialect):
         """Return the body of an answer that is not streamed."""
         turn = turns[0]
         return make_response(request, turn.id, output_items(turn), time.time(), turn).model_dump(exclude_unset=True)
-
-    def events(self, request: ModelRequest, ids: Sequence[str]) -> ResponsesEvents:
-        """Return the writer of a streamed answer."""
-        return ResponsesEvents(request, ids)
 
 
 def _read_messages(body: Mapping[str, Json]) -> list[Message]:

@@ -129,7 +129,7 @@ class ResponsesEvents(ItemWriter):
     """Writes one answer; its items have one part."""
 
     def __init__(self, request: ModelRequest, ids: Sequence[str]) -> None:
-        self._request = request
+        super().__init__(request, ids)
         self._id = ids[0]
         self._created = time.time()
         self._numbers = count()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from protocol import EpisodeError, SettingError, Values, serve
+from protocol import EpisodeError, SettingError, Values, serve_collection
 
 # So that nothing of this folder hides a package of the same name.
 sys.path.pop(0)
@@ -111,4 +111,4 @@ class Environment:
 
 
 if __name__ == "__main__":
-    serve(open_environment)
+    serve_collection(open_environment)
