@@ -144,7 +144,7 @@ class Worker:
         raise InfrastructureError(str(message["error"]))
 
     async def _read_answers(self, process: Process) -> None:
-        """Take the worker's messages until it ends; what is unanswered then fails."""
+        """Read the worker's results until it exits; requests without a result fail then."""
         assert process.stdout is not None
         async for line in process.stdout:
             message = json.loads(line)

@@ -26,6 +26,7 @@ class BadRequest(ValueError):
         field: the field at fault.
         status: of HTTP.
         code: the dialect's name of the error, where clients act on it.
+        details: further fields of the error, which a client of Anthropic can act on.
     """
 
     def __init__(self, message: str, field: str | None = None, status: int = 400, code: str | None = None) -> None:
@@ -33,6 +34,7 @@ class BadRequest(ValueError):
         self.field = field
         self.status = status
         self.code = code
+        self.details = details
 
 
 @dataclass(frozen=True, slots=True)

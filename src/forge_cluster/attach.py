@@ -176,11 +176,11 @@ class PooledHosts(Hosts):
             return self._mesh
 
     def gpus(self) -> dict[str, list[str]]:
-        """Return GPUs that are leased, by the address of their machine."""
+        """Return the leased GPUs by the address of their machine."""
         return self.allocation.gpus
 
     def variables(self) -> dict[str, str]:
-        """None: the workers on the machines have their own folders."""
+        """Return no variables: the workers on the machines have their own."""
         return {}
 
     async def rendezvous(self) -> str:

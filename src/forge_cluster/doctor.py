@@ -72,33 +72,7 @@ async def query_hosts(hosts: Sequence[str], credentials: Credentials, folder: Pa
             ]
         )
 
-        # Each of these would later fail in a way that does not name it.
-        if abs(skew) > SKEW:
-            diagnosis.problems.append(
-                f"{inventory.name}: its clock differs by {skew:+.0f} s: start chronyd or ntpd there"
-            )
-
-        if inventory.shared_memory < SHARED_MEMORY:
-            diagnosis.problems.append(
-                f"{inventory.name}: /dev/shm has {inventory.shared_memory / 1e9:.1f} GB free, and holds three versions "
-                "of the weights: enlarge it (mount -o remount,size=..., docker --shm-size)"
-            )
-
-        if inventory.open_files < OPEN_FILES:
-            diagnosis.problems.append(
-                f"{inventory.name}: a process may open {inventory.open_files} files: ulimit -n {OPEN_FILES}"
-            )
-
-        if inventory.infiniband and 0 <= inventory.locked_memory < LOCKED_MEMORY:
-            diagnosis.problems.append(
-                f"{inventory.name}: it has RDMA ({', '.join(inventory.infiniband)}), and a process may lock "
-                f"{inventory.locked_memory >> 20} MB: ulimit -l unlimited"
-            )
-
-        try:
-            check_versions(inventory)
-        except ValueError as error:
-            diagnosis.problems.append(str(error))
+        diagnosis.problems += find_problems(inventory, skew)
 
     # Same machines are the rule: a missing GPU is most often a broken one.
     counts = {len(inventory.gpus) for inventory in inventories.values()}
@@ -111,6 +85,39 @@ async def query_hosts(hosts: Sequence[str], credentials: Credentials, folder: Pa
     if folder is not None:
         await _check_folder(folder, inventories, credentials, diagnosis)
     return diagnosis
+
+
+def find_problems(inventory: Inventory, skew: float) -> list[str]:
+    """Return the problems of a host, each of which would later fail in a way that does not name it.
+
+    Args:
+        skew: seconds by which its clock is ahead of this machine's.
+    """
+    name = inventory.name
+    problems = []
+    if abs(skew) > SKEW:
+        problems.append(f"{name}: its clock differs by {skew:+.0f} s: start chronyd or ntpd there")
+
+    if inventory.shared_memory < SHARED_MEMORY:
+        problems.append(
+            f"{name}: /dev/shm has {inventory.shared_memory / 1e9:.1f} GB free, and holds three versions of the "
+            "weights: enlarge it (mount -o remount,size=..., docker --shm-size)"
+        )
+
+    if inventory.open_files < OPEN_FILES:
+        problems.append(f"{name}: a process may open {inventory.open_files} files: ulimit -n {OPEN_FILES}")
+
+    if inventory.infiniband and 0 <= inventory.locked_memory < LOCKED_MEMORY:
+        problems.append(
+            f"{name}: it has RDMA ({', '.join(inventory.infiniband)}), and a process may lock "
+            f"{inventory.locked_memory >> 20} MB: ulimit -l unlimited"
+        )
+
+    try:
+        check_versions(inventory)
+    except ValueError as error:
+        problems.append(str(error))
+    return problems
 
 
 async def _check_folder(

@@ -305,12 +305,12 @@ class RemoteProcess:
         return f"{self.pid} on {self.machine.inventory.name}"
 
     def kill(self) -> None:
-        """Have the daemon send SIGKILL to it, if it has not ended yet."""
+        """Ask its daemon to send SIGKILL, if the process has not exited yet."""
         if not self.machine.lost.done():
             self.machine.send("kill", pid=self.pid)
 
     async def activity(self) -> Activity | None:
-        """Return what it does, by its machine's daemon; None if that gives no answer."""
+        """Return the activity that its machine's daemon reports; None if the daemon does not answer."""
         try:
             return Activity(*await self.machine.request("activity", pid=self.pid))
         except HostError:

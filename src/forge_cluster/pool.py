@@ -44,7 +44,7 @@ class Allocation:
 
     @property
     def procs(self) -> int:
-        """Processes on each machine."""
+        """Return the number of processes on each machine."""
         return self.demand.procs // len(self.machines)
 
     @property

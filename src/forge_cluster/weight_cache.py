@@ -179,7 +179,7 @@ class WeightCache(ForgeActor):
 
     @endpoint
     async def fetch(self, key: str, version: int, timeout: float) -> str:
-        """Have a version in this host's store; returns its manifest there.
+        """Copy a version into this host's store unless it is there; return its manifest there.
 
         Raises:
             MissingVersion: no host has it any more. TimeoutError: it did not arrive in time.
@@ -276,9 +276,9 @@ class WeightCache(ForgeActor):
         # Versions that the store no longer keeps: a run that updates often would keep a minute of them.
         assert manifest.version is not None
         for name, source in [*self._sources.items()]:
-            is_copy_of_key = source.version is not None and source.version[0] == manifest.key
-            if is_copy_of_key and source.version[1] < manifest.version - 1:
-                await self._release_source(name, source)
+            if source.version is not None and source.version[0] == manifest.key:
+                if source.version[1] < manifest.version - 1:
+                    await self._release_source(name, source)
 
         if foreign:
             record_metric("weight_sync/bytes", sum(map(manifest.extent, foreign)), Reduce.SUM)
@@ -377,7 +377,7 @@ def cache_name(host: str) -> str:
 
 
 def whole_name(part: Manifest) -> str:
-    """Return what caches call the bytes of a segment in a version: a later one may have the same segment."""
+    """Return the name by which caches ask for a segment of a version: later versions can reuse the segment."""
     (segment,) = part.segments
     return f"{segment}/{part.version}"
 

@@ -14,9 +14,8 @@ from forge.data.thoughts import after_thoughts
 from forge.rewards.verifier import Scores, Unscored, collect_scores
 from forge_sandbox.code_blocks import python_block
 
-from .cases import NO_LITERAL, Case, Check, checks_of, forgeable, read_cases
+from .cases import NO_LITERAL, Case, Check, checks_of, forgeable, parse_literal, read_cases
 from .harness import BEGUN, HARNESS, read_marked
-from .literals import parse_literal
 from .sandbox import Sandbox
 
 Json = Any  # plain data of a report

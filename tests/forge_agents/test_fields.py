@@ -90,7 +90,7 @@ REJECTED = [
         "input[0].content: a part of type 'input_file' is not supported: this model reads text",
     ),
     ("responses", {"previous_response_id": 5}, "previous_response_id must be the id of a response"),
-    ("anthropic", {"thread": {"type": "create"}}, "thread = {'type': 'create'} is not supported"),
+    ("anthropic", {"thread": {"type": "create"}}, "thread is not supported: send the whole history"),
     (
         "anthropic",
         {"tools": [{"type": "bash_20250124", "name": "bash"}]},

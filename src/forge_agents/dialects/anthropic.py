@@ -17,7 +17,7 @@ SAMPLING = ("temperature", "top_p", "top_k", "thinking")
 KNOWN = {
     *SAMPLING,
     *("model", "messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream"),
-    *("output_config", "output_format", "context_management"),
+    *("output_config", "output_format", "thread", "context_management"),
 }
 IGNORED = {
     *("metadata", "service_tier", "inference_geo", "speed", "cache_control", "diagnostics", "betas", "fallbacks"),
@@ -26,7 +26,6 @@ IGNORED = {
 NEUTRAL: Mapping[str, Sequence[Json]] = {
     "container": (),
     "mcp_servers": ([],),
-    "thread": (),
     "compaction": ({"type": "disabled"},),
 }
 TEXT = {"text": "text"}
@@ -125,6 +124,11 @@ class AnthropicDialect(Dialect):
     def read(self, body: Json) -> ModelRequest:
         """Parse a body. BadRequest: names the unsupported field."""
         fields.check_fields(body, KNOWN, IGNORED, NEUTRAL)
+        if body.get("thread") is not None:
+            # The client's own helper repeats the request with the whole history when it reads these details.
+            details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+            raise BadRequest("thread is not supported: send the whole history", "thread", details=details)
+
         _check_edits(body.get("context_management"))
         tools = tuple(_read_tool(tool, path) for path, tool in fields.read_objects(body.get("tools"), "tools"))
         choice = fields.read_object(body.get("tool_choice"), "tool_choice")
@@ -170,7 +174,8 @@ class AnthropicDialect(Dialect):
     def error(self, error: BadRequest) -> Mapping[str, Json]:
         """Return the body of an error."""
         kind = ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": str(error)}}
+        details = {"details": error.details} if error.details else {}
+        return {"type": "error", "error": {"type": kind, "message": str(error), **details}}
 
 
 def _write_event(event: BaseModel) -> bytes:

@@ -201,6 +201,6 @@ def _map_users(pid: int, users: str, groups: str, setgroups: str) -> None:
 
 
 def mount_target(source: str | None, target: str, kind: str | None, flags: int, settings: str | None = None) -> None:
-    """mount(2). OSError: it failed, with the target."""
+    """Mount a file system by mount(2). OSError: it failed; names the target."""
     words = [None if text is None else text.encode() for text in (source, target, kind, settings)]
     check_result(libc.mount(*words[:3], ctypes.c_ulong(flags), words[3]), f"mount {target}")
