@@ -29,7 +29,14 @@ class BadRequest(ValueError):
         details: further fields of the error, which a client of Anthropic can act on.
     """
 
-    def __init__(self, message: str, field: str | None = None, status: int = 400, code: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        field: str | None = None,
+        status: int = 400,
+        code: str | None = None,
+        details: Mapping[str, Any] | None = None,
+    ) -> None:
         super().__init__(message)
         self.field = field
         self.status = status
