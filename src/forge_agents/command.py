@@ -132,29 +132,32 @@ class CommandRunner:
         """
         if self._scratch is None:
             raise RuntimeError("the runner is not running: await runner.start() first")
-        outer = _gateway_address(url, command.network, self.level)
-        new = folder is None
+        gateway = _gateway_address(url, command.network, self.level)
+        is_new = folder is None
         if folder is None:
             self._number += 1
             folder = self._scratch.path / str(self._number) / "task"
+
+        # What the placeholders of the command stand for: inside, the gateway is at its port of the loopback.
         words = {"url": url or "", "key": key, "model": model, "task": task_text}
         words["folder"] = INNER_FOLDER if self.level == "namespaces" else str(folder)
-
-        if outer is not None:
-            words["url"] = f"http://127.0.0.1:{outer[1]}{urlsplit(words['url']).path}"
-        settings, request = self._sandbox_settings(command, words, folder)
+        if gateway is not None:
+            words["url"] = f"http://127.0.0.1:{gateway[1]}{urlsplit(words['url']).path}"
 
         # A program without a gateway has no network.
+        settings, request = self._sandbox_settings(command, words, folder)
         settings["network"] = "gateway" if url is None else command.network
-        settings["port"] = None if outer is None else outer[1]
+        settings["port"] = None if gateway is None else gateway[1]
+
+        source = command.files if is_new else None
         owned = self.level == "namespaces" and os.geteuid() == 0
-        filling = partial(fill_task_folder, folder, command.files if new else None, files or {}, new=new, owned=owned)
+        fill_folder = partial(fill_task_folder, folder, source, files or {}, new=is_new, owned=owned)
 
         async def play_and_clean() -> CommandResult:
             try:
-                return await self._play_program(filling, settings, request, folder, outer)
+                return await self._play_program(fill_folder, settings, request, folder, gateway)
             except BaseException:
-                if new:
+                if is_new:
                     await self._in_thread(partial(remove_folder, folder.parent))
                 raise
 
@@ -162,7 +165,6 @@ class CommandRunner:
         run = asyncio.ensure_future(play_and_clean())
         self._runs.add(run)
         run.add_done_callback(self._runs.discard)
-
         return await run
 
     async def close(self) -> None:
@@ -185,15 +187,15 @@ class CommandRunner:
 
     async def _play_program(
         self,
-        filling: Callable[[], None],
+        fill_folder: Callable[[], None],
         settings: Settings,
         request: dict[str, Any],
         folder: Path,
-        outer: tuple[str, int] | None,
+        gateway: tuple[str, int] | None,
     ) -> CommandResult:
         """Fill the folder, run the program in it, and wait until all its processes have ended."""
-        await self._in_thread(filling)
-        forwarder = None if outer is None else Forwarder(*outer)
+        await self._in_thread(fill_folder)
+        forwarder = None if gateway is None else Forwarder(*gateway)
         workers: list[Worker] = []
         seconds: float = request["time_limit"]
 

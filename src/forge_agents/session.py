@@ -175,8 +175,10 @@ class Session:
         tree = self.trees[request.model]
 
         if request.prompt:
-            is_text = isinstance(request.prompt, str)
-            ids = dialogue.tokenizer(request.prompt)["input_ids"] if is_text else list(request.prompt)
+            if isinstance(request.prompt, str):
+                ids = dialogue.tokenizer(request.prompt)["input_ids"]
+            else:
+                ids = list(request.prompt)
             return Place(None, request.messages, "start"), ids, tuple(ids)
         if policy.chat_error:
             raise BadRequest(f"{policy.chat_error}; /v1/completions takes a text", "messages")

@@ -276,9 +276,10 @@ class WeightCache(ForgeActor):
         # Versions that the store no longer keeps: a run that updates often would keep a minute of them.
         assert manifest.version is not None
         for name, source in [*self._sources.items()]:
-            if source.version is not None and source.version[0] == manifest.key:
-                if source.version[1] < manifest.version - 1:
-                    await self._release_source(name, source)
+            if source.version is None or source.version[0] != manifest.key:
+                continue
+            if source.version[1] < manifest.version - 1:
+                await self._release_source(name, source)
 
         if foreign:
             record_metric("weight_sync/bytes", sum(map(manifest.extent, foreign)), Reduce.SUM)
