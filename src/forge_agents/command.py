@@ -250,7 +250,9 @@ class CommandRunner:
         readable folder holds all runs' folders."""
         for path in command.readable:
             if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(path)):
-                raise ValueError(f"readable has {path}, which holds the folders of all runs: name what is needed in it")
+                raise ValueError(
+                    f"readable has {path}, which holds the task folders of all runs: name what the program needs"
+                )
         pattern = re.compile("|".join(rf"\{{{name}\}}" for name in words))
 
         def fill_placeholders(text: str) -> str:

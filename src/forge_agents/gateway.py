@@ -67,7 +67,7 @@ class Gateway:
         """End a session, whose key expires.
 
         Raises:
-            KeyError: there is no such session.
+            KeyError: no session has this key.
         """
         session = self.sessions[key]
         # The client may have its last answer before this process has noted it.
@@ -239,7 +239,7 @@ class GatewayActor(ForgeActor):
 
     @endpoint
     async def close(self, key: str) -> SessionRecord:
-        """End a session. KeyError: there is none, as its gateway was lost."""
+        """End a session. KeyError: it was lost with an earlier gateway."""
         return await self.gateway.close(key)
 
 
@@ -269,7 +269,7 @@ def _error_response(dialect: Dialect, error: BadRequest) -> web.Response:
 
 
 def _as_request_error(raised: BaseException) -> BadRequest:
-    """Return an error of a generation as one of the request: what the client may repeat is a 503."""
+    """Return the error of a request for a failed generation. A 503 says that the client can repeat the request."""
     while isinstance(raised, BaseExceptionGroup):
         raised = raised.exceptions[0]
     if isinstance(raised, BadRequest):

@@ -149,7 +149,7 @@ class Session:
         self.delivered.update(generation.ids)
 
     async def close(self) -> None:
-        """Cancel what is still sampled: its client has ended."""
+        """Cancel the turns that are still sampled: their client has exited."""
         tasks = [generation.task for generation in self.open_generations if generation.task is not None]
         self.counts["cancelled"] += len(tasks)
         for task in tasks:
@@ -158,7 +158,7 @@ class Session:
             await asyncio.wait(tasks)
 
     def policy_of(self, name: str) -> Policy:
-        """Return the policy of this name. BadRequest: there is none."""
+        """Return the policy of this name. BadRequest: no policy has it."""
         if name not in self.policies:
             message = f"model {name[:60]!r} is not served here: ask for {', '.join(self.policies)}"
             raise BadRequest(message, "model", 404, "model_not_found")

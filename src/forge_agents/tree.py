@@ -80,7 +80,7 @@ class TokenRun:
     added: the messages of `context`, and the turn as a message.
     tools: those that its request offered.
     key: of the conversation up to and with this turn.
-    reason: why its history is none that was sampled; "" where it continues its parent's.
+    reason: why it begins a branch; "" where it continues its parent.
     is_constrained: drawn under a grammar, so from another distribution than the policy's.
     id: of the answer, and of each sibling's.
     """

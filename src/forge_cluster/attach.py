@@ -48,7 +48,7 @@ async def attach_hosts(hosts: str | Sequence[str], wait: float = 600.0) -> Poole
     secret = _require_secret()
     addresses = await expected_addresses(hosts)
     if not addresses:
-        raise ForgeError(f"there are no hosts in {hosts}")
+        raise ForgeError(f"expected the addresses of hosts, got none from {hosts}")
     if runtime().services:
         raise ForgeError("hosts are attached before the first component is started")
 

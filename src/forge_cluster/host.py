@@ -1,6 +1,6 @@
 """`forge worker`, the daemon of a machine: it starts Monarch workers for one controller at a time, under a lease.
 
-Monarch itself leaves the processes of a lost controller, or of a machine that was cut off, running for ever. Here they
+Monarch itself leaves the processes of a lost controller, or of a machine that was cut off, running forever. Here they
 end within LEASE seconds: a run that has replaced them never hears from them again.
 """
 

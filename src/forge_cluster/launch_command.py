@@ -128,9 +128,7 @@ def _check_words(arguments: Arguments, options: argparse.Namespace) -> None:
     """Raise ValueError if a secret would be in a script, a manifest or the list of processes, which others can read."""
     from forge.system.masking import mask_secrets, without_secrets
 
-    remedy = (
-        f"which others could read in what is submitted: put it into {options.config}, or into the job's environment"
-    )
+    remedy = f"which other users could read in the job: put it into {options.config}, or into the job's environment"
     for name, text in arguments.overrides:
         if without_secrets(text, name) != text:
             raise ValueError(f"--{name} holds a secret, {remedy}")

@@ -133,7 +133,7 @@ class Machine:
         Raises:
             OSError: it cannot be reached. HostError: another controller holds it, or it lacks this run's folder.
         """
-        # A key in the environment, as of an API, is not for every machine.
+        # API keys in the environment stay on this machine.
         inherited = {
             name: value
             for name, value in os.environ.items()

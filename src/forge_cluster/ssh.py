@@ -99,7 +99,7 @@ def _read_address(host: str, process: subprocess.Popen) -> str:
         lines.append(file.readline().strip())
 
     assert process.stdout is not None
-    # Read in a thread: a read has no time limit, and ssh may wait for a password for ever.
+    # Read in a thread: a read has no timeout, and ssh may wait forever for a password.
     reader = threading.Thread(target=read_line, args=(process.stdout,), daemon=True)
     reader.start()
     reader.join(START_TIMEOUT)

@@ -89,7 +89,7 @@ def split_choice(text: str) -> tuple[str, Sequence[Token]]:
     if not bracketed and len(parts) > 1 and parts[1].text not in (")", ".", ":"):
         return "", ()
 
-    # Several labels, or a word that continues the sentence, are no choice.
+    # Several labels are not one choice, nor is a letter before a word that continues the sentence.
     labels = (token.text for token, after in pairwise(following) if after.text in (")", ".", ":"))
     if (
         any(len(label) == 1 and label.isupper() for label in labels)

@@ -78,7 +78,7 @@ class Parser:
         return terms[0] if len(terms) == 1 else ["add", *terms]
 
     def _parse_sign(self) -> int:
-        """Return the sign before a term, -1 or 1. Two signs are no expression."""
+        """Return the sign before a term, -1 or 1. Two signs are unreadable."""
         return 1 if self._skip_token("+") or not self._skip_token("-") else -1
 
     @staticmethod
@@ -292,7 +292,7 @@ class Parser:
 
 
 def parse_expression(parts: Sequence[Token]) -> tuple[Tree, bool]:
-    """Return the tree of an expression, and whether it is a calculation. Unreadable: it is none."""
+    """Return the tree of an expression, and whether it is a calculation. Unreadable: it is not an expression."""
     parser = Parser(parts)
     try:
         tree = parser.read()

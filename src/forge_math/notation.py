@@ -346,7 +346,7 @@ def _split_tokens(text: str) -> Iterator[Token]:
 def _split_letters(run: str, spaced: bool, before: Token | None, glued_after: bool) -> Iterator[Token]:
     """Yield a run of letters after a token, perhaps with more mathematics glued to it: a function, a word, or
     variables."""
-    # Letters beside mathematics are variables; beside text, a word.
+    # Letters next to mathematics are variables; next to text, a word.
     after_figure = before is not None and before.kind == "number"
     glued = glued_after or (
         before is not None and not spaced and before.text not in ("(", "-", "'", ",", "/", "|", '"')

@@ -151,7 +151,7 @@ def _read_union(parts: tuple[Token, ...]) -> Value | None:
 
 
 def _read_bracketed(parts: tuple[Token, ...]) -> Value | None:
-    """Return a tuple, an interval, a set, or what stands in brackets alone."""
+    """Read a tuple, an interval or a set; of brackets around one value, the value."""
     if len(parts) < 2:
         return Value("text", parts) if not parts else None
     first, last = parts[0].text, parts[-1].text

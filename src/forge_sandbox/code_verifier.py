@@ -26,7 +26,7 @@ class Runner(Protocol):
     """Runs untrusted programs, as `forge_sandbox.Sandbox`. Exceptions are failures of the runner, not the program."""
 
     async def run(self, program: str, *, stdin: str = "", time_limit: float) -> Any:
-        """Run a program for so many seconds: what has the `status` and `stdout` of `forge_sandbox.Result`."""
+        """Run a program for at most `time_limit` seconds; return an object with `status` and `stdout`."""
 
 
 def code_block(response: str) -> str | None:

@@ -148,7 +148,7 @@ def check_choice(choice: str, tools: Sequence[Schema]) -> str:
     """Return a tool choice that these tools can satisfy."""
     name = choice.removeprefix("function:")
     if choice == "required" and not tools:
-        raise BadRequest("tool_choice asks for a call, and there are no tools", "tool_choice")
+        raise BadRequest("tool_choice asks for a call, but tools is empty", "tool_choice")
     if name != choice and name not in [tool["function"]["name"] for tool in tools]:
         raise BadRequest(f"tool_choice names {shorten_value(name)}, which is none of the tools", "tool_choice")
     return choice

@@ -69,7 +69,9 @@ class Environment:
                 )
             # A second attempt in the same session would be learned from with the reward of the first.
             if agent.retries.max_retries or agent.retries.rules or self.env.config.retries.max_retries:
-                raise SettingError("args.retries and args.AGENT.retries do nothing: episode.retries repeats episodes")
+                raise SettingError(
+                    "args.retries and args.AGENT.retries must be 0: set episode.retries, which repeats episodes"
+                )
 
     async def start(self) -> None:
         """Start what episodes share: tool servers, and the server between harness and model."""
