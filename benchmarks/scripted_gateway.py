@@ -108,7 +108,7 @@ class ScriptedGateway:
             turns = [self._named(turn, dialect, number) for number, turn in enumerate(self.answer(parsed))]
         except BadRequest as error:
             return web.json_response(dialect.error(error), status=error.status)
-        self.requests.append((dialect.name, parsed))
+        self.requests.append((type(dialect).__name__, parsed))
         if not parsed.stream:
             return web.json_response(dialect.complete(parsed, turns))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -120,8 +120,8 @@ class ScriptedGateway:
     async def _events(
         self, dialect: Dialect, request: ModelRequest, turns: Sequence[ModelTurn]
     ) -> AsyncIterator[bytes]:
-        writer = dialect.events(request, [turn.id for turn in turns])
-        yield writer.ping() if dialect.name != "anthropic" else b""
+        writer = dialect.writer(request, [turn.id for turn in turns])
+        yield writer.ping() if not isinstance(dialect, AnthropicDialect) else b""
         yield writer.begin(turns[0].prompt_tokens)
         for sample, turn in enumerate(turns):
             for delta in pieces(sample, turn):

@@ -137,7 +137,7 @@ class AgentCommand:
         if self.network not in get_args(Network):
             raise ValueError(f"network must be gateway or host, got {self.network!r}")
         if self.files is not None and not Path(self.files).is_dir():
-            raise ValueError(f"files must be a folder, and {self.files} is none")
+            raise ValueError(f"files must be a directory to copy, got {self.files}")
         for path in self.readable:
             if not os.path.exists(path):
                 raise ValueError(f"readable has {path}, which does not exist")

@@ -25,7 +25,7 @@ def add_to(commands: Any) -> None:
         "rows", help=about, description=about, epilog="example: forge agents rows agent.yaml --held-out .1"
     )
     rows.add_argument("config", help="the run's YAML file")
-    rows.add_argument("--limit", type=int, default=-1, help="read so many tasks; default all")
+    rows.add_argument("--limit", type=int, default=-1, help="read at most this many tasks; default: all")
 
     held_out = "share that is held out if the collection has no split; default .1"
     rows.add_argument("--held-out", type=float, default=0.1, help=held_out)

@@ -144,7 +144,7 @@ class Worker:
         raise InfrastructureError(str(message["error"]))
 
     async def _read_answers(self, process: Process) -> None:
-        """Take the worker's messages until it ends; what is unanswered then fails."""
+        """Read the worker's results until it exits; requests without a result fail then."""
         assert process.stdout is not None
         async for line in process.stdout:
             message = json.loads(line)
@@ -220,7 +220,7 @@ class WorkerPlay:
             if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
                 raise InfrastructureError(f"the environment's reward is {reward!r}, not a finite number")
         except InfrastructureError as error:
-            # An outcome, by which the tokens of the attempt are in the account of the next one.
+            # Returned, not raised: so the tokens of this attempt are in the account of the next one.
             log.warning("an episode of %s was lost: %s", sample.prompt.text[:60] or "a task", error)
             return Outcome(None, "infrastructure", True, {"error": str(error)})
         return Outcome(float(reward), str(result.get("stop", "ended")), info={"metrics": result.get("metrics", {})})

@@ -13,6 +13,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -32,7 +33,6 @@ from .agent import (
     remove_folder,
     unlock_folders,
 )
-from .forward import Forwarder
 
 __all__ = ["AgentCommand", "CommandResult", "CommandRunner"]
 
@@ -41,6 +41,7 @@ log = logging.getLogger(f"forge.{__name__}")
 T = TypeVar("T")
 Level = Literal["namespaces", "none"]
 INNER_FOLDER = "/task"  # the task folder, as a confined program sees it
+CHUNK = 1 << 16  # bytes that are read at once
 MAX_RUNS = 1024  # at once: each has a thread that waits for it
 TAIL = 1 << 16  # bytes of each output that are returned
 LIMITS = {"NOFILE": 4096, "FSIZE": 1 << 30, "CORE": 0, "MEMLOCK": 1 << 20, "MSGQUEUE": 0}  # of a process
@@ -131,29 +132,32 @@ class CommandRunner:
         """
         if self._scratch is None:
             raise RuntimeError("the runner is not running: await runner.start() first")
-        outer = _gateway_address(url, command.network, self.level)
-        new = folder is None
+        gateway = _gateway_address(url, command.network, self.level)
+        is_new = folder is None
         if folder is None:
             self._number += 1
             folder = self._scratch.path / str(self._number) / "task"
+
+        # What the placeholders of the command stand for: inside, the gateway is at its port of the loopback.
         words = {"url": url or "", "key": key, "model": model, "task": task_text}
         words["folder"] = INNER_FOLDER if self.level == "namespaces" else str(folder)
-
-        if outer is not None:
-            words["url"] = f"http://127.0.0.1:{outer[1]}{urlsplit(words['url']).path}"
-        settings, request = self._sandbox_settings(command, words, folder)
+        if gateway is not None:
+            words["url"] = f"http://127.0.0.1:{gateway[1]}{urlsplit(words['url']).path}"
 
         # A program without a gateway has no network.
+        settings, request = self._sandbox_settings(command, words, folder)
         settings["network"] = "gateway" if url is None else command.network
-        settings["port"] = None if outer is None else outer[1]
+        settings["port"] = None if gateway is None else gateway[1]
+
+        source = command.files if is_new else None
         owned = self.level == "namespaces" and os.geteuid() == 0
-        filling = partial(fill_task_folder, folder, command.files if new else None, files or {}, new=new, owned=owned)
+        fill_folder = partial(fill_task_folder, folder, source, files or {}, new=is_new, owned=owned)
 
         async def play_and_clean() -> CommandResult:
             try:
-                return await self._play_program(filling, settings, request, folder, outer)
+                return await self._play_program(fill_folder, settings, request, folder, gateway)
             except BaseException:
-                if new:
+                if is_new:
                     await self._in_thread(partial(remove_folder, folder.parent))
                 raise
 
@@ -161,7 +165,6 @@ class CommandRunner:
         run = asyncio.ensure_future(play_and_clean())
         self._runs.add(run)
         run.add_done_callback(self._runs.discard)
-
         return await run
 
     async def close(self) -> None:
@@ -184,15 +187,15 @@ class CommandRunner:
 
     async def _play_program(
         self,
-        filling: Callable[[], None],
+        fill_folder: Callable[[], None],
         settings: Settings,
         request: dict[str, Any],
         folder: Path,
-        outer: tuple[str, int] | None,
+        gateway: tuple[str, int] | None,
     ) -> CommandResult:
         """Fill the folder, run the program in it, and wait until all its processes have ended."""
-        await self._in_thread(filling)
-        forwarder = None if outer is None else Forwarder(*outer)
+        await self._in_thread(fill_folder)
+        forwarder = None if gateway is None else Forwarder(*gateway)
         workers: list[Worker] = []
         seconds: float = request["time_limit"]
 
@@ -247,7 +250,9 @@ class CommandRunner:
         readable folder holds all runs' folders."""
         for path in command.readable:
             if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(path)):
-                raise ValueError(f"readable has {path}, which holds the folders of all runs: name what is needed in it")
+                raise ValueError(
+                    f"readable has {path}, which holds the task folders of all runs: name what the program needs"
+                )
         pattern = re.compile("|".join(rf"\{{{name}\}}" for name in words))
 
         def fill_placeholders(text: str) -> str:
@@ -292,3 +297,45 @@ def _gateway_address(url: str | None, network: Network, level: Level) -> tuple[s
     if parts.scheme != "http" or not parts.hostname or url.endswith("/v1"):
         raise ValueError(f"url must be http://HOST:PORT of the gateway without /v1, got {url!r}")
     return (parts.hostname, parts.port or 80) if network == "gateway" and level == "namespaces" else None
+
+
+class Forwarder:
+    """Answers the connections of a listening socket, each by one to `host` and `port`."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._host = host
+        self._port = port
+        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Begin to answer."""
+        self._server = await asyncio.start_server(self._forward_connection, sock=listener, limit=CHUNK)
+
+    async def close(self) -> None:
+        """End all connections."""
+        if self._server is not None:
+            self._server.close()
+        for connection in self._connections:
+            connection.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+    async def _forward_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
+        # The program sees its connection closed, as it would see one rejected.
+        with closing(writer), suppress(OSError):
+            outer_reader, outer_writer = await asyncio.open_connection(self._host, self._port, limit=CHUNK)
+            with closing(outer_writer):
+                await asyncio.gather(_copy_stream(reader, outer_writer), _copy_stream(outer_reader, writer))
+
+
+async def _copy_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Copy until the end of the data, and end the other direction's, too."""
+    while data := await reader.read(CHUNK):
+        writer.write(data)
+        await writer.drain()
+    if writer.can_write_eof():
+        writer.write_eof()

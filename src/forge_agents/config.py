@@ -61,7 +61,7 @@ class AgentConfig(Section):
     collection: CollectionConfig | None = None
     """An environment that others made, which plays and scores."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Variables alongside those by which clients find the gateway."""
+    """Additional variables; those of the gateway are set."""
     files: str | None = None
     """A folder that is copied into the task folder."""
     texts: dict[str, str] = Field(default_factory=dict)
@@ -121,7 +121,7 @@ class AgentConfig(Section):
             raise ConfigError(f"episode.agent: {error}") from None
 
     def load_function(self) -> Any:
-        """Return the coroutine function. ConfigError: there is none of this name."""
+        """Return the coroutine function. ConfigError: the name is of no callable object."""
         function = resolve(self.function, "episode.agent.function") if isinstance(self.function, str) else self.function
         if not callable(function):
             raise ConfigError(f"episode.agent.function {self.function!r} is not callable")

@@ -53,7 +53,7 @@ class AgentEnv(GroupEnv):
     """Plays groups of episodes by an agent.
 
     Args:
-        gateway: a service of `forge_agents.actor.GatewayActor`.
+        gateway: a service of `forge_agents.gateway.GatewayActor`.
         play: runs the agent.
         score: of the agent's last answer; None: `play` scores.
         limits: fields of `SessionSettings`.
@@ -92,14 +92,15 @@ class AgentEnv(GroupEnv):
     ) -> list[Episode]:
         """Play n sessions of a task; returns an episode for each and for each seat. An evaluation has the first seat's
         only."""
-        plays = (self._play_session(sample, seed, number, evaluation, sampling) for number in range(n))
+        plays = (self._play_session(sample, seed, index, evaluation, sampling) for index in range(n))
         by_session = await asyncio.gather(*plays)
-        # Those of a seat are neighbours, and numbered through.
+
+        # All episodes of the first seat, then all of the second.
         episodes = [session[seat] for seat in range(len(self.seats)) for session in by_session]
-        for number, episode in enumerate(episodes):
+        for index, episode in enumerate(episodes):
             outcome = episode.outcome
             episode.info["correct"] = None if outcome is None else outcome >= 1.0
-            episode.info["sample"] = number
+            episode.info["sample"] = index
             if not evaluation:
                 learner = self.seats[episode.policy] if episode.policy else POLICY
                 with nullcontext() if learner == POLICY else metrics_of(learner):
@@ -107,14 +108,14 @@ class AgentEnv(GroupEnv):
         return episodes[:n] if evaluation else episodes
 
     async def _play_session(
-        self, sample: Sample, seed: int, number: int, evaluation: bool, sampling: Mapping[str, Any]
+        self, sample: Sample, seed: int, index: int, evaluation: bool, sampling: Mapping[str, Any]
     ) -> list[Episode]:
-        """Play one session; an episode for each seat."""
-        lost = {seat: Certificate() for seat in self.seats}
+        """Play one session, again where it is lost; return an episode for each seat."""
+        certificates = {seat: Certificate() for seat in self.seats}  # of lost attempts, too
         outcome = Outcome(None, "infrastructure")
         async with self._room:
             for attempt in range(self.retries + 1):
-                name = f"{sample.prompt.index}/{number}/{attempt}"
+                name = f"{sample.prompt.index}/{index}/{attempt}"
                 settings = SessionSettings(name=name, seed=seed, sampling=dict(sampling), **self.limits)
                 try:
                     outcome, record = await self._play_once(settings, sample, evaluation)
@@ -127,27 +128,33 @@ class AgentEnv(GroupEnv):
 
                 if not outcome.is_lost:
                     break
-                for seat, account in lost.items():
-                    account.update(record.unlearned(seat, self.auxiliary))
+                for seat, certificate in certificates.items():
+                    certificate.update(record.unlearned(seat, self.auxiliary))
 
         info: dict[str, Any] = {"stop": outcome.stop, "attempts": attempt + 1, "environment": dict(outcome.info)}
         is_lost = outcome.is_lost or outcome.stop == "infrastructure"
         episodes = []
 
-        for seat, account in lost.items():
-            reward, seat_info = outcome.reward_of(seat), dict(info)
-            episode = None if is_lost else record.episode(seat, reward, auxiliary=self.auxiliary, info=seat_info)
+        has_several_seats = len(self.seats) > 1
+        for seat, certificate in certificates.items():
+            episode = None
+            seat_info = dict(info)
+            if not is_lost:
+                reward = outcome.reward_of(seat)
+                episode = record.episode(seat, reward, auxiliary=self.auxiliary, info=seat_info)
+
             if episode is not None:
-                account.update(episode.info["certificate"])
-                episode.info["certificate"] = dict(account)
+                certificate.update(episode.info["certificate"])
+                episode.info["certificate"] = dict(certificate)
             else:
                 if not is_lost:
-                    account.update(record.unlearned(seat, self.auxiliary))
-                    seat_info |= {"stop": NO_TURN} if len(lost) > 1 and not record.runs.get(seat) else {}
-                episode = _unscored_episode(seat_info, account)
+                    certificate.update(record.unlearned(seat, self.auxiliary))
+                    if has_several_seats and not record.runs.get(seat):
+                        seat_info["stop"] = NO_TURN
+                episode = _unscored_episode(seat_info, certificate)
 
             # Without a second seat an episode needs no name.
-            episode.policy = seat if len(lost) > 1 else ""
+            episode.policy = seat if has_several_seats else ""
             episodes.append(episode)
 
         return episodes

@@ -8,13 +8,15 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from forge.actors.streams import StreamLost
-from forge.runtime.controller import CallTimeout
-from forge_http.web import bearer_key, guard_requests, json_of, serve_application, web
+from forge.envs.config import EpisodeConfig
+from forge.runtime.controller import CallTimeout, ForgeActor, Service, endpoint
+from forge_http.web import bearer_key, bind_socket, guard_requests, json_of, serve_application, web
 
 from .dialects import Dialect
 from .dialects.anthropic import AnthropicDialect
@@ -65,7 +67,7 @@ class Gateway:
         """End a session, whose key expires.
 
         Raises:
-            KeyError: there is no such session.
+            KeyError: no session has this key.
         """
         session = self.sessions[key]
         # The client may have its last answer before this process has noted it.
@@ -128,7 +130,7 @@ class Gateway:
     async def _answer_stream(
         self, request: web.Request, dialect: Dialect, session: Session, generation: Generation
     ) -> web.StreamResponse:
-        writer = dialect.events(generation.request, generation.ids)
+        writer = dialect.writer(generation.request, generation.ids)
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **UNBUFFERED}
         response = web.StreamResponse(headers=headers)
 
@@ -188,6 +190,59 @@ class Gateway:
         return session
 
 
+@dataclass(frozen=True)
+class PolicySettings:
+    """A policy as a gateway's process builds it.
+
+    service: of generators.
+    model: the folder with its tokenizer.
+    episode: how its messages become tokens.
+    """
+
+    service: Service
+    model: str
+    episode: EpisodeConfig
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    whole_turns: bool = False
+
+    def build(self) -> Policy:
+        """Return the policy, with its tokenizer."""
+        dialogue = self.episode.dialogue(self.model)
+        return Policy(self.service, dialogue, self.sampling, self.whole_turns)
+
+
+class GatewayActor(ForgeActor):
+    """Serves the sessions of a run, on a port of 127.0.0.1.
+
+    Args:
+        policies: by the name that clients ask for.
+    """
+
+    vital = True
+
+    def __init__(self, policies: Mapping[str, PolicySettings]) -> None:
+        self.policies = policies
+        self._served = AsyncExitStack()
+        self._begun = asyncio.Lock()
+
+    def setup(self) -> None:
+        """Open the tokenizers; the server begins with the first session, in its event loop."""
+        self.gateway = Gateway({name: settings.build() for name, settings in self.policies.items()})
+
+    @endpoint
+    async def open(self, settings: SessionSettings) -> Access:
+        """Begin a session."""
+        async with self._begun:
+            if not self.gateway.url:
+                await self._served.enter_async_context(self.gateway.listen(bind_socket("127.0.0.1", 0)))
+        return self.gateway.open(settings)
+
+    @endpoint
+    async def close(self, key: str) -> SessionRecord:
+        """End a session. KeyError: it was lost with an earlier gateway."""
+        return await self.gateway.close(key)
+
+
 def client_key(request: web.Request) -> str:
     """Return the key that a client of any dialect sends; "" for none."""
     named = request.headers.get("x-api-key")
@@ -214,7 +269,7 @@ def _error_response(dialect: Dialect, error: BadRequest) -> web.Response:
 
 
 def _as_request_error(raised: BaseException) -> BadRequest:
-    """Return an error of a generation as one of the request: what the client may repeat is a 503."""
+    """Return the error of a request for a failed generation. A 503 says that the client can repeat the request."""
     while isinstance(raised, BaseExceptionGroup):
         raised = raised.exceptions[0]
     if isinstance(raised, BadRequest):

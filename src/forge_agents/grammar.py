@@ -1,4 +1,4 @@
-"""Grammars that bound what is generated, by llguidance: tokens that a grammar excludes are not drawn.
+"""Grammars of generated text, by llguidance: tokens that a grammar excludes are not sampled.
 
 The grammars made here are in Lark, which both engines take. Added tokens of a tokenizer are no text in them: a grammar
 names the ones that it has.
@@ -103,7 +103,7 @@ class Grammars:
             if self._tokenizer is None:
                 self._tokenizer = _open_tokenizer(self._folder, self._vocab)
             tokenizer = self._tokenizer
-        # A tokenizer may have more tokens than the model, which are no logits of it.
+        # A tokenizer may have more tokens than the model has logits.
         outside = range(self._vocab, tokenizer.vocab_size)
         text = ~_token_bits([*tokenizer.eos_tokens, *stops, *outside], tokenizer.vocab_size)
         return Matcher(self._compiled(grammar), stops, text, _token_bits(stops, tokenizer.vocab_size))

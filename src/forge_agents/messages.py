@@ -26,7 +26,7 @@ class BadRequest(ValueError):
         field: the field at fault.
         status: of HTTP.
         code: the dialect's name of the error, where clients act on it.
-        details: further fields of the error, which a client may act on.
+        details: further fields of the error, which a client of Anthropic can act on.
     """
 
     def __init__(
@@ -38,7 +38,10 @@ class BadRequest(ValueError):
         details: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
-        self.field, self.status, self.code, self.details = field, status, code, details
+        self.field = field
+        self.status = status
+        self.code = code
+        self.details = details
 
 
 @dataclass(frozen=True, slots=True)

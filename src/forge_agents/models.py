@@ -48,7 +48,7 @@ class FurtherModel(Section):
 
     @property
     def parts(self) -> list[str]:
-        """Return what the run starts for it."""
+        """Return the names of the services that the run starts for it."""
         if self.trains:
             return ["generator", "trainer"]
         return ["generator"] if self.is_frozen else []
@@ -110,6 +110,6 @@ def trained_models(models: dict[str, FurtherModel]) -> list[str]:
 
 
 def seats(models: dict[str, FurtherModel]) -> dict[str, str]:
-    """By each name whose turns become episodes, the trained model that plays there."""
+    """Return the trained model that plays under each name whose turns become episodes."""
     trained = {name: name for name in trained_models(models)}
     return trained | {name: further.seat_of for name, further in models.items() if further.seat_of is not None}

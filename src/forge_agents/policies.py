@@ -84,7 +84,7 @@ def client_sampling(request: ModelRequest) -> dict[str, Any]:
 
 
 def choose_grammar(request: ModelRequest, dialogue: Dialogue) -> str:
-    """Return the grammar of the turn; "" for any text. BadRequest: there is none for what the client asks."""
+    """Return the grammar of the turn; "" for any text. BadRequest: the client asks for a form without a grammar."""
     if request.schema is None and request.tool_choice in ("auto", "none"):
         return ""
     from forge_agents.grammar import calls_grammar, json_grammar

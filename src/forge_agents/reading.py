@@ -126,7 +126,7 @@ class TurnReader:
         return message
 
     def grow(self, tokens: Sequence[int]) -> int | None:
-        """Take in the turn so far; returns the number of tokens that complete a stop string, None without one."""
+        """Read the turn so far; return the number of tokens that complete a stop string, None without one."""
         decoded_end = self._pieces[1]
         before, now = (self.dialogue.text(tokens[self._pieces[0] : end]) for end in (decoded_end, len(tokens)))
         # A character of several tokens is taken in once it is complete.

@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from httpx import TransportError
@@ -20,11 +21,11 @@ from forge.recipes.components import POLICY
 from forge.types import Sample
 from forge_envs.environment import InfrastructureError
 
-from .actor import GatewayActor, PolicySettings
 from .collection import WorkerPlay, check_collection
 from .command import CommandRunner, program_path
-from .config import AgentConfig
+from .config import AgentConfig, TestCommand
 from .environment import AgentEnv, Outcome, Play, Score
+from .gateway import GatewayActor, PolicySettings
 from .models import place_part, seats
 from .settings import Access
 from .several import start_learners
@@ -53,14 +54,17 @@ async def agent_env(cfg: RLConfig, job: Job, policy: Handle) -> AgentEnv:
     policies = {POLICY: policy, **{name: learner.policy for name, learner in learners.items()}}
     settings = await policy_settings(cfg, job, policies)
     gateway = await GatewayActor.options(num_replicas=1).as_service(settings)
-    runner = CommandRunner(allow_unsafe=agent.allow_unsafe)
-    player: CommandRunner | WorkerPlay = runner if agent.collection is None else WorkerPlay(agent)
-    play: Play
 
-    if isinstance(player, WorkerPlay):
-        play = player
+    # What plays the episodes, and what is closed at the end of the run.
+    play: Play
+    player: CommandRunner | WorkerPlay | None = None
+    if agent.collection is not None:
+        play = player = WorkerPlay(agent)
+    elif agent.command is not None:
+        player = CommandRunner(allow_unsafe=agent.allow_unsafe)
+        play = await command_play(agent, player)
     else:
-        play = function_play(agent) if agent.command is None else await command_play(agent, runner)
+        play = function_play(agent)
 
     limits = {
         "max_turns": cfg.episode.max_turns,
@@ -77,7 +81,7 @@ async def agent_env(cfg: RLConfig, job: Job, policy: Handle) -> AgentEnv:
         retries=cfg.episode.retries,
         auxiliary=agent.auxiliary,
         concurrency=agent.concurrency,
-        resources=asyncio.create_task(hold_player(player)),
+        resources=None if player is None else asyncio.create_task(hold_player(player)),
         seats=seats(cfg.models),
         learners=learners,
     )
@@ -150,23 +154,32 @@ async def command_play(agent: AgentConfig, runner: CommandRunner) -> Play:
                 raise ConfigError(f"episode.agent.command: {result.reason}")
             if result.status == "failed":
                 return Outcome(None, "infrastructure", True, info)
+
             stop = "crashed" if result.status == "exited" and result.exit_code else result.status
             if agent.test is None:
                 return Outcome(None, stop, info=info)
-            words = {"{task}": task, "{target}": sample.target}
-            line = [_fill_words(word, words) for word in agent.test.command]
-            test = replace(command, command=line, timeout=agent.test.timeout, files=None)
-            files = {path: _fill_words(text, words) for path, text in agent.test.files.items()}
-            verdict = await runner.run(test, files=files, folder=result.folder)
-            info |= {"test": (verdict.stdout + verdict.stderr)[-500:]}
-            if verdict.status == "missing" and not os.path.isabs(test.command[0]) and "/" in test.command[0]:
-                # A program of the task folder, which the agent has removed.
-                return Outcome(0.0, stop, info=info | {"reason": verdict.reason})
-            if verdict.status in ("missing", "failed"):
-                return Outcome(None, "infrastructure", True, info | {"reason": verdict.reason})
-            return Outcome(float(verdict.status == "exited" and verdict.exit_code == 0), stop, info=info)
+            return await score_folder(agent.test, sample, result.folder, stop, info)
         finally:
             result.remove()
+
+    async def score_folder(
+        section: TestCommand, sample: Sample, folder: Path, stop: str, info: dict[str, Any]
+    ) -> Outcome:
+        words = {"{task}": sample.prompt.text, "{target}": sample.target}
+        line = [_fill_words(word, words) for word in section.command]
+        files = {path: _fill_words(text, words) for path, text in section.files.items()}
+        test = replace(command, command=line, timeout=section.timeout, files=None)
+        verdict = await runner.run(test, files=files, folder=folder)
+        info = {**info, "test": (verdict.stdout + verdict.stderr)[-500:]}
+
+        if verdict.status in ("missing", "failed"):
+            info["reason"] = verdict.reason
+            # A program of the task folder is missing if the agent has removed it.
+            is_in_folder = not os.path.isabs(line[0]) and "/" in line[0]
+            if verdict.status == "missing" and is_in_folder:
+                return Outcome(0.0, stop, info=info)
+            return Outcome(None, "infrastructure", True, info)
+        return Outcome(float(verdict.status == "exited" and verdict.exit_code == 0), stop, info=info)
 
     return play_command
 

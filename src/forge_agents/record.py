@@ -11,7 +11,6 @@ import numpy as np
 
 from forge.types import Episode, Origin, Turn
 
-from .messages import Message
 from .tree import TokenRun, TokenTree
 
 # Why the tokens of a turn are not trained. The last is known only once the episode has ended.
@@ -77,30 +76,31 @@ class SessionRecord:
         """
         tree = self.tree(policy)
         reasons = self.exclusions(policy, auxiliary)
-        covered: set[int] = set()
-        branches: list[Episode] = []
-        trained = 0
 
-        # Turns below which another one is trained are no leaves: what is below a leaf is excluded.
-        inner = {step.number for run in tree.runs if run.number not in reasons for step in tree.path(run)[:-1]}
-        for run in tree.runs:
-            if run.number in reasons or run.number in inner:
-                continue
-            path = tree.path(run)
-            new = {step.number for step in path} - reasons.keys() - covered
-            covered |= new
-            trained += sum(len(step.completion.token_ids) for step in path if step.number in new)
-            branches.append(_branch_episode(path, new, reward))
+        # A leaf is a trained turn below which no other turn is trained.
+        paths = [tree.path(run) for run in tree.runs if run.number not in reasons]
+        inner_turns = {run.number for path in paths for run in path[:-1]}
+        leaf_paths = [path for path in paths if path[-1].number not in inner_turns]
+
+        branches: list[Episode] = []
+        covered: set[int] = set()
+        trained = 0
+        for path in leaf_paths:
+            new_turns = {run.number for run in path} - reasons.keys() - covered
+            covered |= new_turns
+            trained += sum(len(run.completion.token_ids) for run in path if run.number in new_turns)
+            branches.append(_branch_episode(path, new_turns, reward))
 
         certificate = self._count_account(policy, reasons, trained)
         certificate.check()
         if not branches:
             return None
+
+        # The last branch stands for the episode, and has the others.
         *earlier, last = branches
         last.branches = tuple(earlier)
         last.text = format_transcript(tree)
         last.info = {**(info or {}), **self._episode_numbers(tree), "certificate": dict(certificate)}
-
         for branch in earlier:
             branch.info = dict(last.info)
         return last
@@ -140,26 +140,26 @@ class SessionRecord:
         return account
 
     def _episode_numbers(self, tree: TokenTree) -> dict[str, Any]:
-        calls = sum(len(run.added[-1].get("calls", ())) for run in tree.runs)
-        roots = [run for run in tree.runs if run.reason]
         return {
             "turns": len(tree.runs),
-            "calls": calls,
+            "calls": sum(len(run.added[-1].get("calls", ())) for run in tree.runs),
             "unread_calls": 0,
             "messages": tree.conversation(tree.runs[-1]) if tree.runs else [],
-            "roots": dict(Counter(run.reason for run in roots)),
+            "roots": dict(Counter(run.reason for run in tree.runs if run.reason)),
             "requests": dict(self.counts),
         }
 
 
 def auxiliary_runs(tree: TokenTree) -> Iterator[TokenRun]:
-    """Calls outside the task, such as for a title or a summary: turns without tools that nothing continues, where other
-    turns of the session have tools. The last turn is none: some agents ask for their answer without tools."""
+    """Yield calls outside the task, such as for a title or a summary: turns without tools that nothing continues, where
+    other turns of the session have tools. The last turn is not auxiliary if its request has earlier turns: some agents
+    ask for their final answer without tools."""
     if not any(run.tools for run in tree.runs):
         return
     for run in tree.runs:
-        is_last_word = run is tree.runs[-1] and _has_turns(run.added[:-1])
-        if run.parent is None and not run.tools and not tree.is_continued(run) and not is_last_word:
+        has_history = any(message["role"] == "assistant" for message in run.added[:-1])
+        is_final_answer = run is tree.runs[-1] and has_history
+        if run.parent is None and not run.tools and not tree.is_continued(run) and not is_final_answer:
             yield run
 
 
@@ -173,10 +173,6 @@ def format_transcript(tree: TokenTree) -> str:
             calls = "".join(f" {call.name}({call.arguments})" for call in message.get("calls", ()))
             parts.append(f"[{message['role']}] {message['content']}{calls}")
     return "\n".join(parts)
-
-
-def _has_turns(messages: Sequence[Message]) -> bool:
-    return any(message["role"] == "assistant" for message in messages)
 
 
 def _branch_episode(path: Sequence[TokenRun], new: set[int], reward: float | None) -> Episode:

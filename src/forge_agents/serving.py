@@ -79,7 +79,7 @@ class ModelServer(Gateway):
         return text[:size] if text[size : size + 1] == ":" else text
 
     def _session_of(self, request: web.Request) -> Session:
-        # Clients may send the key of a provider by mistake: a digest is what is kept of it.
+        # Clients may send the key of a provider by mistake: only its digest is kept.
         name = hashlib.sha256(client_key(request).encode(errors="surrogateescape")).hexdigest()[:12]
         session = self.sessions.pop(name, None)
         if session is None or session.turns >= MAX_TURNS:

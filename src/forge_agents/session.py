@@ -15,7 +15,7 @@ from forge.engines.interface import extend_completion
 from forge.types import Completion
 
 from .dialects import Dialect
-from .messages import BadRequest, Call, Delta, ModelRequest, ModelTurn
+from .messages import BadRequest, Call, Delta, Finish, ModelRequest, ModelTurn
 from .policies import Policy, choose_grammar, client_sampling, read_logprobs, sample_turns
 from .reading import OPENING, TurnReader, render_prompt
 from .settings import SessionSettings
@@ -86,7 +86,9 @@ class Session:
         policies: Mapping[str, Policy],
         in_thread: InThread,
     ) -> None:
-        self.key, self.settings, self.policies = key, settings, policies
+        self.key = key
+        self.settings = settings
+        self.policies = policies
         self.in_thread = in_thread
         self.trees = {
             name: TokenTree(restores_thoughts=policy.dialogue.thoughts == "keep") for name, policy in policies.items()
@@ -147,7 +149,7 @@ class Session:
         self.delivered.update(generation.ids)
 
     async def close(self) -> None:
-        """Cancel what is still sampled: its client has ended."""
+        """Cancel the turns that are still sampled: their client has exited."""
         tasks = [generation.task for generation in self.open_generations if generation.task is not None]
         self.counts["cancelled"] += len(tasks)
         for task in tasks:
@@ -156,7 +158,7 @@ class Session:
             await asyncio.wait(tasks)
 
     def policy_of(self, name: str) -> Policy:
-        """Return the policy of this name. BadRequest: there is none."""
+        """Return the policy of this name. BadRequest: no policy has it."""
         if name not in self.policies:
             message = f"model {name[:60]!r} is not served here: ask for {', '.join(self.policies)}"
             raise BadRequest(message, "model", 404, "model_not_found")
@@ -168,65 +170,57 @@ class Session:
         Raises:
             BadRequest: a conversation that the chat template cannot render, or an unknown id.
         """
-        policy, tree = self.policy_of(request.model), self.trees[request.model]
-        if request.prompt:
-            encode = policy.dialogue.tokenizer
-            ids = encode(request.prompt)["input_ids"] if isinstance(request.prompt, str) else list(request.prompt)
-            return Place(None, request.messages, "start"), ids, tuple(ids)
+        policy = self.policy_of(request.model)
+        dialogue = policy.dialogue
+        tree = self.trees[request.model]
 
+        if request.prompt:
+            if isinstance(request.prompt, str):
+                ids = dialogue.tokenizer(request.prompt)["input_ids"]
+            else:
+                ids = list(request.prompt)
+            return Place(None, request.messages, "start"), ids, tuple(ids)
         if policy.chat_error:
             raise BadRequest(f"{policy.chat_error}; /v1/completions takes a text", "messages")
+
         try:
             place = tree.place(request)
         except KeyError:
-            raise BadRequest(
-                f"no response {request.previous[:60]!r} in this session: send the whole conversation",
-                "previous_response_id",
-                404,
-                "previous_response_not_found",
-            ) from None
-
-        dialogue = policy.dialogue
-        if place.parent is not None:
-            tokens = tree.tokens(place.parent)
-            conversation = [*tree.conversation(place.parent), *place.messages]
-            try:
-                if not dialogue.rewrites(tokens, render_prompt(dialogue, conversation), place.parent.tools):
-                    context = tuple(
-                        dialogue.extend(tokens, render_prompt(dialogue, place.messages), place.parent.tools)
-                    )
-                    return place, [*tokens, *context], context
-            except ValueError as error:
-                raise BadRequest(str(error), "messages") from None
-
-            request = replace(request, messages=tuple(conversation), previous="")
-            place = Place(None, request.messages, "thoughts_dropped")
+            message = f"no response {request.previous[:60]!r} in this session: send the whole conversation"
+            raise BadRequest(message, "previous_response_id", 404, "previous_response_not_found") from None
 
         try:
+            if place.parent is not None:
+                tokens = tree.tokens(place.parent)
+                tools = place.parent.tools
+                conversation = [*tree.conversation(place.parent), *place.messages]
+                if not dialogue.rewrites(tokens, render_prompt(dialogue, conversation), tools):
+                    context = tuple(dialogue.extend(tokens, render_prompt(dialogue, place.messages), tools))
+                    return place, [*tokens, *context], context
+
+                # The template renders the turns before it in other tokens than were sampled: a branch begins.
+                place = Place(None, tuple(conversation), "thoughts_dropped")
+
             ids = dialogue.initial(render_prompt(dialogue, place.messages), request.tools)
         except ValueError as error:
             raise BadRequest(str(error), "messages") from None
 
-        # A conversation that is cut into other messages may still have the tokens of one that was sampled.
-        parent = tree.by_tokens(ids) if place.reason != "start" else None
-        if parent is None:
-            return place, ids, tuple(ids)
-        context = tuple(ids[len(tree.tokens(parent)) :])
-
-        return place._replace(parent=parent, by_tokens=True), ids, context
+        return place, ids, tuple(ids)
 
     async def _generate_turns(self, generation: Generation, dialect: Dialect) -> None:
         request = generation.request
         policy = self.policy_of(request.model)
         place, ids, context = await self.in_thread(lambda: self.context(request))
         generation.prompt_tokens = len(ids)
-        room = self._tokens_left(len(ids), request)
-        if room < 1:
+
+        # Beyond a limit of the session the answer is empty.
+        capacity = self._tokens_left(len(ids), request)
+        if capacity < 1:
             generation.turns = [ModelTurn(turn, finish="length", prompt_tokens=len(ids)) for turn in generation.ids]
             self.counts["limited"] += 1
             return
 
-        sampling = self._sampling_settings(request, policy, room)
+        sampling = self._sampling_settings(request, policy, capacity)
         is_thinking = policy.dialogue.text(ids[-8:], truncated=True).rstrip().endswith(OPENING)
         tools = () if request.tool_choice == "none" else request.tools
         readers = [
@@ -236,19 +230,20 @@ class Session:
             for _ in generation.ids
         ]
         turns = await self._sample_turns(generation, policy, ids, sampling, readers)
+
         runs = await self.in_thread(
             lambda: [
                 self._make_run(dialect, generation, sample, place, context, turn, readers[sample])
                 for sample, turn in enumerate(turns)
             ]
         )
-
+        # Numbered without an await: another generation may add its runs meanwhile.
         tree = self.trees[request.model]
         runs = [replace(run, number=len(tree.runs) + sample) for sample, run in enumerate(runs)]
         for run in runs:
             tree.add(run)
-        cached = 0 if place.parent is None else len(tree.tokens(place.parent))
 
+        cached = 0 if place.parent is None else len(tree.tokens(place.parent))
         for sample, (run, reader) in enumerate(zip(runs, readers, strict=True)):
             for kind, text in reader.rest(run.added[-1]):
                 generation.tell(sample, kind, text)
@@ -264,28 +259,32 @@ class Session:
         sampling: Mapping[str, Any],
         readers: Sequence[TurnReader],
     ) -> list[Completion]:
-        turns = [Completion() for _ in readers]
-        surplus = 0  # tokens that were sampled after a stop string
         request = generation.request
+        turns = [Completion() for _ in readers]
+        stopped: set[int] = set()  # samples that a stop string has ended
+        surplus = 0  # tokens that were sampled after a stop string
 
         # One replica has the contexts of an episode; clients of a server are balanced.
         affinity = generation.ids[0] if self.settings.is_served else self.key
-        stopped: set[int] = set()
         streamed = request.stream or bool(request.stop)
 
-        async with aclosing(sample_turns(policy, affinity, ids, sampling, streamed=streamed)) as pieces:
-            async for new in pieces:
-                for sample, piece in new:
+        async with aclosing(sample_turns(policy, affinity, ids, sampling, streamed=streamed)) as batches:
+            async for batch in batches:
+                for sample, piece in batch:
                     if sample in stopped:
                         surplus += len(piece.token_ids)
                         continue
-                    turn, reader = turns[sample], readers[sample]
-                    turn.experts, turn.sampled_by = piece.experts, piece.sampled_by
+
+                    turn = turns[sample]
+                    reader = readers[sample]
+                    turn.experts = piece.experts
+                    turn.sampled_by = piece.sampled_by
                     extend_completion(turn, piece)
                     if not streamed:
                         continue
 
-                    if (count := reader.grow(turn.token_ids)) is not None:
+                    count = reader.grow(turn.token_ids)
+                    if count is not None:
                         surplus += len(turn.token_ids) - count
                         cut_turn(turn, count)
                         stopped.add(sample)
@@ -315,9 +314,7 @@ class Session:
         added = (*place.messages, message)
         parent = place.parent
         tools = request.tools if parent is None else parent.tools
-
-        # A parent that was found by its tokens has other messages than the client: the key is of the client's.
-        start = tools_key(request.tools) if parent is None or place.by_tokens else parent.key
+        start = tools_key(request.tools) if parent is None else parent.key
         return TokenRun(
             number=0,
             parent=None if parent is None else parent.number,
@@ -328,7 +325,6 @@ class Session:
             key=conversation_keys(start, added)[-1],
             id=generation.ids[sample],
             reason=place.reason,
-            by_tokens=place.by_tokens,
             is_constrained=bool(request.schema is not None or request.tool_choice not in ("auto", "none")),
         )
 
@@ -336,40 +332,40 @@ class Session:
         self, request: ModelRequest, run: TokenRun, stop: str | None, prompt_tokens: int, cached: int
     ) -> ModelTurn:
         """Return the answer of a run."""
-        message, turn = run.added[-1], run.completion
+        message = run.added[-1]
+        turn = run.completion
         calls: list[Call] = message.get("calls", [])
-        finish = "length" if turn.finish == "length" else "tool_calls" if calls else "stop"
+        finish: Finish = "tool_calls" if calls else "stop"
 
         return ModelTurn(
             run.id,
             message["content"],
             message.get("thought", ""),
             tuple(calls),
-            finish,  # type: ignore[arg-type]
+            "length" if turn.finish == "length" else finish,
             stop,
-            prompt_tokens,
-            cached,
-            len(turn.token_ids),
-            read_logprobs(request, turn, self.policies[request.model].dialogue.tokenizer),
-            tuple(turn.token_ids),
+            prompt_tokens=prompt_tokens,
+            cached_tokens=cached,
+            completion_tokens=len(turn.token_ids),
+            logprobs=read_logprobs(request, turn, self.policies[request.model].dialogue.tokenizer),
+            token_ids=tuple(turn.token_ids),
         )
 
     def _tokens_left(self, length: int, request: ModelRequest) -> int:
-        """Return the number of tokens that the next turn may have; 0 or less: a limit is reached."""
+        """Return the number of tokens that the next turn can have; 0 or less: a limit is reached."""
         settings = self.settings
-        room = settings.max_tokens - length
-        is_over = self.turns + len(self.open_generations) > settings.max_turns or time.monotonic() >= self.ends_at
-        if room < 1 or is_over:
+        has_turns_left = self.turns + len(self.open_generations) <= settings.max_turns
+        if not has_turns_left or time.monotonic() >= self.ends_at:
             return 0
-        limits = [room, settings.max_turn_tokens, request.max_tokens]
+        limits = (settings.max_tokens - length, settings.max_turn_tokens, request.max_tokens)
         return min(limit for limit in limits if limit is not None)
 
-    def _sampling_settings(self, request: ModelRequest, policy: Policy, room: int) -> dict[str, Any]:
+    def _sampling_settings(self, request: ModelRequest, policy: Policy, capacity: int) -> dict[str, Any]:
         sampling = {
             **policy.sampling,
             **self.settings.sampling,
             "n": request.samples,
-            "max_tokens": room,
+            "max_tokens": capacity,
             "stop_token_ids": policy.dialogue.stop_ids,
             "seed": self._random.getrandbits(48),
             "top_logprobs": request.logprobs or 0,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import ClassVar
 
 from forge.algorithms import Algorithm
 from forge.observability import metrics_of, record_metric
@@ -43,7 +44,7 @@ class Learner:
     critic: Handle | None = None
 
     def metrics(self) -> AbstractContextManager[None]:
-        """Return name the metrics of a block after it, `rival/reward`; the run's own policy has no prefix."""
+        """Prefix the metrics of a block with its name, `rival/reward`; the run's own policy has no prefix."""
         return nullcontext() if self.name == POLICY else metrics_of(self.name)
 
     def trainers(self) -> dict[str, Handle]:
@@ -79,20 +80,25 @@ async def start_learner(cfg: RLConfig, job: Job, algorithm: Algorithm, name: str
     further = cfg.models[name]
     own_job = job if further.model in (None, cfg.model) else job._replace(model=further.model)
     parts = scoring_parts(cfg, further)
-
-    def place_options(part: str) -> dict[str, Any]:
-        return {"options": place_part(further, name, part)}
+    place = partial(place_part, further, name)
 
     async def start_part(part: str) -> Handle | None:
         if part not in parts:
             return None
         if part == "critic":
-            return await start_critic(cfg, own_job.model, job, f"models.{name}.critic", **place_options("critic"))
-        return await start_reference(cfg, own_job.model, cfg.grpo.temperature, **place_options("ref_model"))
+            return await start_critic(cfg, own_job.model, job, f"models.{name}.critic", options=place("critic"))
+        return await start_reference(cfg, own_job.model, cfg.grpo.temperature, options=place("ref_model"))
 
     policy, trainer, value_model, reference_model = await asyncio.gather(
-        start_rl_policy(cfg, own_job, name, **place_options("generator")),
-        start_rl_trainer(cfg, own_job, algorithm, name, folder=f"models.{name}.trainer", **place_options("trainer")),
+        start_rl_policy(cfg, own_job, name, options=place("generator")),
+        start_rl_trainer(
+            cfg,
+            own_job,
+            algorithm,
+            name,
+            folder=f"models.{name}.trainer",
+            options=place("trainer"),
+        ),
         start_part("critic"),
         start_part("ref_model"),
     )

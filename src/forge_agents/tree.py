@@ -52,7 +52,7 @@ def collapse_spaces(text: str) -> str:
 
 @lru_cache(1 << 12)
 def _normal_arguments(text: str) -> str:
-    """Arguments in one spelling; a text that is not JSON is its own."""
+    """Return the arguments of a call in one spelling: `{"b":1, "a":2}` as `{"a": 2, "b": 1}`; other texts unchanged."""
     try:
         return json.dumps(json.loads(text), sort_keys=True)
     except (ValueError, RecursionError):
@@ -80,8 +80,7 @@ class TokenRun:
     added: the messages of `context`, and the turn as a message.
     tools: those that its request offered.
     key: of the conversation up to and with this turn.
-    reason: why its history is none that was sampled; "" where it continues its parent's.
-    by_tokens: the parent was found by its tokens: `added` is the whole conversation, as the client has sent it.
+    reason: why it begins a branch; "" where it continues its parent.
     is_constrained: drawn under a grammar, so from another distribution than the policy's.
     id: of the answer, and of each sibling's.
     """
@@ -95,7 +94,6 @@ class TokenRun:
     key: bytes
     id: str
     reason: Reason = ""
-    by_tokens: bool = False
     is_constrained: bool = False
 
 
@@ -109,7 +107,6 @@ class Place(NamedTuple):
     parent: TokenRun | None
     messages: tuple[Message, ...]
     reason: Reason = ""
-    by_tokens: bool = False
 
 
 class TokenTree:
@@ -148,19 +145,15 @@ class TokenTree:
         return runs[::-1]
 
     def tokens(self, run: TokenRun) -> list[int]:
-        """Return all tokens from the root on, with this turn's."""
+        """Return all tokens of the path from the root to this turn."""
         tokens: list[int] = []
         for step in self.path(run):
             tokens += [*step.context, *step.completion.token_ids]
         return tokens
 
     def conversation(self, run: TokenRun) -> list[Message]:
-        """Return all messages from the root on, with this turn."""
-        messages: list[Message] = []
-        for step in self.path(run):
-            # A turn that was found by its tokens has been sent other messages for them.
-            messages = [*([] if step.by_tokens else messages), *step.added]
-        return messages
+        """Return all messages of the path from the root to this turn."""
+        return [message for step in self.path(run) for message in step.added]
 
     def place(self, request: ModelRequest) -> Place:
         """Find the turn that a request continues: by its id, else by the history.
@@ -171,28 +164,20 @@ class TokenTree:
         messages = request.messages
         if request.previous:
             return Place(self._by_id[request.previous], messages)
-        keys = conversation_keys(tools_key(request.tools), messages)
-        turns = [index for index, message in enumerate(messages, 1) if message["role"] == "assistant"]
-        # After the last turn of the history there is only what is new.
-        if turns and turns[-1] < len(messages):
-            end = turns[-1]
-            same = self._by_key.get(keys[end - 1], ())
-            if candidates := [run for run in same if self._keeps_thoughts(run, messages[:end])]:
-                return Place(self._choose_parent(candidates, messages[:end]), messages[end:])
+
+        # The history ends with the last turn: what comes after it is new.
+        turn_ends = [index for index, message in enumerate(messages, 1) if message["role"] == "assistant"]
+        history_end = turn_ends[-1] if turn_ends else 0
+        history, new_messages = messages[:history_end], messages[history_end:]
+        if history and new_messages:
+            key = conversation_keys(tools_key(request.tools), history)[-1]
+            candidates = [run for run in self._by_key.get(key, ()) if self._keeps_thoughts(run, history)]
+            if candidates:
+                return Place(self._choose_parent(candidates, history), new_messages)
+
         if self._restores_thoughts:
             messages = tuple(self._with_thought(message) for message in messages)
-        return Place(None, messages, "edited" if turns and self.runs else "start")
-
-    def by_tokens(self, tokens: Sequence[int]) -> TokenRun | None:
-        """Return the longest turn whose tokens a prompt begins with; None: there is none, or nothing follows it."""
-        best: TokenRun | None = None
-        size = 0
-        for run in self.runs:
-            prefix = self.tokens(run)
-            if size < len(prefix) < len(tokens) and list(tokens[: len(prefix)]) == prefix:
-                best = run
-                size = len(prefix)
-        return best
+        return Place(None, messages, "edited" if history and self.runs else "start")
 
     def _choose_parent(self, candidates: list[TokenRun], history: Sequence[Message]) -> TokenRun:
         """Return the parent among turns that say the same: the one whose call ids the client sends back, else the
@@ -206,14 +191,14 @@ class TokenTree:
         if message["role"] != "assistant" or message.get("thought"):
             return message
         key = message_key(message)
-        turns = (run.added[-1] for run in reversed(self.runs))
-        thought = next((turn["thought"] for turn in turns if turn.get("thought") and message_key(turn) == key), None)
-        return message if thought is None else {**message, "thought": thought}
+        for run in reversed(self.runs):
+            turn = run.added[-1]
+            if turn.get("thought") and message_key(turn) == key:
+                return {**message, "thought": turn["thought"]}
+        return message
 
     def _keeps_thoughts(self, run: TokenRun, history: Sequence[Message]) -> bool:
         """Return whether the thoughts that a client sends are those that were sampled; it may omit them."""
-        for sampled, sent in zip(self.conversation(run), history, strict=True):
-            thought = sent.get("thought", "")
-            if thought and collapse_spaces(thought) != collapse_spaces(sampled.get("thought", "")):
-                return False
-        return True
+        pairs = zip(self.conversation(run), history, strict=True)
+        thoughts = [(sampled.get("thought", ""), sent.get("thought", "")) for sampled, sent in pairs]
+        return all(not sent or collapse_spaces(sent) == collapse_spaces(sampled) for sampled, sent in thoughts)

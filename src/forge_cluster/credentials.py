@@ -16,6 +16,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric import ec
 
 SECRET = "FORGE_SECRET"  # environment variable: the secret, or the path of a file that holds it
 MIN_SECRET = 32  # characters: 128 bits as hexadecimal digits
@@ -89,37 +94,13 @@ class Credentials:
         from cryptography.hazmat.primitives.asymmetric import ec
         from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-        # The authority's key is derived from the secret, so that every process has the same one; scrypt makes guessing
-        # a short secret slow. Any number from 1 to the order of the curve is a private key.
-        curve = ec.SECP256R1()
-        order = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
-        derived = hashlib.scrypt(secret.encode(), salt=b"torchforge cluster", n=2**14, r=8, p=1, dklen=48)
-        authority = ec.derive_private_key(int.from_bytes(derived) % (order - 1) + 1, curve)
-        now = datetime.datetime.now(datetime.UTC)
+        authority = _derive_authority(secret)
         issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "forge run")])
 
-        def build_certificate(
-            subject: x509.Name, public: ec.EllipticCurvePublicKey, is_ca: bool
-        ) -> x509.CertificateBuilder:
-            identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key())
-            return (
-                x509.CertificateBuilder()
-                .subject_name(subject)
-                .issuer_name(issuer)
-                .public_key(public)
-                .serial_number(x509.random_serial_number())
-                .not_valid_before(now - SKEW)
-                .not_valid_after(now + (LIFETIME if is_ca else lifetime))
-                .add_extension(x509.BasicConstraints(ca=is_ca, path_length=None), critical=True)
-                .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
-                .add_extension(identifier, critical=False)
-            )
-
-        # What every process derives alike is the key: each writes a new certificate of the authority.
-        root = build_certificate(issuer, authority.public_key(), True).add_extension(
-            x509.KeyUsage(False, False, False, False, False, True, True, False, False), critical=True
-        )
-        key = ec.generate_private_key(curve)
+        # Each process derives the same key, and writes a new certificate of the authority.
+        signs_only = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
+        root = _start_certificate(authority, issuer, issuer, authority.public_key(), LIFETIME, is_ca=True)
+        root = root.add_extension(signs_only, critical=True)
 
         # All processes of a run answer to one name, wherever they are: the certificate proves the run, not the machine.
         names: list[x509.GeneralName] = [x509.DNSName(NAME), x509.DNSName("localhost")]
@@ -129,25 +110,21 @@ class Credentials:
             except ValueError:
                 names.append(x509.DNSName(address))
 
+        key = ec.generate_private_key(authority.curve)
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, NAME)])
-        leaf = (
-            build_certificate(subject, key.public_key(), False)
-            .add_extension(x509.SubjectAlternativeName(names), critical=False)
-            .add_extension(
-                x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]),
-                critical=False,
-            )
-        )
+        both_ends = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
+        leaf = _start_certificate(authority, issuer, subject, key.public_key(), lifetime, is_ca=False)
+        leaf = leaf.add_extension(x509.SubjectAlternativeName(names), critical=False)
+        leaf = leaf.add_extension(both_ends, critical=False)
 
         # Readable by this user only: the key proves that a process belongs to the run.
         credentials = cls(folder / "ca.pem", folder / "certificate.pem", folder / "key.pem")
         pem = serialization.Encoding.PEM
-        private = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-
+        unencrypted = serialization.NoEncryption()
         for path, text in {
             credentials.ca: root.sign(authority, hashes.SHA256()).public_bytes(pem),
             credentials.certificate: leaf.sign(authority, hashes.SHA256()).public_bytes(pem),
-            credentials.key: key.private_bytes(pem, *private),
+            credentials.key: key.private_bytes(pem, serialization.PrivateFormat.PKCS8, unencrypted),
         }.items():
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
                 file.write(text)
@@ -171,3 +148,41 @@ class Credentials:
         context.load_verify_locations(self.ca)
         context.load_cert_chain(self.certificate, self.key)
         return context
+
+
+def _derive_authority(secret: str) -> ec.EllipticCurvePrivateKey:
+    """Return the authority's key, which is the same in every process that has the secret."""
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    # scrypt makes guessing a short secret slow. Any number from 1 to the order of the curve is a private key.
+    order = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
+    derived = hashlib.scrypt(secret.encode(), salt=b"torchforge cluster", n=2**14, r=8, p=1, dklen=48)
+    return ec.derive_private_key(int.from_bytes(derived) % (order - 1) + 1, ec.SECP256R1())
+
+
+def _start_certificate(
+    authority: ec.EllipticCurvePrivateKey,
+    issuer: x509.Name,
+    subject: x509.Name,
+    public_key: ec.EllipticCurvePublicKey,
+    lifetime: datetime.timedelta,
+    *,
+    is_ca: bool,
+) -> x509.CertificateBuilder:
+    """Return a certificate with what the authority's and the processes' have in common, yet unsigned."""
+    from cryptography import x509
+
+    now = datetime.datetime.now(datetime.UTC)
+    identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key())
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(public_key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - SKEW)
+        .not_valid_after(now + lifetime)
+        .add_extension(x509.BasicConstraints(ca=is_ca, path_length=None), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public_key), critical=False)
+        .add_extension(identifier, critical=False)
+    )

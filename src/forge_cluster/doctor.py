@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,12 +13,11 @@ from forge.runtime.inventory import OPEN_FILES, SHARED_MEMORY
 
 from .credentials import Credentials
 from .inventory import Inventory
-from .machine import first_answer
+from .machine import describe_host, query_host
 from .pool import check_versions
-from .wire import HostError, Json, connect_host, send_message
+from .wire import HostError
 
 SKEW = 5.0  # seconds between clocks that are noticed in logs
-ROUND_TRIPS = 5
 LOCKED_MEMORY = 1 << 30  # bytes; RDMA locks the buffers of the weights
 
 
@@ -51,64 +49,30 @@ async def query_hosts(hosts: Sequence[str], credentials: Credentials, folder: Pa
     diagnosis = Diagnosis()
     inventories: dict[str, Inventory] = {}
     for host in hosts:
+        began = time.monotonic()
+        wall = time.time()
         try:
-            # One answer tells what the host is; several tell how far it is.
-            began = time.monotonic()
-            wall = time.time()
-            description = await query_host(host, credentials, do="describe")
-            trips = [time.monotonic() - began]
-            for _ in range(ROUND_TRIPS - 1):
-                began = time.monotonic()
-                await query_host(host, credentials, do="describe")
-                trips.append(time.monotonic() - began)
+            inventory, holder = await describe_host(host, credentials)
         except (OSError, HostError) as error:
             diagnosis.problems.append(str(error))
             continue
 
-        holder = description.pop("held_by")
-        inventory = Inventory.from_dict(description)
-        inventories[host] = inventory
-
         # The description was made about half a round trip after it was asked for.
-        skew = inventory.clock - wall - trips[0] / 2
+        round_trip = time.monotonic() - began
+        skew = inventory.clock - wall - round_trip / 2
+        inventories[host] = inventory
         diagnosis.rows.append(
             [
                 host,
                 inventory.name,
                 str(inventory),
-                f"{1000 * statistics.median(trips):.0f} ms",
+                f"{1000 * round_trip:.0f} ms",
                 f"{skew:+.1f} s",
                 holder or "free",
             ]
         )
 
-        # Each of these would later fail in a way that does not name it.
-        if abs(skew) > SKEW:
-            diagnosis.problems.append(
-                f"{inventory.name}: its clock differs by {skew:+.0f} s: start chronyd or ntpd there"
-            )
-
-        if inventory.shared_memory < SHARED_MEMORY:
-            diagnosis.problems.append(
-                f"{inventory.name}: /dev/shm has {inventory.shared_memory / 1e9:.1f} GB free, and holds three versions "
-                "of the weights: enlarge it (mount -o remount,size=..., docker --shm-size)"
-            )
-
-        if inventory.open_files < OPEN_FILES:
-            diagnosis.problems.append(
-                f"{inventory.name}: a process may open {inventory.open_files} files: ulimit -n {OPEN_FILES}"
-            )
-
-        if inventory.infiniband and 0 <= inventory.locked_memory < LOCKED_MEMORY:
-            diagnosis.problems.append(
-                f"{inventory.name}: it has RDMA ({', '.join(inventory.infiniband)}), and a process may lock "
-                f"{inventory.locked_memory >> 20} MB: ulimit -l unlimited"
-            )
-
-        try:
-            check_versions(inventory)
-        except ValueError as error:
-            diagnosis.problems.append(str(error))
+        diagnosis.problems += find_problems(inventory, skew)
 
     # Same machines are the rule: a missing GPU is most often a broken one.
     counts = {len(inventory.gpus) for inventory in inventories.values()}
@@ -121,6 +85,39 @@ async def query_hosts(hosts: Sequence[str], credentials: Credentials, folder: Pa
     if folder is not None:
         await _check_folder(folder, inventories, credentials, diagnosis)
     return diagnosis
+
+
+def find_problems(inventory: Inventory, skew: float) -> list[str]:
+    """Return the problems of a host, each of which would later fail in a way that does not name it.
+
+    Args:
+        skew: seconds by which its clock is ahead of this machine's.
+    """
+    name = inventory.name
+    problems = []
+    if abs(skew) > SKEW:
+        problems.append(f"{name}: its clock differs by {skew:+.0f} s: start chronyd or ntpd there")
+
+    if inventory.shared_memory < SHARED_MEMORY:
+        problems.append(
+            f"{name}: /dev/shm has {inventory.shared_memory / 1e9:.1f} GB free, and holds three versions of the "
+            "weights: enlarge it (mount -o remount,size=..., docker --shm-size)"
+        )
+
+    if inventory.open_files < OPEN_FILES:
+        problems.append(f"{name}: a process may open {inventory.open_files} files: ulimit -n {OPEN_FILES}")
+
+    if inventory.infiniband and 0 <= inventory.locked_memory < LOCKED_MEMORY:
+        problems.append(
+            f"{name}: it has RDMA ({', '.join(inventory.infiniband)}), and a process may lock "
+            f"{inventory.locked_memory >> 20} MB: ulimit -l unlimited"
+        )
+
+    try:
+        check_versions(inventory)
+    except ValueError as error:
+        problems.append(str(error))
+    return problems
 
 
 async def _check_folder(
@@ -146,17 +143,3 @@ async def host_sees(host: str, credentials: Credentials, path: Path, content: st
         return await query_host(host, credentials, do="sees", path=str(path), content=content)
     except (OSError, HostError):
         return True
-
-
-async def query_host(host: str, credentials: Credentials, **message: Json) -> Json:
-    """Send a message to a host's daemon and return its answer.
-
-    Raises:
-        OSError, HostError: it cannot be reached, or reported an error.
-    """
-    reader, writer = await connect_host(host, credentials)
-    try:
-        send_message(writer, message)
-        return await first_answer(reader, host)
-    finally:
-        writer.close()

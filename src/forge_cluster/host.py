@@ -1,6 +1,6 @@
 """`forge worker`, the daemon of a machine: it starts Monarch workers for one controller at a time, under a lease.
 
-Monarch itself leaves the processes of a lost controller, or of a machine that was cut off, running for ever. Here they
+Monarch itself leaves the processes of a lost controller, or of a machine that was cut off, running forever. Here they
 end within LEASE seconds: a run that has replaced them never hears from them again.
 """
 
@@ -10,11 +10,11 @@ import asyncio
 import logging
 import os
 import socket
-import ssl
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import asdict
 from pathlib import Path
 
 from forge.runtime.names import HOST, STORE
@@ -30,33 +30,6 @@ from .wire import CONNECT_TIMEOUT, LEASE, MAX_MESSAGE, HostError, Json, Message,
 log = logging.getLogger(f"forge.{__name__}")
 
 QUEUE = 1024  # connections that wait to be accepted
-
-Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-
-
-class Listener:
-    """Passes each connection with TLS to `handler`. OSError: the address is not available."""
-
-    def __init__(self, address: str, port: int, context: ssl.SSLContext, handler: Handler) -> None:
-        family, *_, name = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        self._socket = socket.create_server(name[:2], family=family, backlog=QUEUE)  # type: ignore[arg-type]
-        self.port: int = self._socket.getsockname()[1]
-        self._context = context
-        self._handler = handler
-
-    async def serve(self) -> None:
-        """Accept connections until this task is cancelled."""
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(_log_failure)
-        server = await asyncio.start_server(
-            self._handler,
-            sock=self._socket,
-            ssl=self._context,
-            ssl_handshake_timeout=CONNECT_TIMEOUT,
-            limit=MAX_MESSAGE,
-        )
-        async with server:
-            await server.serve_forever()
 
 
 def _log_failure(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
@@ -79,16 +52,13 @@ class Daemon:
         gpus: accelerators that runs may use.
         secret: its holders may run any program as this user.
         address: the address that it listens at.
-        once: end after the first run.
     """
 
-    def __init__(self, gpus: tuple[str, ...], secret: str, address: str, port: int, once: bool = False) -> None:
-        self._once = once
+    def __init__(self, gpus: tuple[str, ...], secret: str, address: str, port: int) -> None:
         self.gpus = gpus
         self.address = address
         self.port = port
         self._leaving = False
-        self._finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._lease: HostLease | None = None
         self._resources = ExitStack()
         # Left behind by an earlier daemon that was killed.
@@ -111,19 +81,33 @@ class Daemon:
             await self._lease.closed.wait()
 
     async def serve(self, ready: Callable[[int], object] | None = None) -> None:
-        """Serve until this task is cancelled; `ready(port)` is called once connections are accepted."""
-        listener = Listener(self.address, self.port, self.credentials.context(server=True), self._serve_one)
-        self.port = listener.port
-        serving = asyncio.ensure_future(listener.serve())
+        """Serve until this task is cancelled; `ready(port)` is called once connections are accepted.
+
+        Raises:
+            OSError: the address is not available.
+        """
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(_log_failure)
+        family, *_, endpoint = socket.getaddrinfo(self.address, self.port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(endpoint[:2], family=family, backlog=QUEUE)  # type: ignore[arg-type]
+        self.port = listener.getsockname()[1]
+
         with self._resources:
+            server = await asyncio.start_server(
+                self._serve_one,
+                sock=listener,
+                ssl=self.credentials.context(server=True),
+                ssl_handshake_timeout=CONNECT_TIMEOUT,
+                limit=MAX_MESSAGE,
+            )
             try:
                 if ready is not None:
                     ready(self.port)
-                await self._finished
+                await loop.create_future()
             finally:
                 if self._lease is not None:
                     await self._lease.close()
-                serving.cancel()
+                server.close()
 
     async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # Unknown if it has closed the connection.
@@ -132,8 +116,9 @@ class Daemon:
             message = await receive_message(reader)
             match message and message.get("do"):
                 case "describe":
-                    description = {**self._describe_host(), "held_by": self._lease.holder if self._lease else None}
-                    send_message(writer, {"ok": description})
+                    holder = self._lease.holder if self._lease else None
+                    inventory = asdict(Inventory.of_this_machine(self.gpus))
+                    send_message(writer, {"ok": {**inventory, "held_by": holder}})
                 case "hold":
                     await self._serve_controller(message or {}, reader, writer)
                 case "sees":
@@ -152,9 +137,6 @@ class Daemon:
             send_message(writer, {"error": f"{type(error).__name__}: {error}"})
         finally:
             writer.close()
-
-    def _describe_host(self) -> dict[str, Json]:
-        return Inventory.of_this_machine(self.gpus).to_dict()
 
     async def _serve_controller(
         self, message: Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -183,7 +165,8 @@ class Daemon:
         log.info("held by %s", lease.holder)
         reason = "it closed the connection"
         try:
-            send_message(writer, {"ok": {**self._describe_host(), "held_by": None, "at": join_address(*address)}})
+            inventory = asdict(Inventory.of_this_machine(self.gpus))
+            send_message(writer, {"ok": {**inventory, "held_by": None, "at": join_address(*address)}})
             while (request := await receive_message(reader)) is not None:
                 await lease.handle(request)
         except TimeoutError:
@@ -194,8 +177,6 @@ class Daemon:
             count = len(lease.workers)
             await lease.close()
             self._lease = None
-            if self._once and not self._finished.done():
-                self._finished.set_result(None)
             log.info("%s has gone: %s; %d workers of it were killed", lease.holder, reason, count)
 
 

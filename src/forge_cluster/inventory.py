@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +57,9 @@ class Inventory:
             tuple(sorted(os.listdir(INFINIBAND))) if INFINIBAND.is_dir() else (),
         )
 
-    def to_dict(self) -> dict[str, object]:
-        """Return plain data, for the wire."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Inventory:
-        """Invert `to_dict`."""
+        """Return the inventory of plain data, as it came over the wire."""
         lists = {name: tuple(values[name]) for name in ("gpus", "infiniband")}
         return cls(**{**values, **lists})
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from forge.runtime.names import REQUEUE
 
+from .processes import check_words
 from .wire import PORT, Json
-from .words import check_words
 
 # Seconds from SIGTERM to SIGKILL: time to write a checkpoint.
 GRACE = 120

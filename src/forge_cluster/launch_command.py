@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import os
 import re
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,7 +46,6 @@ def run(args: argparse.Namespace) -> None:
     from forge.config.sections import ConfigError
     from forge.recipes.resume import read_config
     from forge.system.masking import mask_secrets
-    from forge_cluster.sweep import list_variants
 
     from .credentials import check_certificates
 
@@ -94,13 +94,41 @@ def run(args: argparse.Namespace) -> None:
         raise SystemExit(mask_secrets(f"error: {error}")) from error
 
 
+def list_variants(sweeps: Sequence[str], seeds: int | None) -> list[tuple[str, list[str]]]:
+    """Return the name and the overrides of each run: every combination of the swept values, with every seed.
+
+    Args:
+        sweeps: `section.key=value,value`.
+        seeds: number of seeds, from 0; None uses the configuration's seed.
+
+    Raises:
+        ValueError: one of them is not of this form.
+    """
+    axes: list[list[tuple[str, str]]] = []
+    for sweep in sweeps:
+        key, equals, values = sweep.partition("=")
+        if not equals or not key or not all(values.split(",")):
+            raise ValueError(f"--sweep {sweep}: write section.key=value,value")
+        axes.append([(key, value) for value in values.split(",")])
+
+    # The seed is the last axis, so that runs of the same values stand together.
+    if seeds is not None:
+        axes.append([("seed", str(seed)) for seed in range(seeds)])
+    runs = []
+    for combination in itertools.product(*axes):
+        # The name also names a folder.
+        parts = [re.sub(r"[^A-Za-z0-9._+-]", "_", key.rpartition(".")[2] + value) for key, value in combination]
+        overrides = [word for key, value in combination for word in (f"--{key}", value)]
+        runs.append(("-".join(parts), overrides))
+
+    return runs
+
+
 def _check_words(arguments: Arguments, options: argparse.Namespace) -> None:
     """Raise ValueError if a secret would be in a script, a manifest or the list of processes, which others can read."""
     from forge.system.masking import mask_secrets, without_secrets
 
-    remedy = (
-        f"which others could read in what is submitted: put it into {options.config}, or into the job's environment"
-    )
+    remedy = f"which other users could read in the job: put it into {options.config}, or into the job's environment"
     for name, text in arguments.overrides:
         if without_secrets(text, name) != text:
             raise ValueError(f"--{name} holds a secret, {remedy}")

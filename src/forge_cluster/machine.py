@@ -45,21 +45,29 @@ NOT_INHERITED = ("FORGE_SECRET", "FORGE_HOSTS", "FORGE_HOST", "HYPERACTOR_TLS_CA
 
 async def describe_host(address: str, credentials: Credentials) -> tuple[Inventory, str | None]:
     """Return the inventory of a host and the controller that holds it. OSError: it is unreachable; says what to do."""
+    return _parse_description(await query_host(address, credentials, do="describe"))
+
+
+async def query_host(address: str, credentials: Credentials, **message: Json) -> Json:
+    """Send a message to a host's daemon and return its answer.
+
+    Raises:
+        OSError, HostError: it cannot be reached, or reported an error.
+    """
     reader, writer = await connect_host(address, credentials)
     try:
-        send_message(writer, {"do": "describe"})
-        return _parse_description(await first_answer(reader, address))
+        send_message(writer, message)
+        return await first_answer(reader, address)
     finally:
         writer.close()
 
 
-async def first_answer(reader: asyncio.StreamReader, address: str, timeout: float | None = None) -> Json:
+async def first_answer(reader: asyncio.StreamReader, address: str) -> Json:
     """Return the first answer on a connection. In TLS 1.3 only it shows whether this peer was accepted."""
-    limit = timeout or CONNECT_TIMEOUT
     try:
-        message = await receive_message(reader, limit)
+        message = await receive_message(reader, CONNECT_TIMEOUT)
     except TimeoutError:
-        raise ConnectionError(f"host {address} gave no answer within {limit:g} s") from None
+        raise ConnectionError(f"host {address} gave no answer within {CONNECT_TIMEOUT:g} s") from None
     except ConnectionResetError:  # it closed the connection before the request arrived
         message = None
     except OSError as error:
@@ -125,7 +133,7 @@ class Machine:
         Raises:
             OSError: it cannot be reached. HostError: another controller holds it, or it lacks this run's folder.
         """
-        # A key in the environment, as of an API, is not for every machine.
+        # API keys in the environment stay on this machine.
         inherited = {
             name: value
             for name, value in os.environ.items()
@@ -297,12 +305,12 @@ class RemoteProcess:
         return f"{self.pid} on {self.machine.inventory.name}"
 
     def kill(self) -> None:
-        """Have the daemon send SIGKILL to it, if it has not ended yet."""
+        """Ask its daemon to send SIGKILL, if the process has not exited yet."""
         if not self.machine.lost.done():
             self.machine.send("kill", pid=self.pid)
 
     async def activity(self) -> Activity | None:
-        """Return what it does, by its machine's daemon; None if that gives no answer."""
+        """Return the activity that its machine's daemon reports; None if the daemon does not answer."""
         try:
             return Activity(*await self.machine.request("activity", pid=self.pid))
         except HostError:

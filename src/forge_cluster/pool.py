@@ -44,7 +44,7 @@ class Allocation:
 
     @property
     def procs(self) -> int:
-        """Processes on each machine."""
+        """Return the number of processes on each machine."""
         return self.demand.procs // len(self.machines)
 
     @property
@@ -179,13 +179,26 @@ class Pool:
             if not allocation.lost:
                 return allocation
             self.release(key)
+
+        # No await from the choice to the reservation: another replica would reserve the same room.
+        addresses = await self._choose_hosts(demand, limited, kind, max_hosts)
+        machines = [self._machines[address] for address in addresses]
+        procs = demand.procs // len(machines)
+        gpus = {machine.peer_address: self._rooms[machine.address].reserve(demand, procs) for machine in machines}
+        self._allocations[key] = Allocation(demand, machines, gpus)
+        return self._allocations[key]
+
+    async def _choose_hosts(
+        self, demand: Demand, limited: Callable[[], bool], kind: Hashable, max_hosts: int | None
+    ) -> list[str]:
+        """Return the addresses of the hosts for a demand, as soon as there is room. Arguments as for `allocate`."""
         began = time.monotonic()
         warned = False
         while True:
             rooms = self._open_rooms(demand)
             try:
-                preferred = choose_rooms(list(rooms.values()), demand, self._rooms_of(kind, rooms), max_hosts)
-                break
+                chosen = choose_rooms(list(rooms.values()), demand, self._rooms_of(kind, rooms), max_hosts)
+                return [address for address, room in rooms.items() if room in chosen]
             except NoHostRoom as error:
                 # A replica that waits for one host is common, and its component logs the loss: no warning then.
                 away = [reason for address, reason in self._failures.items() if address not in self._machines]
@@ -195,20 +208,10 @@ class Pool:
                 if not warned:
                     log.log(logging.DEBUG if demand.host else logging.WARNING, "%s; waiting for a host", text)
                     warned = True
+
             self._changed.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), RECHECK_INTERVAL)
-
-        # No await from the choice to here: another replica would reserve the same room.
-        machines = []
-        gpus = {}
-        for address, room in rooms.items():
-            if room in preferred:
-                machine = self._machines[address]
-                machines.append(machine)
-                gpus[machine.peer_address] = room.reserve(demand, demand.procs // len(preferred))
-        self._allocations[key] = Allocation(demand, machines, gpus)
-        return self._allocations[key]
 
     def _open_rooms(self, demand: Demand) -> dict[str, HostRoom]:
         """Return the rooms of the hosts that a demand may use, by address."""
@@ -264,16 +267,14 @@ class Pool:
         try:
             await machine.lease()
             check_versions(machine.inventory)
-        # A failure is kept, not raised: the other hosts may be enough.
-        except (OSError, HostError, ValueError) as error:
+        except BaseException as error:
+            if machine.leased:
+                machine.end(logging.DEBUG)
+            # A failure of a host is kept, not raised: the other hosts may be enough.
+            if not isinstance(error, OSError | HostError | ValueError):
+                raise
             self._failures[address] = str(error)
-            if machine.leased:
-                machine.end(logging.DEBUG)
             return
-        except BaseException:
-            if machine.leased:
-                machine.end(logging.DEBUG)
-            raise
 
         # From here on the host is part of the pool: its room is offered, and its end is watched.
         self._failures.pop(address, None)
@@ -363,7 +364,11 @@ async def survey_hosts(hosts: str | Sequence[str], credentials: Credentials) -> 
     many as FORGE_EXPECT_HOSTS says."""
     began = time.monotonic()
     while True:
-        inventories, failures = await _survey_once(hosts, credentials)
+        addresses = await expected_addresses(hosts)
+        found = await asyncio.gather(*(_inspect_host(address, credentials) for address in addresses))
+        inventories = [outcome for outcome in found if isinstance(outcome, Inventory)]
+        failures = [outcome for outcome in found if isinstance(outcome, str)]
+
         elapsed = time.monotonic() - began
         enough = len(inventories) >= _expected_count()
         # The run before this one may have ended less than a lease ago.
@@ -373,28 +378,11 @@ async def survey_hosts(hosts: str | Sequence[str], credentials: Credentials) -> 
         await asyncio.sleep(RETRY_INTERVAL)
 
 
-async def _survey_once(hosts: str | Sequence[str], credentials: Credentials) -> tuple[list[Inventory], list[str]]:
-    addresses = await expected_addresses(hosts)
-    descriptions = await asyncio.gather(
-        *(describe_host(address, credentials) for address in addresses), return_exceptions=True
-    )
-    inventories = []
-    failures = []
-    for address, description in zip(addresses, descriptions, strict=True):
-        if isinstance(description, OSError | HostError | ValueError):
-            failures.append(str(description))
-            continue
-        if isinstance(description, BaseException):
-            raise description
-        inventory, holder = description
-        # A host of another run cannot be used, though it is up.
-        if holder is not None:
-            failures.append(f"host {address} is held by {holder}")
-            continue
-        try:
-            check_versions(inventory)
-            inventories.append(inventory)
-        except ValueError as error:
-            failures.append(str(error))
-
-    return inventories, failures
+async def _inspect_host(address: str, credentials: Credentials) -> Inventory | str:
+    """Return the inventory of a host that a run could use; else the reason why it could not."""
+    try:
+        inventory, holder = await describe_host(address, credentials)
+        check_versions(inventory)
+    except (OSError, HostError, ValueError) as error:
+        return str(error)
+    return inventory if holder is None else f"host {address} is held by {holder}"

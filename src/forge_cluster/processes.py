@@ -1,11 +1,12 @@
-"""Processes that daemons and launchers watch or start."""
+"""Processes that daemons and launchers watch or start, and the words of their command lines."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from forge.runtime.process import end_with_parent
@@ -34,3 +35,10 @@ def run_as_child(command: Sequence[str], environment: Mapping[str, str]) -> int:
         signal.signal(number, lambda number, _: process.send_signal(number))
     signal.signal(signal.SIGINT, lambda *_: None)
     return process.wait()
+
+
+def check_words(words: Iterable[str]) -> None:
+    """Raise ValueError for a word that is not valid as an argument: it has a NUL, or half a character."""
+    for word in words:
+        if re.search("[\0\ud800-\udfff]", word):
+            raise ValueError(f"{word[:80]!a} cannot be a word of a command: it has a NUL or half a character")

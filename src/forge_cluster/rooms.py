@@ -81,7 +81,7 @@ class HostRoom:
 
     @property
     def load(self) -> float:
-        """Return threads for each core."""
+        """Return the number of reserved threads per core."""
         return self.threads / max(1, self.inventory.cores)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from forge.runtime.names import REQUEUE
 
-from .words import check_words
+from .processes import check_words
 
 GRACE = 3600  # seconds that workers serve after SIGTERM; Slurm's own GraceTime is shorter
 BEFORE_END = 300  # seconds before the time limit at which Slurm sends SIGUSR1, to write a checkpoint in

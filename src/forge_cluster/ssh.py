@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shlex
 import subprocess
@@ -13,7 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import IO
 
 from .credentials import read_secret
-from .words import check_host, check_words
+from .processes import check_words
 
 START_TIMEOUT = 120.0  # seconds for a worker to listen: it counts its GPUs first
 
@@ -83,6 +84,13 @@ def check_words_of_ssh(hosts: Sequence[str], folder: str, python: str) -> None:
         raise ValueError(f"--python {python[:80]!a} would be an option of the shell: give the path of a Python")
 
 
+def check_host(host: str) -> None:
+    """Raise ValueError for a host that ssh would read as an option, or that a ProxyCommand would pass to a shell."""
+    allowed = re.fullmatch(r"(ssh://)?([\w.+][\w.+-]*@)?(\[[\w:.%]+\]|[\w.:%][\w.:%-]*)", host, re.ASCII)
+    if allowed is None or len(host) > 255:
+        raise ValueError(f"{host[:80]!a} cannot be a host of --hosts: write name, user@name or an address")
+
+
 def _read_address(host: str, process: subprocess.Popen) -> str:
     """Return the address that a worker prints when it listens."""
     lines: list[str] = []
@@ -91,7 +99,7 @@ def _read_address(host: str, process: subprocess.Popen) -> str:
         lines.append(file.readline().strip())
 
     assert process.stdout is not None
-    # Read in a thread: a read has no time limit, and ssh may wait for a password for ever.
+    # Read in a thread: a read has no timeout, and ssh may wait forever for a password.
     reader = threading.Thread(target=read_line, args=(process.stdout,), daemon=True)
     reader.start()
     reader.join(START_TIMEOUT)

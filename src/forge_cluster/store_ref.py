@@ -56,7 +56,7 @@ async def share_across_hosts(store: VersionStore, pool: Pool) -> StoreRef:
             await cache.scale(1)
 
     async def publish_again(host: str) -> None:
-        """Have the trainer publish again what only the lost host had: others may be waiting for it."""
+        """Ask trainers to publish the versions again that only the lost host had: others may be waiting for them."""
         for key in store.keys():  # noqa: SIM118 - a store is not a mapping
             newest = store.versions(key)[-1]
             hosts = {host_of(segment) for segment in store.manifest(key, newest).segments}
@@ -145,11 +145,11 @@ class HostStore(Store):
                     raise MissingVersion(f"{key} version {version} left {self.host} while it was opened") from None
 
     def versions(self, key: str) -> list[int]:
-        """Complete versions on the store's host."""
+        """Return the complete versions on the store's host."""
         return self._ask_home("versions", key)
 
     def keys(self, prefix: str = "") -> list[str]:
-        """Return keys on the store's host."""
+        """Return the keys on the store's host."""
         return self._ask_home("keys", prefix)
 
     def delete(self, key: str) -> None:
@@ -161,11 +161,11 @@ class HostStore(Store):
         return self._ask_home("wait", key, min_version, timeout=timeout)
 
     def manifest(self, key: str, version: int) -> Manifest:
-        """Return manifest of a version on the store's host."""
+        """Return the manifest of a version on the store's host."""
         return self._ask_home("manifest", key, version)
 
     def identities(self, key: str) -> dict[int, set[str]]:
-        """Return known identities on the store's host."""
+        """Return the identities that the store's host knows."""
         return self._ask_home("identities", key)
 
     def adopt(self, key: str, identities: Mapping[int, set[str]]) -> None:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import re
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 from forge.cli.subparsers import Subparsers
+from forge.observability.lines import read_rows
+from forge.system.files import escape_controls
 
 TEXT = "one table of several runs, for example of a sweep or of seeds"
 
@@ -22,6 +27,29 @@ def add_to(commands: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print the table."""
-    from .sweep import format_table
-
     print(format_table([folder for folder in args.runs if folder.is_dir()], args.metric))
+
+
+def format_table(folders: Sequence[Path], metric: str = "eval/accuracy") -> str:
+    """Format one row for each run as Markdown: its state, steps, and the first, last and best value of a metric. Runs
+    that differ only in their seeds have a row of their mean."""
+    rows: list[list[str]] = []
+    groups: dict[str, list[float]] = {}
+    for folder in folders:
+        steps = read_rows(folder / "metrics.jsonl")
+        values = [row[metric] for row in steps if metric in row]
+        last_step = max((row.get("step", 0) for row in steps), default=0)
+        state = "finished" if (folder / "finished").exists() else "unfinished"
+        numbers = [f"{value:.3f}" for value in (values[0], values[-1], max(values))] if values else ["", "", ""]
+        rows.append([escape_controls(folder.name).replace("|", "\\|"), state, f"{last_step:g}", *numbers])
+        if values:
+            # Without the seed, runs of the same settings have the same name.
+            groups.setdefault(re.sub(r"-?seed\d+", "", rows[-1][0]), []).append(values[-1])
+
+    for name, last in groups.items():
+        if len(last) > 1:
+            spread = f"{statistics.mean(last):.3f} ± {statistics.stdev(last):.3f}"
+            rows.append([f"{name}: {len(last)} seeds", "", "", "", spread, ""])
+
+    head = ["run", "state", "step", f"{metric} first", "last", "best"]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows])

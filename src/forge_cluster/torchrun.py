@@ -14,9 +14,13 @@ import secrets
 import subprocess
 import sys
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from .credentials import SECRET, read_secret
 from .processes import run_as_child
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 MEETING_TIMEOUT = timedelta(minutes=10)  # machines of one job may boot minutes apart
 # Variables of the launcher, which the run must not see: it has its own ranks.
@@ -25,33 +29,13 @@ RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 def main() -> int:
     """Start the worker of this rank, and at rank 0 the run; return its exit code."""
-    import torch.distributed as dist
-
     try:
         rank, world, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
         address = os.environ["MASTER_ADDR"]
     except (KeyError, ValueError) as error:
         raise SystemExit(f"error: {error} is missing or no number: start this with torchrun or the like") from None
-
-    if SECRET not in os.environ and world == 1:
-        os.environ[SECRET] = secrets.token_hex(32)
-
-    # Before the ranks wait for one another.
-    try:
-        secret = read_secret()
-    except ValueError as error:
-        raise SystemExit(f"error: {SECRET}: {error}") from None
-
-    if secret is None:
-        raise SystemExit(f"error: {SECRET} is not set: set it to the same 32 characters or more on every machine")
-
-    # torchrun's own store may be at the address.
-    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    try:
-        store = dist.TCPStore(address, port, world, is_master=serves, timeout=MEETING_TIMEOUT)
-    except dist.DistError as error:
-        action = "listen" if serves else "reach rank 0"
-        raise SystemExit(f"error: rank {rank} cannot {action} at MASTER_ADDR {address}:{port}: {error}") from None
+    secret = _require_secret(world)
+    store = _open_store(rank, world, address, port)
 
     # Every restart of torchrun meets under new keys.
     attempt = f"forge/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -66,9 +50,12 @@ def main() -> int:
         if not listening:
             raise SystemExit(f"error: the worker of rank {rank} ended with {worker.wait()}")
         store.set(f"{attempt}/{rank}", listening)
+
+        # The others serve until rank 0 says how the run ended.
         if rank:
             store.wait([f"{attempt}/over"], timedelta(days=365))
             return int(store.get(f"{attempt}/over"))
+
         hosts = [store.get(f"{attempt}/{number}").decode() for number in range(world)]
         environment = {name: value for name, value in os.environ.items() if name not in RANKS}
         environment |= {"FORGE_HOSTS": ",".join(hosts), "FORGE_EXPECT_HOSTS": str(world), SECRET: secret}
@@ -78,6 +65,36 @@ def main() -> int:
     finally:
         worker.stdin.close()
         worker.wait()
+
+
+def _require_secret(world: int) -> str:
+    """Return the secret that all machines have, or for a run on one machine a new one.
+
+    Raises:
+        SystemExit: it is missing or invalid.
+    """
+    if SECRET not in os.environ and world == 1:
+        return secrets.token_hex(32)
+    try:
+        secret = read_secret()
+    except ValueError as error:
+        raise SystemExit(f"error: {SECRET}: {error}") from None
+    if secret is None:
+        raise SystemExit(f"error: {SECRET} is not set: set it to the same 32 characters or more on every machine")
+    return secret
+
+
+def _open_store(rank: int, world: int, address: str, port: int) -> TCPStore:
+    """Return the store in which the ranks exchange the addresses of their workers."""
+    import torch.distributed as dist
+
+    # torchrun's own store may be at the address.
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        return dist.TCPStore(address, port, world, is_master=serves, timeout=MEETING_TIMEOUT)
+    except dist.DistError as error:
+        action = "listen" if serves else "reach rank 0"
+        raise SystemExit(f"error: rank {rank} cannot {action} at MASTER_ADDR {address}:{port}: {error}") from None
 
 
 if __name__ == "__main__":

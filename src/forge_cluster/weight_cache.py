@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import re
 import time
@@ -36,34 +35,14 @@ from forge.runtime.store.manifest import Manifest
 from forge.system.files import write_atomic
 
 
-class Window:
-    """Bytes of this process, uint8 [size], that every process which receives this object may read and write. Create and
-    use it within an endpoint.
+def open_window(memory: Tensor) -> RDMABuffer:
+    """Return a window to bytes of this process, uint8 [size], that every process which receives it can read.
 
-    The memory stays accessible until `close` and must not be freed before.
+    Call it within an endpoint. The memory must not be freed before `drop` of the window has ended.
     """
-
-    def __init__(self, memory: Tensor) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RDMATcpFallbackWarning)
-            self._buffer = RDMABuffer(memory)
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        return self._buffer.size()
-
-    async def read_into(self, memory: Tensor, timeout: float) -> None:
-        """Copy all bytes from the owner's memory into `memory`, at least as large."""
-        await self._buffer.read_into(memory, timeout=math.ceil(timeout))
-
-    async def write_from(self, memory: Tensor, timeout: float) -> None:
-        """Copy `memory` into the owner's memory, at least as large."""
-        await self._buffer.write_from(memory, timeout=math.ceil(timeout))
-
-    async def close(self) -> None:
-        """Withdraw the access of other processes."""
-        await self._buffer.drop()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RDMATcpFallbackWarning)
+        return RDMABuffer(memory)
 
 
 class HostVersions(VersionStore):
@@ -99,7 +78,7 @@ CHUNK = 16 << 20  # bytes
 # Chunks that are read at once. One by one 210 MB took 2.19 s at 1 Gbit/s, by two 2.06, by three 1.94; the wire itself
 # takes 1.68.
 READS = 3
-CHUNK_TIMEOUT = 60.0  # seconds for one of them
+CHUNK_TIMEOUT = 60  # seconds for one of them
 RETRY_DELAY = 2.0  # seconds between attempts to read a version whose writers are lost
 IDLE = 60.0  # seconds after which a cache closes memory that no other one has asked for
 KEPT_CHAINS = 8  # versions back for which the home cache knows who reads from whom
@@ -114,7 +93,7 @@ class Source:
     memory: Tensor
     ready: int
     resources: ExitStack
-    windows: dict[int, Window] = field(default_factory=dict)
+    windows: dict[int, RDMABuffer] = field(default_factory=dict)
     grown: asyncio.Event = field(default_factory=asyncio.Event)
     error: str | None = None
     version: tuple[str, int] | None = None  # the key and the number, of what came from another host
@@ -200,7 +179,7 @@ class WeightCache(ForgeActor):
 
     @endpoint
     async def fetch(self, key: str, version: int, timeout: float) -> str:
-        """Have a version in this host's store; returns its manifest there.
+        """Copy a version into this host's store unless it is there; return its manifest there.
 
         Raises:
             MissingVersion: no host has it any more. TimeoutError: it did not arrive in time.
@@ -213,7 +192,7 @@ class WeightCache(ForgeActor):
         return await asyncio.wait_for(asyncio.shield(self._fetching[key, version]), timeout)
 
     @endpoint
-    async def chunk(self, name: str, index: int, size: int) -> Window:
+    async def chunk(self, name: str, index: int, size: int) -> RDMABuffer:
         """Return a window to a chunk, of `size` bytes, of a segment that is on this host or arrives here.
 
         Args:
@@ -244,7 +223,7 @@ class WeightCache(ForgeActor):
             await asyncio.wait_for(source.grown.wait(), CHUNK_TIMEOUT)
 
         if index not in source.windows:
-            source.windows[index] = Window(source.memory[index * CHUNK : index * CHUNK + size])
+            source.windows[index] = open_window(source.memory[index * CHUNK : index * CHUNK + size])
         return source.windows[index]
 
     async def _fetch_version(self, key: str, version: int, deadline: float) -> str:
@@ -252,36 +231,21 @@ class WeightCache(ForgeActor):
         while True:
             text, parent = await self.home.locate.route(key, version, self.host, avoid)
             manifest = Manifest.from_json(text)
-            foreign = sorted(segment for segment in manifest.segments if host_of(segment) != self.host)
-            names = {segment: local_name(segment) for segment in manifest.segments}
-            began = time.monotonic()
+            # Segments on other hosts, each with the name under which caches send it.
+            foreign = {
+                segment: whole_name(manifest.within(segment))
+                for segment in sorted(manifest.segments)
+                if host_of(segment) != self.host
+            }
 
             try:
-                with ExitStack() as writing:
-                    for segment in foreign:
-                        names[segment] = await self._copy_segment(manifest.within(segment), parent, writing)
-                    copied = manifest.renamed(names)
-                    await asyncio.to_thread(self.store.keep_part, copied, COPY)
-                for segment in foreign:  # their memory is not reused while others read it
-                    whole = whole_name(manifest.within(segment))
-                    if whole in self._sources:
-                        resources = self._sources[whole].resources
-                        lock = self.store.segments.reading([names[segment]])
-                        await asyncio.to_thread(resources.enter_context, lock)
-                # Versions that the store no longer keeps: a run that updates often would keep a minute of them.
-                for name, source in [*self._sources.items()]:
-                    if source.version is not None and source.version[0] == key and source.version[1] < version - 1:
-                        await self._release_source(name, source)
-                if foreign:
-                    record_metric("weight_sync/bytes", sum(map(manifest.extent, foreign)), Reduce.SUM)
-                    record_metric("weight_sync/seconds", time.monotonic() - began, Reduce.MEAN)
-                return copied.to_json()
+                return await self._copy_version(manifest, foreign, parent)
             except (KeyError, RuntimeError, TimeoutError) as error:  # the version, a cache, or a host is lost
                 # The memory of what did arrive is not kept.
-                for segment in foreign:
-                    name = whole_name(manifest.within(segment))
+                for name in foreign.values():
                     if name in self._sources:
                         await self._release_source(name, self._sources[name])
+
                 writers = ", ".join(sorted({host_of(segment) for segment in foreign}))
                 if parent is None and time.monotonic() > deadline - RETRY_DELAY:
                     raise MissingVersion(
@@ -292,6 +256,35 @@ class WeightCache(ForgeActor):
                     avoid.append(parent)
                 else:  # its trainer is replaced, and publishes it again
                     await asyncio.sleep(RETRY_DELAY)
+
+    async def _copy_version(self, manifest: Manifest, foreign: dict[str, str], parent: str | None) -> str:
+        """Copy the foreign segments of a version into this host's store; return its manifest there."""
+        began = time.monotonic()
+        names = {segment: local_name(segment) for segment in manifest.segments}
+        with ExitStack() as writing:
+            for segment in foreign:
+                names[segment] = await self._copy_segment(manifest.within(segment), parent, writing)
+            copied = manifest.renamed(names)
+            await asyncio.to_thread(self.store.keep_part, copied, COPY)
+
+        # The memory is not reused while other caches read it.
+        for segment, name in foreign.items():
+            if name in self._sources:
+                lock = self.store.segments.reading([names[segment]])
+                await asyncio.to_thread(self._sources[name].resources.enter_context, lock)
+
+        # Versions that the store no longer keeps: a run that updates often would keep a minute of them.
+        assert manifest.version is not None
+        for name, source in [*self._sources.items()]:
+            if source.version is None or source.version[0] != manifest.key:
+                continue
+            if source.version[1] < manifest.version - 1:
+                await self._release_source(name, source)
+
+        if foreign:
+            record_metric("weight_sync/bytes", sum(map(manifest.extent, foreign)), Reduce.SUM)
+            record_metric("weight_sync/seconds", time.monotonic() - began, Reduce.MEAN)
+        return copied.to_json()
 
     async def _copy_segment(self, wanted: Manifest, parent: str | None, writing: ExitStack) -> str:
         """Copy a segment from another host into this host's store; returns its name here."""
@@ -319,8 +312,8 @@ class WeightCache(ForgeActor):
         parts = source.memory.split(CHUNK)
 
         async def read_chunk(number: int) -> None:
-            window: Window = await chunk.route(name, number, len(parts[number]))
-            await window.read_into(parts[number], CHUNK_TIMEOUT)
+            window: RDMABuffer = await chunk.route(name, number, len(parts[number]))
+            await window.read_into(parts[number], timeout=CHUNK_TIMEOUT)
 
         reads: deque[asyncio.Task[None]] = deque()
         try:
@@ -366,7 +359,7 @@ class WeightCache(ForgeActor):
             source.idle_timer.cancel()
         windows = source.windows
         source.windows = {}
-        await asyncio.gather(*(window.close() for window in windows.values()))
+        await asyncio.gather(*(window.drop() for window in windows.values()))
         source.resources.close()
 
 
@@ -385,7 +378,7 @@ def cache_name(host: str) -> str:
 
 
 def whole_name(part: Manifest) -> str:
-    """Return what caches call the bytes of a segment in a version: a later one may have the same segment."""
+    """Return the name by which caches ask for a segment of a version: later versions can reuse the segment."""
     (segment,) = part.segments
     return f"{segment}/{part.version}"
 

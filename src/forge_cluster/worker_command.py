@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from forge.cli.subparsers import Subparsers
+
+if TYPE_CHECKING:
+    from .host import Daemon
 
 TEXT = "let a run on another machine start processes here; both need the same FORGE_SECRET"
 
@@ -31,48 +42,26 @@ def add_to(commands: Subparsers) -> None:
 
     # These are of programs that start workers: ssh, a job of a cluster, a launcher.
     parser.add_argument("--stdin", action="store_true", help="read the secret from standard input, end when it closes")
-    parser.add_argument("--once", action="store_true", help="end after the first run")
     parser.add_argument("--register", default=None, metavar="FOLDER", help="write the address to a file in this folder")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
     """Serve until a signal ends the worker; invalid input ends it with one line."""
-    import asyncio
-    import logging
-    import os
-    import signal
-    import socket
-    import sys
-    from pathlib import Path
-
-    from forge.system.files import write_atomic
     from forge_http.addresses import join_address, listening_error
 
-    from .credentials import SECRET, NoSecret, read_secret
     from .host import Daemon, routable_address
     from .inventory import count_gpus
     from .wire import PORT, split_address
 
     try:
-        # By standard input the secret is in no command line and no environment that other users see.
-        if args.stdin:
-            os.environ[SECRET] = sys.stdin.readline().strip()
         address, port = split_address(args.listen) if args.listen else ("", PORT)
         address = address or routable_address()
         if address in ("0.0.0.0", "::"):
             raise ValueError(f"--listen {address} is every address: give one, or omit the option")
-        secret = read_secret()
-
-        if secret is None:
-            raise NoSecret(
-                f"{SECRET} is not set: every process that has it can run programs here. Make one with "
-                "`openssl rand -hex 32`, and give it to the workers and the controller"
-            )
-
-        folder = Path(args.register) if args.register else None
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
+        secret = _take_secret(args.stdin)
+        if args.register:
+            Path(args.register).mkdir(parents=True, exist_ok=True)
         gpus = tuple(filter(None, args.gpus.split(","))) if args.gpus is not None else count_gpus()
 
         # The other machines have certificates too: without the package nothing can be served.
@@ -83,49 +72,73 @@ def run(args: argparse.Namespace) -> None:
         raise SystemExit(f"error: {error}") from error
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s forge worker: %(message)s", datefmt="%H:%M:%S")
+
+    async def serve_machine() -> None:
+        await _serve_daemon(Daemon(gpus, secret, address, port), args)
+
+    try:
+        asyncio.run(serve_machine())
+    except OSError as error:
+        option = f"--listen {join_address(address, 0)}"
+        raise SystemExit(f"error: {listening_error(address, port, error, option)}") from error
+
+
+def _take_secret(from_stdin: bool) -> str:
+    """Return the secret of standard input or of the environment. ValueError: it is missing or invalid."""
+    from .credentials import SECRET, NoSecret, read_secret
+
+    # By standard input the secret is in no command line and no environment that other users see.
+    if from_stdin:
+        os.environ[SECRET] = sys.stdin.readline().strip()
+    secret = read_secret()
+    if secret is None:
+        raise NoSecret(
+            f"{SECRET} is not set: every process that has it can run programs here. Make one with "
+            "`openssl rand -hex 32`, and give it to the workers and the controller"
+        )
+    return secret
+
+
+async def _serve_daemon(daemon: Daemon, args: argparse.Namespace) -> None:
+    """Serve until a signal, or the end of standard input; the address is registered and printed meanwhile."""
+    from forge.system.files import write_atomic
+    from forge_http.addresses import join_address
+
     log = logging.getLogger("forge.worker")
-    file = folder / socket.gethostname() if folder is not None else None
+    file = Path(args.register) / socket.gethostname() if args.register else None
 
     def report_ready(port: int) -> None:
-        location = join_address(address, port)
-        log.info("listening at %s, %d GPUs", location, len(gpus))
+        location = join_address(daemon.address, port)
+        log.info("listening at %s, %d GPUs", location, len(daemon.gpus))
         if args.stdin:
             print(location, flush=True)
             os.dup2(2, 1)  # nothing reads later output of this worker and its processes
         if file is not None:
             write_atomic(file, f"{location}\n")
 
-    async def serve_daemon() -> None:
-        daemon = Daemon(gpus, secret, address, port, args.once)
-        task = asyncio.ensure_future(daemon.serve(report_ready))
-        loop = asyncio.get_running_loop()
+    serving = asyncio.ensure_future(daemon.serve(report_ready))
+    loop = asyncio.get_running_loop()
 
-        # A machine that will be taken away serves on until its run has saved its state.
-        async def leave_gracefully() -> None:
-            if args.grace and daemon.leave():
-                log.warning("SIGTERM: the run was notified, and has %g s", args.grace)
-                await asyncio.wait([asyncio.ensure_future(daemon.released())], timeout=args.grace)
-            task.cancel()
+    # A machine that will be taken away serves on until its run has saved its state.
+    async def leave_gracefully() -> None:
+        if args.grace and daemon.leave():
+            log.warning("SIGTERM: the run was notified, and has %g s", args.grace)
+            await asyncio.wait([asyncio.ensure_future(daemon.released())], timeout=args.grace)
+        serving.cancel()
 
-        leaving: list[asyncio.Task] = []  # a reference keeps it alive
-        loop.add_signal_handler(signal.SIGTERM, lambda: leaving.append(loop.create_task(leave_gracefully())))
+    leaving: list[asyncio.Task] = []  # a reference keeps it alive
+    loop.add_signal_handler(signal.SIGTERM, lambda: leaving.append(loop.create_task(leave_gracefully())))
 
-        # A worker ends with the terminal or the connection that started it.
-        for number in (signal.SIGINT, signal.SIGHUP):
-            loop.add_signal_handler(number, task.cancel)
-        if args.stdin:
-            loop.add_reader(sys.stdin.fileno(), lambda: None if os.read(sys.stdin.fileno(), 1024) else task.cancel())
-        try:
-            await task
-        except asyncio.CancelledError:
-            log.info("ended")
-        finally:
-            if file is not None:
-                file.unlink(missing_ok=True)
+    # A worker ends with the terminal or the connection that started it.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        loop.add_signal_handler(number, serving.cancel)
+    if args.stdin:
+        loop.add_reader(sys.stdin.fileno(), lambda: None if os.read(sys.stdin.fileno(), 1024) else serving.cancel())
 
     try:
-        asyncio.run(serve_daemon())
-    except OSError as error:
-        raise SystemExit(
-            f"error: {listening_error(address, port, error, f'--listen {join_address(address, 0)}')}"
-        ) from error
+        await serving
+    except asyncio.CancelledError:
+        log.info("ended")
+    finally:
+        if file is not None:
+            file.unlink(missing_ok=True)

@@ -89,7 +89,7 @@ def split_choice(text: str) -> tuple[str, Sequence[Token]]:
     if not bracketed and len(parts) > 1 and parts[1].text not in (")", ".", ":"):
         return "", ()
 
-    # Several labels, or a word that continues the sentence, are no choice.
+    # Several labels are not one choice, nor is a letter before a word that continues the sentence.
     labels = (token.text for token, after in pairwise(following) if after.text in (")", ".", ":"))
     if (
         any(len(label) == 1 and label.isupper() for label in labels)
@@ -102,45 +102,53 @@ def split_choice(text: str) -> tuple[str, Sequence[Token]]:
 
 
 def _same_values(answer: Value, target: Value, tolerance: float) -> bool | None:
-    """`equal` for two values."""
+    """Return whether two values agree; None where the target takes too long to compare. The first rule that fits
+    decides."""
     if same_spelling(answer, target):
         return True
+
+    # 1/x (x > 0) equals 1/x: without a condition in one of them, only the values are compared.
     if answer.kind == "where" or target.kind == "where":
-        # Without a condition in one of them, only the values are compared.
         sides = (value.items if value.kind == "where" else (value,) for value in (answer, target))
-        return _all_true(
-            _same_values(one_side, other_side, tolerance) for one_side, other_side in zip(*sides, strict=False)
-        )
+        pairs = zip(*sides, strict=False)
+        return _all_true(_same_values(one_side, other_side, tolerance) for one_side, other_side in pairs)
 
     if "relation" in (answer.kind, target.kind):
         return _same_relation(answer, target, tolerance)
+
+    # x < 1 or x > 3 is read as the union of two intervals where the other one is an interval.
     if target.kind in ("tuple", "union") and answer.kind in ("list", "such"):
         answer = as_interval(answer) or answer
     if answer.kind in ("tuple", "union") and target.kind in ("list", "such"):
         target = as_interval(target) or target
+
     if answer.kind == target.kind == "expression":
         return _same_expression(answer, target, tolerance)
 
-    # Sums, integrals and limits, which only the symbolic parser reads.
+    # \sum_{k=1}^n k equals n(n + 1)/2: only the symbolic parser reads sums, integrals and limits.
     calculus = _calculus_tree(answer), _calculus_tree(target)
     if None not in calculus and "text" in (answer.kind, target.kind):
         return _exact_number(target) is None and are_equivalent("expression", *calculus, tolerance)  # type: ignore[arg-type]
+
+    # x = 1, y = 2 equals (1, 2): the values in the order in which they are written.
     if _is_assignment(answer) is not _is_assignment(target):
-        # In the order in which they are written: x = 1, y = 2 is (1, 2).
         members = [
             [item.items[1] for item in value.items] if _is_assignment(value) else list(value.items)
             for value in (answer, target)
         ]
         unnamed = target if _is_assignment(answer) else answer
         is_ordered = unnamed.kind == "list" or unnamed.ends == ("(", ")")
-        is_ordered = is_ordered and not any(item.kind == "relation" for item in unnamed.items)
-        return is_ordered and _all_same(members[0], members[1], tolerance)
+        has_relation = any(item.kind == "relation" for item in unnamed.items)
+        return is_ordered and not has_relation and _all_same(members[0], members[1], tolerance)
 
+    # {1, 2} equals 2, 1. But x < 1 or x > 2 does not equal x < 1 and x > 2, nor a union an intersection.
     if {answer.kind, target.kind} <= {"list", "set"} or (answer.kind == target.kind == "union"):
-        # Of inequalities "or" and "and" are two things, as are unions and intersections.
-        joined = answer.ends == target.ends or not (answer.kind == "union" or _has_inequality(answer))
-        return joined and _same_members(answer.items, target.items, tolerance)
+        needs_same_ends = answer.kind == "union" or _has_inequality(answer)
+        if needs_same_ends and answer.ends != target.ends:
+            return False
+        return _same_members(answer.items, target.items, tolerance)
 
+    # (1, 2) equals (1, 2) and not (1, 2]; a text equals its own spelling only.
     if answer.kind != target.kind or answer.kind == "text" or answer.ends != target.ends:
         return False
     return _all_same(answer.items, target.items, tolerance)
@@ -188,7 +196,7 @@ def _same_members(answers: Sequence[Value], targets: Sequence[Value], tolerance:
 
 
 def _same_relation(answer: Value, target: Value, tolerance: float) -> bool | None:
-    """`_same` for two values of which at least one is an equation, an inequality or another relation."""
+    """Return whether two values agree, of which at least one is an equation, an inequality or another relation."""
     # One relation: it is an interval, or an equation that gives the other's value.
     if target.kind != "relation":
         interval = as_interval(answer) if target.kind in ("tuple", "union", "set", "such") else None

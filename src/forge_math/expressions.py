@@ -57,7 +57,7 @@ class Parser:
         return self._parts[self._position - 1]
 
     def _skip_token(self, text: str) -> bool:
-        """Take the next token if it is this one."""
+        """Consume the next token if it is this one; return whether it was."""
         is_next = self._peek_token() == text
         self._position += is_next
         return is_next
@@ -78,7 +78,7 @@ class Parser:
         return terms[0] if len(terms) == 1 else ["add", *terms]
 
     def _parse_sign(self) -> int:
-        """Return the sign before a term, -1 or 1. Two signs are no expression."""
+        """Return the sign before a term, -1 or 1. Two signs are unreadable."""
         return 1 if self._skip_token("+") or not self._skip_token("-") else -1
 
     @staticmethod
@@ -117,7 +117,7 @@ class Parser:
                 factors.append(factor)
 
     def _parse_mixed(self, integer: Tree) -> Tree | None:
-        """A whole number with the proper fraction that comes next, 1\\frac{1}{2} or 1 1/2; None if they are none."""
+        """Read a mixed number, 1\\frac{1}{2} or 1 1/2: a whole number with the proper fraction after it; else None."""
         if integer[0] != "number" or self._parts[self._position - 1].text != integer[1]:
             return None
         next_parts = self._parts[self._position : self._position + 3]
@@ -217,7 +217,7 @@ class Parser:
         return sums
 
     def _parse_argument(self, read: Callable[[], Tree] | None = None) -> Tree:
-        """The argument of a command such as \\frac, a token or a group; or the result of `read`. It may have a sign."""
+        """Read the argument of a command such as \\frac, a token or a group, by `read`. It may have a sign."""
         sign = self._parse_sign()
         return self._apply_sign((read or self._parse_base)(), sign)
 
@@ -292,7 +292,7 @@ class Parser:
 
 
 def parse_expression(parts: Sequence[Token]) -> tuple[Tree, bool]:
-    """Return the tree of an expression, and whether it is a calculation. Unreadable: it is none."""
+    """Return the tree of an expression, and whether it is a calculation. Unreadable: it is not an expression."""
     parser = Parser(parts)
     try:
         tree = parser.read()

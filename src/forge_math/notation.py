@@ -217,7 +217,7 @@ _REWRITES: list[Rewrite] = [
 
 
 def _to_plain(text: str) -> str:
-    """LaTeX for Unicode symbols, no delimiters, and the words of text commands between NUL characters."""
+    """Write Unicode symbols as LaTeX, remove delimiters, and mark the words of text commands by NUL characters."""
     text = _to_latex(text.replace("\x00", " "))
     # Marks of Markdown and of mathematics around the answer.
     text = _remove_dollars(text.strip().strip("*_`").strip())
@@ -249,7 +249,7 @@ def _remove_dollars(text: str) -> str:
 
 
 def _unwrap_commands(text: str) -> str:
-    """Commands of fonts, colours and boxes replaced by their content, in braces; words of text between NULs."""
+    """Replace commands of fonts, colours and boxes by their content in braces; words of text are put between NULs."""
     pieces: list[str] = []
     end = 0
     for command in _WRAPPER.finditer(text):
@@ -288,7 +288,7 @@ def _mark_words(content: str) -> str:
 
 
 def _read_upright(content: str, before: str) -> str:
-    """Content of `\\mathrm`: a function, a word, a unit of one letter after a figure, or letters."""
+    """Read the content of `\\mathrm`: a function, a word, a unit of one letter after a figure, or letters."""
     if content in FUNCTIONS:
         return f"\\{content} "
     is_unit = len(content) == 1 and content.isalpha() and content not in "eid" and (before.isdigit() or before in ")}")
@@ -346,7 +346,7 @@ def _split_tokens(text: str) -> Iterator[Token]:
 def _split_letters(run: str, spaced: bool, before: Token | None, glued_after: bool) -> Iterator[Token]:
     """Yield a run of letters after a token, perhaps with more mathematics glued to it: a function, a word, or
     variables."""
-    # Letters beside mathematics are variables; beside text, a word.
+    # Letters next to mathematics are variables; next to text, a word.
     after_figure = before is not None and before.kind == "number"
     glued = glued_after or (
         before is not None and not spaced and before.text not in ("(", "-", "'", ",", "/", "|", '"')

@@ -111,7 +111,7 @@ def _read_signs(parts: tuple[Token, ...]) -> Value | None:
 
 
 def _read_list(parts: tuple[Token, ...]) -> Value | None:
-    """Values between commas, "and", "or"."""
+    """Read a list: values between commas, "and", "or"."""
     pieces, separators = split_tokens(parts, (",", ";", r"\vee"), ("and", "or"))
     if not separators:
         return None
@@ -131,7 +131,7 @@ def _flatten_items(items: tuple[Value, ...]) -> tuple[Value, ...]:
 
 
 def _read_relation(parts: tuple[Token, ...]) -> Value | None:
-    """Return sides between relations."""
+    """Read an equation, an inequality or another relation: sides between signs."""
     sides, relations = split_tokens(parts, _RELATIONS)
     if not relations:
         return None
@@ -151,7 +151,7 @@ def _read_union(parts: tuple[Token, ...]) -> Value | None:
 
 
 def _read_bracketed(parts: tuple[Token, ...]) -> Value | None:
-    """Return a tuple, an interval, a set, or what stands in brackets alone."""
+    """Read a tuple, an interval or a set; of brackets around one value, the value."""
     if len(parts) < 2:
         return Value("text", parts) if not parts else None
     first, last = parts[0].text, parts[-1].text
@@ -210,7 +210,7 @@ def _read_matrix(parts: tuple[Token, ...]) -> Value | None:
 
 
 def _read_based(parts: tuple[Token, ...]) -> Value | None:
-    """Digits with their base: 1A_{16}, (12)_8."""
+    """Read digits with their base: 1A_{16}, (12)_8."""
     if len(parts) < 3 or parts[-2].text != "_":
         return None
     base = _NUMERALS.get(parts[-1].text, parts[-1].text)
@@ -223,7 +223,7 @@ def _read_based(parts: tuple[Token, ...]) -> Value | None:
 
 
 def _read_condition(parts: tuple[Token, ...]) -> Value | None:
-    """A value with its condition in brackets after it: \\frac{1}{x}(x > 0)."""
+    """Read a value with its condition in brackets after it: \\frac{1}{x}(x > 0)."""
     if len(parts) < 5 or parts[-1].text != ")":
         return None
     # The bracket that the last one closes. One condition: a row of brackets is a product.
@@ -331,7 +331,7 @@ def as_interval(value: Value) -> Value | None:
 
 
 def order_sides(value: Value) -> tuple[tuple[Value, ...], tuple[str, ...]]:
-    """Return sides and relations of an inequality, in rising order if it falls."""
+    """Return the sides and relations of an inequality; a falling one is turned round: 3 > x becomes x < 3."""
     if value.ends[0] in (">", r"\geq"):
         return value.items[::-1], tuple(ORDER.get(relation, relation) for relation in value.ends[::-1])
     return value.items, value.ends

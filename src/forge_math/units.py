@@ -76,7 +76,7 @@ _COMPOUND = {"mph": (("hour", -1), ("mile", 1)), "kmh": (("hour", -1), ("km", 1)
 # Units of one letter that need no text command after a figure and a space. The others, such as C, name points.
 _LONE = frozenset("m s g h L N J W V K A T")
 _MONEY = frozenset([*CURRENCIES.values(), "cent"])
-# Words that are no units: what follows changes the number, takes it back, or gives another.
+# Words that never name a unit: they change the number, take it back, or give another.
 _NUMERALS = (
     r"zero|one|two|three|(?:four|six|seven|eight|nine)(?:teen|ty)?|five|ten|eleven|twelve|thirteen|fifteen|eighteen"
     r"|eighty|twenty|thirty|forty|fifty|half|halves|quarter|dozen|score|gross|hundred|thousand|[mb]illion|trillion"
@@ -112,8 +112,8 @@ def with_unit(parts: Sequence[Token]) -> tuple[list[Token], Unit]:
 
 
 def same_kind(unit: Unit, target: Unit) -> bool:
-    """Return whether a unit is of the kind that the target has; a missing one is of any. Of free words those of one
-    must be among those of the other: 4 apples are 4 red apples, and 5 steps left are not 5 steps right."""
+    """Return whether a unit is of the kind that the target has; a missing one fits any. The free words of one
+    must be among the words of the other: 4 apples are 4 red apples, and 5 steps left are not 5 steps right."""
     if not unit or not target or unit == target:
         return True
     if {name for name, _ in (*unit, *target)} <= _NAMES.keys() | set(_NAMES.values()):
@@ -184,20 +184,12 @@ def _read_unit(parts: Sequence[Token]) -> Unit | None:
             last = "degree"
             powers[last] = 1
             index += 1
-        elif text == "^" and last and re.fullmatch(r"\d", following):
-            powers[last] *= int(following)
-            index += 1
-        elif (
-            text == "^"
-            and last
-            and [part.text for part in parts[index + 1 : index + 5]]
-            in (
-                ["{", "-", "1", "}"],
-                ["{", "-", "2", "}"],
-            )
-        ):
-            powers[last] *= -int(parts[index + 3].text)
-            index += 4
+        elif text == "^" and last:
+            exponent, width = _read_exponent(parts, index + 1)
+            if not width:
+                return None
+            powers[last] *= exponent
+            index += width
         elif text == "/" and last:
             sign = -1
         elif text == "%" and not last:
@@ -210,10 +202,21 @@ def _read_unit(parts: Sequence[Token]) -> Unit | None:
 
         index += 1
 
-    # A power or a prefix without a unit is none, nor is a long text.
+    # A power or a prefix needs a unit, and a long text is not a unit.
     if spelled > _MOST_WORDS or coming != 1 or prefix or (not powers and not spelled):
         return None
     return tuple(sorted((name, power) for name, power in powers.items() if power))
+
+
+def _read_exponent(parts: Sequence[Token], start: int) -> tuple[int, int]:
+    """Return the exponent that begins at a token, and the number of its tokens: 2 of m^2, -1 of s^{-1}. No tokens: it
+    is another text."""
+    texts = [part.text for part in parts[start : start + 4]]
+    if texts and re.fullmatch(r"\d", texts[0]):
+        return int(texts[0]), 1
+    if texts in (["{", "-", "1", "}"], ["{", "-", "2", "}"]):
+        return -int(texts[2]), 4
+    return 0, 0
 
 
 def _to_singular(word: str) -> str:

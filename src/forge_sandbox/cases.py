@@ -7,13 +7,23 @@ import builtins
 import json
 import operator
 import re
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
-from .literals import Value, evaluate_constant
+# The parser warns of odd syntax, once for each location: a program could fill the log.
+warnings.filterwarnings("ignore", module="<model output>")
+
+Value = Any  # of any literal
+
+# Of which expressions a test's constants are made, as `-1`, `2 ** 10`, `[1, float("inf")]`.
+_CONSTANT = (ast.Constant, ast.UnaryOp, ast.unaryop, ast.BinOp, ast.expr_context, ast.Call, ast.Name)
+_ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow)
+_DISPLAYS = (ast.List, ast.Tuple, ast.Set, ast.Dict)
+MAX_EXPONENT = 1024  # larger powers could take minutes
 
 # What a comparison is called in the harness, which compares plain values whatever the program's objects say.
 _COMPARE = "__compare__"
@@ -82,6 +92,28 @@ def forgeable(case: Case) -> bool:
     deciding = (ast.Assert, ast.Raise, ast.ClassDef)
     decides = any(isinstance(node, deciding) for node in ast.walk(_parse_test(case.test)))
     return decides and (not checks or any(check.in_process for check in checks))
+
+
+def parse_literal(text: str) -> tuple[Value] | None:
+    """Return the value in a 1-tuple; None if the text is not a literal."""
+    with suppress(ValueError, SyntaxError, TypeError, ArithmeticError, MemoryError, RecursionError):
+        return (ast.literal_eval(ast.parse(text.strip(), "<model output>", mode="eval")),)
+    return None
+
+
+def evaluate_constant(expression: str | ast.expr) -> tuple[Value] | None:
+    """Return the value of an expression of a test in a 1-tuple; None if it has names but `float`, `inf` and `set`."""
+    with suppress(ValueError, SyntaxError, TypeError, ArithmeticError, MemoryError, RecursionError):
+        node = ast.parse(expression.strip(), "<test>", mode="eval").body if isinstance(expression, str) else expression
+        nodes = list(ast.walk(node))
+        names = {each.id for each in nodes if isinstance(each, ast.Name)}
+        exponents = [each.right for each in nodes if isinstance(each, ast.BinOp) and isinstance(each.op, ast.Pow)]
+        is_small = all(ast.literal_eval(each) <= MAX_EXPONENT for each in exponents)
+        is_constant = all(isinstance(each, _CONSTANT + _ARITHMETIC + _DISPLAYS) for each in nodes)
+        if names <= {"float", "inf", "set"} and is_small and is_constant:
+            scope = {"__builtins__": {}, "float": float, "inf": float("inf"), "set": set}
+            return (eval(compile(ast.Expression(node), "<test>", "eval"), scope),)
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,14 +224,14 @@ class _Guard(ast.NodeTransformer):
     """Replaces the comparisons of a test by calls of the harness, which the program's objects cannot answer."""
 
     def visit_Compare(self, node: ast.Compare) -> ast.expr:
-        """`a == b` becomes `__compare__(a, ('==', b))`."""
+        """Rewrite `a == b` as `__compare__(a, ('==', b))`."""
         self.generic_visit(node)
         pairs = zip(node.ops, node.comparators, strict=True)
         signs = [ast.Tuple([ast.Constant(_SIGNS[type(sign)]), right], ast.Load()) for sign, right in pairs]
         return _call_name(_COMPARE, node.left, *signs)
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
-        """`self.assertEqual(a, b)` becomes `self.assertTrue(__compare__(a, ('==', b)))`."""
+        """Rewrite `self.assertEqual(a, b)` as `self.assertTrue(__compare__(a, ('==', b)))`."""
         self.generic_visit(node)
         name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
         if name in _EQUALITIES and len(node.args) >= 2:

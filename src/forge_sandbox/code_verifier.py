@@ -14,9 +14,8 @@ from forge.data.thoughts import after_thoughts
 from forge.rewards.verifier import Scores, Unscored, collect_scores
 from forge_sandbox.code_blocks import python_block
 
-from .cases import NO_LITERAL, Case, Check, checks_of, forgeable, read_cases
+from .cases import NO_LITERAL, Case, Check, checks_of, forgeable, parse_literal, read_cases
 from .harness import BEGUN, HARNESS, read_marked
-from .literals import parse_literal
 from .sandbox import Sandbox
 
 Json = Any  # plain data of a report
@@ -27,7 +26,7 @@ class Runner(Protocol):
     """Runs untrusted programs, as `forge_sandbox.Sandbox`. Exceptions are failures of the runner, not the program."""
 
     async def run(self, program: str, *, stdin: str = "", time_limit: float) -> Any:
-        """Run a program for so many seconds: what has the `status` and `stdout` of `forge_sandbox.Result`."""
+        """Run a program for at most `time_limit` seconds; return an object with `status` and `stdout`."""
 
 
 def code_block(response: str) -> str | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 Json = Any
 
-# The number of a message that says only that the checks have begun.
+# The index of the report that only says that the checks have started.
 BEGUN = -1
 # All that it uses is bound before the program runs, which may replace any global. Values are formatted by the methods
 # of the built-in types, whatever a subclass overrides, and compared outside. Objects of the program are never true.

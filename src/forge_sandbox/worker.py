@@ -17,7 +17,7 @@ from .inside import wire
 START_TIMEOUT = 60.0  # seconds to start, with all imports
 GRACE = 30.0  # seconds to reply, beyond a program's time limit: the machine may be busy
 EXIT_TIMEOUT = 5.0  # seconds to exit by itself
-_MODULES = ("syscalls", "wire", "seccomp", "namespaces", "limits", "program", "confine", "jail", "keeper", "zygote")
+_MODULES = ("syscalls", "wire", "seccomp", "namespaces", "limits", "program", "confine", "keeper", "zygote")
 # The modules are sent as text: the process may not be able to read the files after a change of user or root.
 _FOLDER = Path(__file__).parent / "inside"
 _TEXTS = {name: (_FOLDER / f"{name}.py").read_text("utf-8") for name in _MODULES}

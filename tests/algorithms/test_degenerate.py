@@ -16,8 +16,8 @@ import pytest
 from apps.real.constraints import FollowsConstraints
 from forge.rewards.rules import CharacterMatch, ExactMatch, JsonMatch, MathReward, ThinkingReward, final_answer
 from forge_envs import read_action, schema_of
+from forge_sandbox.cases import parse_literal
 from forge_sandbox.code_verifier import code_block
-from forge_sandbox.literals import parse_literal
 from forge_verifiers import AnswerFrequency, MathVerifier, Rule
 from forge_verifiers.config import ProcessRewardModelSettings
 

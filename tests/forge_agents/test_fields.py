@@ -60,7 +60,7 @@ REJECTED = [
         "messages[0].tool_calls[0].function.arguments must be the text of a JSON object, got '['",
     ),
     ("chat", {"tools": [{"type": "custom"}]}, "tools[0]: a tool of type 'custom' is not supported"),
-    ("chat", {"tool_choice": "required"}, "tool_choice asks for a call, and there are no tools"),
+    ("chat", {"tool_choice": "required"}, "tool_choice asks for a call, but tools is empty"),
     (
         "chat",
         {"tools": [CHAT_TOOL], "tool_choice": {"type": "function", "function": {"name": "write"}}},

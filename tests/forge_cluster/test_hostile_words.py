@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from forge.cli import main
 from forge_cluster.kubernetes import KubernetesJob
 from forge_cluster.slurm import SlurmJob
-from forge_cluster.ssh import start_workers
-from forge_cluster.words import check_host
+from forge_cluster.ssh import check_host, start_workers
 from tests.forge_cluster.kube import expanded
 
 HOSTILE = [

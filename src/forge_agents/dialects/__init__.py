@@ -11,7 +11,15 @@ from .fields import openai_error, server_sent
 
 
 class EventWriter(ABC):
-    """Writes one answer as server-sent events. Every method returns the bytes to send, "" if there are none."""
+    """Writes one answer as server-sent events. Every method returns the bytes to send, "" if there are none.
+
+    Args:
+        ids: of the samples.
+    """
+
+    def __init__(self, request: ModelRequest, ids: Sequence[str]) -> None:
+        self._request = request
+        self._ids = ids
 
     @abstractmethod
     def begin(self, prompt_tokens: int) -> bytes:
@@ -71,7 +79,7 @@ class ItemWriter(EventWriter):
 class Dialect(ABC):
     """One kind of request."""
 
-    name: str
+    writer: type[EventWriter]  # of streamed answers
     id_prefix: str  # of a turn's id
     call_prefix: str = "call_"  # of a call's id
 
@@ -82,10 +90,6 @@ class Dialect(ABC):
     @abstractmethod
     def complete(self, request: ModelRequest, turns: Sequence[ModelTurn]) -> Mapping[str, Any]:
         """Return the body of an answer that is not streamed."""
-
-    @abstractmethod
-    def events(self, request: ModelRequest, ids: Sequence[str]) -> EventWriter:
-        """Return the writer of a streamed answer whose samples have these ids."""
 
     def error(self, error: BadRequest) -> Mapping[str, Any]:
         """Return the body of an error."""

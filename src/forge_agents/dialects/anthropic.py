@@ -23,7 +23,11 @@ IGNORED = {
     *("metadata", "service_tier", "inference_geo", "speed", "cache_control", "diagnostics", "betas", "fallbacks"),
     *("billing_policy", "fallback_credit_token", "user_profile_id", "workspace_id"),
 }
-NEUTRAL: Mapping[str, Sequence[Json]] = {"container": (), "mcp_servers": ([],), "compaction": ({"type": "disabled"},)}
+NEUTRAL: Mapping[str, Sequence[Json]] = {
+    "container": (),
+    "mcp_servers": ([],),
+    "compaction": ({"type": "disabled"},),
+}
 TEXT = {"text": "text"}
 BILLING = "x-anthropic-billing-header:"  # begins a block that Claude Code sends for Anthropic's accounts only
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -40,10 +44,80 @@ ERRORS = {
 }
 
 
+class AnthropicEvents(ItemWriter):
+    """Writes one answer as blocks."""
+
+    def __init__(self, request: ModelRequest, ids: Sequence[str]) -> None:
+        super().__init__(request, ids)
+        self._index = 0  # of the open block, or of the next
+
+    def begin(self, prompt_tokens: int) -> bytes:
+        """Return the message without content. Its usage is a first count, which the last event replaces."""
+        usage = api.Usage(input_tokens=prompt_tokens, output_tokens=0)
+        message = _start_message(self._request, self._ids[0], usage)
+        return _write_event(api.RawMessageStartEvent(type="message_start", message=message))
+
+    def end(self, turns: Sequence[ModelTurn]) -> bytes:
+        """Return the end of the open block, why the message ended, and usage."""
+        usage = api.MessageDeltaUsage.model_validate(_turn_usage(turns[0]).model_dump(exclude_unset=True))
+        stopped = api.RawMessageDeltaEvent(type="message_delta", delta=_stop_reason(turns[0]), usage=usage)
+        return self.close() + _write_event(stopped) + _write_event(api.RawMessageStopEvent(type="message_stop"))
+
+    def ping(self) -> bytes:
+        """Return the event that clients expect while they wait."""
+        return fields.server_sent({"type": "ping"}, "ping")
+
+    def failure(self, error: BadRequest) -> bytes:
+        """Return an event with the body of the error."""
+        return fields.server_sent(AnthropicDialect().error(error), "error")
+
+    def begin_item(self, kind: str) -> bytes:
+        """Return a block without text."""
+        if kind == "content":
+            return self._begin_block(api.TextBlock(type="text", text=""))
+        return self._begin_block(api.ThinkingBlock(type="thinking", thinking="", signature=""))
+
+    def piece(self, kind: str, text: str) -> bytes:
+        """Return the event of a piece of its text."""
+        if kind == "content":
+            return self._write_delta(api.TextDelta(type="text_delta", text=text))
+        return self._write_delta(api.ThinkingDelta(type="thinking_delta", thinking=text))
+
+    def close(self) -> bytes:
+        """Return the end of the block, before which a thought gets its signature."""
+        if not self.open:
+            return b""
+        events = b""
+        if self.open == "thought":
+            events = self._write_delta(
+                api.SignatureDelta(type="signature_delta", signature=fields.opaque_token(self._ids[0]))
+            )
+        self.open = ""
+        return events + self._end_block()
+
+    def call(self, call: Call) -> bytes:
+        """Return a block of a call, whose arguments come in one piece."""
+        begun = self._begin_block(api.ToolUseBlock(type="tool_use", id=call.id, name=call.name, input={}))
+        arguments = self._write_delta(api.InputJSONDelta(type="input_json_delta", partial_json=call.arguments))
+        return begun + arguments + self._end_block()
+
+    def _begin_block(self, block: api.TextBlock | api.ThinkingBlock | api.ToolUseBlock) -> bytes:
+        return _write_event(
+            api.RawContentBlockStartEvent(type="content_block_start", index=self._index, content_block=block)
+        )
+
+    def _write_delta(self, delta: api.RawContentBlockDelta) -> bytes:
+        return _write_event(api.RawContentBlockDeltaEvent(type="content_block_delta", index=self._index, delta=delta))
+
+    def _end_block(self) -> bytes:
+        self._index += 1
+        return _write_event(api.RawContentBlockStopEvent(type="content_block_stop", index=self._index - 1))
+
+
 class AnthropicDialect(Dialect):
     """Requests to `/v1/messages` and `/v1/messages/count_tokens`, which have the same fields."""
 
-    name = "anthropic"
+    writer = AnthropicEvents
     id_prefix = "msg_"
     call_prefix = "toolu_"
 
@@ -97,88 +171,11 @@ class AnthropicDialect(Dialect):
 
         return message.model_dump(exclude_unset=True)
 
-    def events(self, request: ModelRequest, ids: Sequence[str]) -> AnthropicEvents:
-        """Return the writer of a streamed answer."""
-        return AnthropicEvents(request, ids)
-
     def error(self, error: BadRequest) -> Mapping[str, Json]:
         """Return the body of an error."""
         kind = ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-        body: dict[str, Json] = {"type": kind, "message": str(error)}
-        if error.details:
-            body["details"] = error.details
-        return {"type": "error", "error": body}
-
-
-class AnthropicEvents(ItemWriter):
-    """Writes one answer as blocks."""
-
-    def __init__(self, request: ModelRequest, ids: Sequence[str]) -> None:
-        self._request = request
-        self._id = ids[0]
-        self._index = 0  # of the open block, or of the next
-
-    def begin(self, prompt_tokens: int) -> bytes:
-        """Return the message without content. Its usage is a first count, which the last event replaces."""
-        usage = api.Usage(input_tokens=prompt_tokens, output_tokens=0)
-        message = _start_message(self._request, self._id, usage)
-        return _write_event(api.RawMessageStartEvent(type="message_start", message=message))
-
-    def end(self, turns: Sequence[ModelTurn]) -> bytes:
-        """Return the end of the open block, why the message ended, and usage."""
-        usage = api.MessageDeltaUsage.model_validate(_turn_usage(turns[0]).model_dump(exclude_unset=True))
-        stopped = api.RawMessageDeltaEvent(type="message_delta", delta=_stop_reason(turns[0]), usage=usage)
-        return self.close() + _write_event(stopped) + _write_event(api.RawMessageStopEvent(type="message_stop"))
-
-    def ping(self) -> bytes:
-        """Return the event that clients expect while they wait."""
-        return fields.server_sent({"type": "ping"}, "ping")
-
-    def failure(self, error: BadRequest) -> bytes:
-        """Return an event with the body of the error."""
-        return fields.server_sent(AnthropicDialect().error(error), "error")
-
-    def begin_item(self, kind: str) -> bytes:
-        """Return a block without text."""
-        if kind == "content":
-            return self._begin_block(api.TextBlock(type="text", text=""))
-        return self._begin_block(api.ThinkingBlock(type="thinking", thinking="", signature=""))
-
-    def piece(self, kind: str, text: str) -> bytes:
-        """Return the event of a piece of its text."""
-        if kind == "content":
-            return self._write_delta(api.TextDelta(type="text_delta", text=text))
-        return self._write_delta(api.ThinkingDelta(type="thinking_delta", thinking=text))
-
-    def close(self) -> bytes:
-        """Return the end of the block, before which a thought gets its signature."""
-        if not self.open:
-            return b""
-        events = b""
-        if self.open == "thought":
-            events = self._write_delta(
-                api.SignatureDelta(type="signature_delta", signature=fields.opaque_token(self._id))
-            )
-        self.open = ""
-        return events + self._end_block()
-
-    def call(self, call: Call) -> bytes:
-        """Return a block of a call, whose arguments come in one piece."""
-        begun = self._begin_block(api.ToolUseBlock(type="tool_use", id=call.id, name=call.name, input={}))
-        arguments = self._write_delta(api.InputJSONDelta(type="input_json_delta", partial_json=call.arguments))
-        return begun + arguments + self._end_block()
-
-    def _begin_block(self, block: api.TextBlock | api.ThinkingBlock | api.ToolUseBlock) -> bytes:
-        return _write_event(
-            api.RawContentBlockStartEvent(type="content_block_start", index=self._index, content_block=block)
-        )
-
-    def _write_delta(self, delta: api.RawContentBlockDelta) -> bytes:
-        return _write_event(api.RawContentBlockDeltaEvent(type="content_block_delta", index=self._index, delta=delta))
-
-    def _end_block(self) -> bytes:
-        self._index += 1
-        return _write_event(api.RawContentBlockStopEvent(type="content_block_stop", index=self._index - 1))
+        details = {"details": error.details} if error.details else {}
+        return {"type": "error", "error": {"type": kind, "message": str(error), **details}}
 
 
 def _write_event(event: BaseModel) -> bytes:

@@ -45,71 +45,11 @@ NEUTRAL: Mapping[str, Sequence[Json]] = {
 PARTS = {"text": "text", "refusal": "refusal"}
 
 
-class ChatDialect(Dialect):
-    """Requests to `/v1/chat/completions`."""
-
-    name = "chat"
-    id_prefix = "chatcmpl-"
-
-    def read(self, body: Json) -> ModelRequest:
-        """Parse a body. BadRequest: names the unsupported field."""
-        fields.check_fields(body, KNOWN, IGNORED, NEUTRAL)
-        tools = tuple(_read_tool(tool, path) for path, tool in fields.read_objects(body.get("tools"), "tools"))
-        messages = [
-            _read_message(message, path) for path, message in fields.read_objects(body.get("messages"), "messages")
-        ]
-        options = fields.read_object(body.get("stream_options"), "stream_options")
-
-        return ModelRequest(
-            body["model"],
-            fields.arrange_conversation(messages, "messages"),
-            tools,
-            fields.openai_choice(body.get("tool_choice"), tools),
-            fields.read_boolean(body, "parallel_tool_calls", True),
-            samples=fields.read_integer(body, "n", 1, MAX_SAMPLES) or 1,
-            # The newer of the two names, where a client sends both.
-            max_tokens=fields.read_integer(body, "max_completion_tokens") or fields.read_integer(body, "max_tokens"),
-            stop=fields.stop_strings(body, "stop"),
-            schema=fields.answer_schema(body.get("response_format"), "response_format"),
-            stream=fields.read_boolean(body, "stream"),
-            stream_usage=fields.read_boolean(options, "include_usage"),
-            logprobs=_read_logprobs(body),
-            overridden=fields.overridden_settings(body, SAMPLING),
-        )
-
-    def complete(self, request: ModelRequest, turns: Sequence[ModelTurn]) -> Mapping[str, Json]:
-        """Return the body of an answer that is not streamed."""
-        choices = [
-            Choice(
-                index=index,
-                message=_answer_message(turn),
-                finish_reason=turn.finish,
-                logprobs=ChoiceLogprobs(content=_token_logprobs(turn)) if request.logprobs is not None else None,
-            )
-            for index, turn in enumerate(turns)
-        ]
-        completion = ChatCompletion(
-            id=turns[0].id,
-            object="chat.completion",
-            created=int(time.time()),
-            model=request.model,
-            choices=choices,
-            usage=usage_of(turns),
-        )
-
-        return completion.model_dump(exclude_unset=True)
-
-    def events(self, request: ModelRequest, ids: Sequence[str]) -> ChatEvents:
-        """Return the writer of a streamed answer."""
-        return ChatEvents(request, ids)
-
-
 class ChatEvents(EventWriter):
     """Writes the answers to one request as chunks, which all have the first answer's id."""
 
     def __init__(self, request: ModelRequest, ids: Sequence[str]) -> None:
-        self._request = request
-        self._ids = ids
+        super().__init__(request, ids)
         self._created = int(time.time())
         self._calls = [0] * len(ids)  # that were sent, of each sample
 
@@ -164,6 +104,61 @@ class ChatEvents(EventWriter):
             usage=usage,
         )
         return fields.server_sent(chunk.model_dump(exclude_unset=True))
+
+
+class ChatDialect(Dialect):
+    """Requests to `/v1/chat/completions`."""
+
+    writer = ChatEvents
+    id_prefix = "chatcmpl-"
+
+    def read(self, body: Json) -> ModelRequest:
+        """Parse a body. BadRequest: names the unsupported field."""
+        fields.check_fields(body, KNOWN, IGNORED, NEUTRAL)
+        tools = tuple(_read_tool(tool, path) for path, tool in fields.read_objects(body.get("tools"), "tools"))
+        messages = [
+            _read_message(message, path) for path, message in fields.read_objects(body.get("messages"), "messages")
+        ]
+        options = fields.read_object(body.get("stream_options"), "stream_options")
+
+        return ModelRequest(
+            body["model"],
+            fields.arrange_conversation(messages, "messages"),
+            tools,
+            fields.openai_choice(body.get("tool_choice"), tools),
+            fields.read_boolean(body, "parallel_tool_calls", True),
+            samples=fields.read_integer(body, "n", 1, MAX_SAMPLES) or 1,
+            # The newer of the two names, where a client sends both.
+            max_tokens=fields.read_integer(body, "max_completion_tokens") or fields.read_integer(body, "max_tokens"),
+            stop=fields.stop_strings(body, "stop"),
+            schema=fields.answer_schema(body.get("response_format"), "response_format"),
+            stream=fields.read_boolean(body, "stream"),
+            stream_usage=fields.read_boolean(options, "include_usage"),
+            logprobs=_read_logprobs(body),
+            overridden=fields.overridden_settings(body, SAMPLING),
+        )
+
+    def complete(self, request: ModelRequest, turns: Sequence[ModelTurn]) -> Mapping[str, Json]:
+        """Return the body of an answer that is not streamed."""
+        choices = [
+            Choice(
+                index=index,
+                message=_answer_message(turn),
+                finish_reason=turn.finish,
+                logprobs=ChoiceLogprobs(content=_token_logprobs(turn)) if request.logprobs is not None else None,
+            )
+            for index, turn in enumerate(turns)
+        ]
+        completion = ChatCompletion(
+            id=turns[0].id,
+            object="chat.completion",
+            created=int(time.time()),
+            model=request.model,
+            choices=choices,
+            usage=usage_of(turns),
+        )
+
+        return completion.model_dump(exclude_unset=True)
 
 
 def _read_message(message: Mapping[str, Json], path: str) -> Message:

@@ -25,10 +25,36 @@ NEUTRAL: Mapping[str, Sequence[Json]] = {
 MAX_TOKENS = 16  # OpenAI's default
 
 
+class CompletionEvents(ChatEvents):
+    """Writes the answers to one request as chunks, which all have the first answer's id."""
+
+    def begin(self, prompt_tokens: int) -> bytes:
+        """Return nothing: the first chunk has text."""
+        return b""
+
+    def delta(self, delta: Delta) -> bytes:
+        """Return a chunk with a piece of a sample's text."""
+        if not delta.content:
+            return b""
+        return self._write_chunk([_make_choice(delta.sample, delta.content, None, self._request)])
+
+    def end(self, turns: Sequence[ModelTurn]) -> bytes:
+        """Return each sample's reason and log-probabilities, then the usage if the client asked for it."""
+        chunks = b"".join(
+            self._write_chunk([_make_choice(index, "", turn, self._request)]) for index, turn in enumerate(turns)
+        )
+        if self._request.stream_usage:
+            chunks += self._write_chunk([], usage_of(turns))
+        return chunks + b"data: [DONE]\n\n"
+
+    def _write_chunk(self, choices: list[Json], usage: CompletionUsage | None = None) -> bytes:  # type: ignore[override]
+        return fields.server_sent(_make_completion(self._ids[0], self._request, choices, usage))
+
+
 class CompletionsDialect(ChatDialect):
     """Requests to `/v1/completions`, each of one prompt."""
 
-    name = "completions"
+    writer = CompletionEvents
     id_prefix = "cmpl-"
 
     def read(self, body: Json) -> ModelRequest:
@@ -59,38 +85,6 @@ class CompletionsDialect(ChatDialect):
         """Return the body of an answer that is not streamed."""
         choices = [_make_choice(index, turn.content, turn, request) for index, turn in enumerate(turns)]
         return _make_completion(turns[0].id, request, choices, usage_of(turns))
-
-    def events(self, request: ModelRequest, ids: Sequence[str]) -> CompletionEvents:
-        """Return the writer of a streamed answer."""
-        return CompletionEvents(request, ids)
-
-
-class CompletionEvents(ChatEvents):
-    """Writes the answers to one request as chunks, which all have the first answer's id."""
-
-    def begin(self, prompt_tokens: int) -> bytes:
-        """Nothing: the first chunk has text."""
-        return b""
-
-    def delta(self, delta: Delta) -> bytes:
-        """Return a chunk with a piece of a sample's text."""
-        return (
-            self._write_chunk([_make_choice(delta.sample, delta.content, None, self._request)])
-            if delta.content
-            else b""
-        )
-
-    def end(self, turns: Sequence[ModelTurn]) -> bytes:
-        """Return each sample's reason and log-probabilities, then the usage if the client asked for it."""
-        chunks = b"".join(
-            self._write_chunk([_make_choice(index, "", turn, self._request)]) for index, turn in enumerate(turns)
-        )
-        if self._request.stream_usage:
-            chunks += self._write_chunk([], usage_of(turns))
-        return chunks + b"data: [DONE]\n\n"
-
-    def _write_chunk(self, choices: list[Json], usage: CompletionUsage | None = None) -> bytes:  # type: ignore[override]
-        return fields.server_sent(_make_completion(self._ids[0], self._request, choices, usage))
 
 
 def _make_completion(

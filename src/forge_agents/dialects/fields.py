@@ -148,7 +148,7 @@ def check_choice(choice: str, tools: Sequence[Schema]) -> str:
     """Return a tool choice that these tools can satisfy."""
     name = choice.removeprefix("function:")
     if choice == "required" and not tools:
-        raise BadRequest("tool_choice asks for a call, and there are no tools", "tool_choice")
+        raise BadRequest("tool_choice asks for a call, but tools is empty", "tool_choice")
     if name != choice and name not in [tool["function"]["name"] for tool in tools]:
         raise BadRequest(f"tool_choice names {shorten_value(name)}, which is none of the tools", "tool_choice")
     return choice
@@ -263,7 +263,4 @@ OPENAI_ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not
 def openai_error(error: BadRequest) -> Mapping[str, Json]:
     """Return the body of an error in both dialects of OpenAI."""
     kind = "server_error" if error.status >= 500 else OPENAI_ERRORS.get(error.status, "invalid_request_error")
-    body: dict[str, Json] = {"message": str(error), "type": kind, "param": error.field, "code": error.code}
-    if error.details:
-        body["details"] = error.details
-    return {"error": body}
+    return {"error": {"message": str(error), "type": kind, "param": error.field, "code": error.code}}

@@ -82,7 +82,7 @@ class _Server:
         self.collection: Collection | None = None
 
     async def run(self, requests: TextIO) -> None:
-        """Read requests until their end, then end what is running."""
+        """Serve requests until the input ends, then cancel the running ones."""
         reader = asyncio.StreamReader(limit=MAX_LINE)
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), requests)
         running = set()

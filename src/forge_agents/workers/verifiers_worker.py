@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from protocol import EpisodeError, SettingError, Values, serve
+from protocol import EpisodeError, SettingError, Values, serve_collection
 
 # So that nothing of this folder hides a package of the same name.
 sys.path.pop(0)
@@ -69,7 +69,9 @@ class Environment:
                 )
             # A second attempt in the same session would be learned from with the reward of the first.
             if agent.retries.max_retries or agent.retries.rules or self.env.config.retries.max_retries:
-                raise SettingError("args.retries and args.AGENT.retries do nothing: episode.retries repeats episodes")
+                raise SettingError(
+                    "args.retries and args.AGENT.retries must be 0: set episode.retries, which repeats episodes"
+                )
 
     async def start(self) -> None:
         """Start what episodes share: tool servers, and the server between harness and model."""
@@ -111,4 +113,4 @@ class Environment:
 
 
 if __name__ == "__main__":
-    serve(open_environment)
+    serve_collection(open_environment)

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
     from forge.runtime.controller.placement import machines_module
 
     try:
-        diagnosis = machines_module().examine(args.hosts, args.folder)
+        diagnosis = machines_module().examine_hosts_of_run(args.hosts, args.folder)
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         raise SystemExit(f"error: {error}") from error
 

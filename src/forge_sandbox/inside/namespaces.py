@@ -7,11 +7,13 @@ import fcntl
 import os
 import socket
 import struct
+import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from types import MappingProxyType
 
 from .syscalls import check_result, libc, make_call
+from .wire import Settings
 
 # Flags of unshare.
 NEW_PID = 0x20000000
@@ -39,6 +41,10 @@ _LINKS_IN_DEV = {"/dev/fd": "/proc/self/fd", "/dev/stdin": "fd/0", "/dev/stdout"
 _LINKS_IN_DEV["/dev/ptmx"] = "pts/ptmx"
 _SET_FLAGS, _UP = 0x8914, 0x41  # SIOCSIFFLAGS; IFF_UP and IFF_RUNNING
 _ROOT = "/sys"  # mount point of the new root: a folder that never holds Python
+# What programs need of the system: libraries and time zones, and nothing that tells about the machine.
+_SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache", "/usr/share/zoneinfo")
+# Devices without a state.
+DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 
 
 def enter_namespaces(network: bool = True) -> None:
@@ -83,6 +89,49 @@ def enter_namespaces(network: bool = True) -> None:
 
     if status:
         raise OSError(os.waitstatus_to_exitcode(status), f"mapping user {NOBODY} into a namespace failed")
+
+
+def readable_paths(settings: Settings) -> list[str]:
+    """Return the real paths of Python, system libraries and the settings, without those inside others.
+
+    Raises:
+        FileNotFoundError: a path of the settings does not exist.
+    """
+    for path in settings["readable"]:
+        os.stat(path)
+    python = [
+        sys.executable,
+        f"{sys.base_prefix}/{sys.platlibdir}",
+        f"{sys.base_prefix}/lib",
+        os.path.dirname(os.__file__),
+    ]
+
+    # Sorted: a folder comes before the paths in it, which need no separate mount.
+    candidates = sorted({os.path.realpath(path) for path in (*python, *_SYSTEM, *settings["readable"])})
+    paths: list[str] = []
+    for path in candidates:
+        if os.path.exists(path) and not any(path.startswith(f"{folder}/") for folder in paths):
+            paths.append(path)
+
+    return [*paths, *(path for path in DEVICES if os.path.exists(path))]
+
+
+def links_to(settings: Settings) -> dict[str, str]:
+    """Return the targets of the symbolic links on the paths of the settings and in /."""
+    links: dict[str, str] = {}
+    for path in ("/bin", "/lib", "/lib64", *settings["readable"]):
+        # Part by part, as the kernel resolves a path: a link continues at its target.
+        resolved = "/"
+        parts = path.split("/")
+        while parts:
+            step = os.path.normpath(os.path.join(resolved, parts.pop(0)))
+            if os.path.islink(step):
+                links[step] = os.readlink(step)
+                parts = links[step].split("/") + parts
+                resolved = "/" if links[step].startswith("/") else resolved
+            else:
+                resolved = step
+    return links
 
 
 def new_root(
@@ -201,6 +250,6 @@ def _map_users(pid: int, users: str, groups: str, setgroups: str) -> None:
 
 
 def mount_target(source: str | None, target: str, kind: str | None, flags: int, settings: str | None = None) -> None:
-    """mount(2). OSError: it failed, with the target."""
+    """Mount a file system by mount(2). OSError: it failed; names the target."""
     words = [None if text is None else text.encode() for text in (source, target, kind, settings)]
     check_result(libc.mount(*words[:3], ctypes.c_ulong(flags), words[3]), f"mount {target}")

@@ -70,10 +70,13 @@ def check_result(result: int, name: str) -> int:
 
 
 def prctl(option: int, value: int = 0) -> int:
-    """prctl(2). OSError: it failed."""
+    """Call prctl(2). OSError: it failed."""
     return make_call("prctl", option, value, 0, 0, 0)
 
 
 def die_with_parent() -> None:
-    """Have this process killed when its parent ends. A change of the user and executing a privileged file reset it."""
+    """Ask the kernel to kill this process when its parent exits.
+
+    A change of the user, and executing a privileged file, reset it.
+    """
     prctl(1, 9)

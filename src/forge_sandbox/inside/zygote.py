@@ -14,7 +14,6 @@ import socket
 import sys
 
 from . import keeper, limits, namespaces, wire
-from .jail import links_to, readable_paths
 from .syscalls import check_result, die_with_parent, libc
 from .wire import Settings
 
@@ -68,7 +67,7 @@ def _serve_requests(control: int, settings: Settings) -> None:
     namespace = None
     if settings["level"] == "namespaces":
         namespace = os.open("/proc/self/ns/pid", os.O_RDONLY)
-        settings["paths"], settings["links"] = readable_paths(settings), links_to(settings)
+        settings["paths"], settings["links"] = namespaces.readable_paths(settings), namespaces.links_to(settings)
         namespaces.new_root(settings["paths"], settings["links"])
 
     os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
@@ -92,7 +91,7 @@ def _serve_command(control: int, settings: Settings) -> None:
     os.umask(0o022)
     listeners = []
     if settings["level"] == "namespaces":
-        namespaces.new_root(readable_paths(settings), links_to(settings), settings["writable"])
+        namespaces.new_root(namespaces.readable_paths(settings), namespaces.links_to(settings), settings["writable"])
         if settings["network"] == "gateway":
             namespaces.open_loopback()
         if settings["port"] is not None:

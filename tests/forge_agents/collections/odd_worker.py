@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "src/forge_agents/workers"))
-from protocol import SettingError, serve
+from protocol import SettingError, serve_collection
 
 
 def mark(path):
@@ -51,4 +51,4 @@ async def open_odd(environment, args):
 
 
 if __name__ == "__main__":
-    serve(open_odd)
+    serve_collection(open_odd)

@@ -1,7 +1,7 @@
 """Equality of two final answers: the same text, letter or number, else as math-verify says.
 
 An extension may compare in its own way: the entry point of the group `forge.answers` names a module with the functions
-`equal`, `number`, `choice` and `same_text` of this one.
+`are_equal`, `parse_number`, `split_choice` and `same_text` of this one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The loop of a helper process: for every line of its input, a child answers by the program's `equal`.
+"""The loop of a helper process: for every line of its input, a child answers by the program's `are_equal`.
 
 The kernel kills a child that uses too much time or memory. It imports nothing of forge, so that it starts fast.
 """
@@ -25,13 +25,13 @@ def main(path: str) -> None:
 
     # One child for each question: the kernel ends it at its limits, not this process.
     for line in sys.stdin:
-        program["prepare"](line)  # loads before the fork
+        program["prepare_question"](line)  # loads before the fork
         child = os.fork()
         if not child:
             status = 1
             try:
                 signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-                status = 0 if program["equal"](*json.loads(line)) else 1
+                status = 0 if program["are_equal"](*json.loads(line)) else 1
             finally:
                 os._exit(status)
 

@@ -21,6 +21,6 @@ def _load_parsers() -> None:
     are_equal(r"\frac{1}{2}x", "x/2")
 
 
-def prepare_parsers(line: str) -> None:
+def prepare_question(line: str) -> None:
     """Load its parsers once."""
     _load_parsers()

@@ -72,7 +72,7 @@ class Placement:
 
     async def attach(self, hosts: str | Sequence[str], wait: float) -> None:
         """Use other machines from now on. ForgeError: none of them can be used; says why."""
-        self.machines = await machines_module().attach(hosts, wait)
+        self.machines = await machines_module().attach_hosts(hosts, wait)
 
     async def hosts_of(self, component: Component, index: int, service: Waiting) -> Hosts:
         """Return the hosts of a replica."""
