@@ -12,7 +12,7 @@ BUGS = 0.35  # share of lines that have one
 
 
 def body(question: str, bugs: float, rng: Random) -> str:
-    """The lines of a program, each with a bug in so many of all cases."""
+    """The lines of a program, each with a bug in that many of all cases."""
     operations = (programs.OPERATIONS[word] for word in question.split(","))
     return "\n".join(each.wrong if rng.random() < bugs else each.right for each in operations)
 

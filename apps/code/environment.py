@@ -1,4 +1,4 @@
-"""A programming task, and so many attempts at it."""
+"""A programming task, and that many attempts at it."""
 
 from apps.toys import programs
 from forge.types import Sample

@@ -10,7 +10,7 @@ def right_length(prompt: str, response: str, target: str | None = None) -> float
 
 
 def first_letter(prompt: str, response: str, target: str | None = None) -> float:
-    """Does it begin with the letter that the word ends with?"""
+    """Does it start with the letter that the word ends with?"""
     return float(response[:1] == prompt[-2:-1])
 
 

@@ -1,4 +1,4 @@
-"""`forge agents`: what a run with agents needs before it begins."""
+"""`forge agents`: what a run with agents needs before it starts."""
 
 from __future__ import annotations
 

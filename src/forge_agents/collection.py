@@ -73,7 +73,7 @@ class Worker:
             fields: of the request.
 
         Raises:
-            ConfigError: a setting is invalid, which no further attempt would change.
+            ConfigError: a setting is invalid, which no additional attempt would change.
             InfrastructureError: the request failed, the worker died, or there was no result in time.
         """
         async with self._lock:

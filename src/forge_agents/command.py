@@ -309,7 +309,7 @@ class Forwarder:
         self._connections: set[asyncio.Task[None]] = set()
 
     async def serve(self, listener: socket.socket) -> None:
-        """Begin to answer."""
+        """Start to answer."""
         self._server = await asyncio.start_server(self._forward_connection, sock=listener, limit=CHUNK)
 
     async def close(self) -> None:

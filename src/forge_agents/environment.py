@@ -60,7 +60,7 @@ class AgentEnv(GroupEnv):
         retries: how often an episode that was lost is played again.
         concurrency: episodes at once.
         seats: by each name whose turns become an episode, the trained policy that plays there.
-        learners: the further policies that train, by name.
+        learners: the additional policies that train, by name.
     """
 
     def __init__(

@@ -58,7 +58,7 @@ class Gateway:
         self.thread = ThreadPoolExecutor(1, "forge-gateway")
 
     def open(self, settings: SessionSettings) -> Access:
-        """Begin a session with a new key."""
+        """Start a session with a new key."""
         key = secrets.token_hex(16)
         self.sessions[key] = self._make_session(key, settings)
         return Access(self.url, key)
@@ -226,12 +226,12 @@ class GatewayActor(ForgeActor):
         self._begun = asyncio.Lock()
 
     def setup(self) -> None:
-        """Open the tokenizers; the server begins with the first session, in its event loop."""
+        """Open the tokenizers; the server starts with the first session, in its event loop."""
         self.gateway = Gateway({name: settings.build() for name, settings in self.policies.items()})
 
     @endpoint
     async def open(self, settings: SessionSettings) -> Access:
-        """Begin a session."""
+        """Start a session."""
         async with self._begun:
             if not self.gateway.url:
                 await self._served.enter_async_context(self.gateway.listen(bind_socket("127.0.0.1", 0)))

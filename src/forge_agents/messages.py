@@ -26,7 +26,7 @@ class BadRequest(ValueError):
         field: the field at fault.
         status: of HTTP.
         code: the dialect's name of the error, where clients act on it.
-        details: further fields of the error, which a client of Anthropic can act on.
+        details: additional fields of the error, which a client of Anthropic can act on.
     """
 
     def __init__(

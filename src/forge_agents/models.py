@@ -55,13 +55,13 @@ class FurtherModel(Section):
 
 
 def place_part(further: FurtherModel, name: str, part: str) -> dict[str, Any]:
-    """Return the options of a further model's part, whose name and metrics begin with the model's."""
+    """Return the options of an additional model's part, whose name and metrics start with the model's."""
     options = further[part]
     return {**options, "mesh_name": options.mesh_name or f"{name}_{part}", "env": {METRICS_OF: name, **options.env}}
 
 
 def place_models(cfg: RLConfig) -> dict[str, dict[str, Any]]:
-    """Return the options of all that a run starts for its further models, by their settings."""
+    """Return the options of all that a run starts for its additional models, by their settings."""
     return {
         f"models.{name}.{part}": place_part(further, name, part)
         for name, further in cfg.models.items()
@@ -70,7 +70,7 @@ def place_models(cfg: RLConfig) -> dict[str, dict[str, Any]]:
 
 
 def scoring_parts(cfg: RLConfig, further: FurtherModel) -> list[str]:
-    """Return the critic and the reference model of a further policy, as far as it has its own."""
+    """Return the critic and the reference model of an additional policy, as far as it has its own."""
     # Compared as they are written: folders are resolved later, and placements are needed before.
     has_own_start = cfg.grpo.reference is None and further.model not in (None, cfg.model)
     needed = {"critic": True, "ref_model": has_own_start}

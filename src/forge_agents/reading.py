@@ -67,7 +67,7 @@ def _call_text(call: Call, syntax: str) -> str:
 
 
 OPENING, CLOSING = "<think>", "</think>"
-# What begins a call, in the syntaxes that have text before it. Others show a turn once it is complete.
+# What starts a call, in the syntaxes that have text before it. Others show a turn once it is complete.
 _MARKS = {"hermes": "<tool_call>", "glm": "<tool_call>", "qwen_xml": "<tool_call>"}
 
 
@@ -101,7 +101,7 @@ class TurnReader:
         hides = dialogue.syntax in ("harmony", "mistral", "deepseek") or (tools and dialogue.syntax not in _MARKS)
         self._shows = is_plain or not hides
         self._shown = {"thought": 0, "content": 0}
-        # The text of the first tokens, and where the last two of its pieces begin: later tokens are decoded with these.
+        # The text of the first tokens, and where the last two of its pieces start: later tokens are decoded with these.
         self._text = ""
         self._pieces = (0, 0)
 

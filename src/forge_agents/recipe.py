@@ -44,7 +44,7 @@ def agent_config(values: Any) -> AgentConfig:
 
 
 async def agent_env(cfg: RLConfig, job: Job, policy: Handle) -> AgentEnv:
-    """Start the gateway and further models, and return the environment whose episodes its agents play.
+    """Start the gateway and additional models, and return the environment whose episodes its agents play.
 
     Args:
         policy: the generators of the run's own policy.
@@ -124,8 +124,8 @@ def check_program(agent: AgentConfig) -> None:
     name = command.command[0]
     if "/" in name or "PATH" in agent.env or shutil.which(name, path=program_path(command)):
         return
-    remedy = agent.install or "a program that is not of the system must be in the `bin` of a folder of `readable`"
-    raise ConfigError(f"episode.agent.command: {name} cannot be executed, for it is not installed: {remedy}")
+    fix = agent.install or "a program that is not of the system must be in the `bin` of a folder of `readable`"
+    raise ConfigError(f"episode.agent.command: {name} cannot be executed, for it is not installed: {fix}")
 
 
 async def hold_player(player: CommandRunner | WorkerPlay) -> None:

@@ -106,7 +106,7 @@ class Session:
         return sum(len(tree.runs) for tree in self.trees.values())
 
     def answer(self, dialect: Dialect, request: ModelRequest) -> Generation:
-        """Begin the answer to a request.
+        """Start the answer to a request.
 
         Raises:
             BadRequest: another model, or too many requests at once.
@@ -198,7 +198,7 @@ class Session:
                     context = tuple(dialogue.extend(tokens, render_prompt(dialogue, place.messages), tools))
                     return place, [*tokens, *context], context
 
-                # The template renders the turns before it in other tokens than were sampled: a branch begins.
+                # The template renders the turns before it in other tokens than were sampled: a branch starts.
                 place = Place(None, tuple(conversation), "thoughts_dropped")
 
             ids = dialogue.initial(render_prompt(dialogue, place.messages), request.tools)

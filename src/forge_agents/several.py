@@ -69,7 +69,7 @@ class Learner:
 
 
 async def start_learners(cfg: RLConfig, job: Job, algorithm: Algorithm) -> dict[str, Learner]:
-    """Start the further models of a configuration that train, by name."""
+    """Start the additional models of a configuration that train, by name."""
     names = [name for name, further in cfg.models.items() if further.trains]
     learners = await asyncio.gather(*(start_learner(cfg, job, algorithm, name) for name in names))
     return {learner.name: learner for learner in learners}

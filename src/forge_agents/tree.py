@@ -1,7 +1,7 @@
 """What the policy read and sampled in one session: a tree of token runs that never change.
 
 A request continues the turn that its history ends with, and adds only the tokens of its new messages. One that
-continues no turn begins a root. Two that continue the same turn are siblings.
+continues no turn starts a root. Two that continue the same turn are siblings.
 
 A turn is found by the key of its history, equal however a client has serialised it: clients reorder the keys of
 arguments, change white space, drop thoughts and ids, and join the parts of a text.
@@ -46,7 +46,11 @@ def conversation_keys(start: bytes, messages: Iterable[Message]) -> list[bytes]:
 
 
 def collapse_spaces(text: str) -> str:
-    """Return a text with its white space made uniform."""
+    r"""Return a text with its white space made uniform.
+
+    >>> collapse_spaces(" a\n b ")
+    'a b'
+    """
     return " ".join(text.split())
 
 
@@ -65,7 +69,7 @@ def _digest_parts(*parts: Any) -> bytes:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:16]
 
 
-# Why a root begins: a new conversation, one that the client sent before with other words, or without its thoughts.
+# Why a root starts: a new conversation, one that the client sent before with other words, or without its thoughts.
 Reason = Literal["", "start", "edited", "thoughts_dropped"]
 
 
@@ -80,7 +84,7 @@ class TokenRun:
     added: the messages of `context`, and the turn as a message.
     tools: those that its request offered.
     key: of the conversation up to and with this turn.
-    reason: why it begins a branch; "" where it continues its parent.
+    reason: why it starts a branch; "" where it continues its parent.
     is_constrained: drawn under a grammar, so from another distribution than the policy's.
     id: of the answer, and of each sibling's.
     """
@@ -100,7 +104,7 @@ class TokenRun:
 class Place(NamedTuple):
     """Where a request belongs in the tree.
 
-    parent: the turn that it continues; None: it begins a root.
+    parent: the turn that it continues; None: it starts a root.
     messages: those to add after the parent, or all.
     """
 

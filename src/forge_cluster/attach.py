@@ -162,7 +162,7 @@ class PooledHosts(Hosts):
                 starts = [machine.request("start", identity=str(new_service_proc_id())) for machine in machines]
                 started = await asyncio.gather(*starts, return_exceptions=True)
 
-                # Also of a failed start: `stop` must end the workers that did come up.
+                # Also of a failed start: `stop` must end the workers that did start.
                 pairs = zip(machines, started, strict=True)
                 self._workers = {machine: worker for machine, worker in pairs if isinstance(worker, str)}
                 for error in started:

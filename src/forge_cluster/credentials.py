@@ -34,7 +34,7 @@ class NoSecret(ValueError):
 
 
 def read_secret() -> str | None:
-    """Return the secret in FORGE_SECRET, or in the file that it names: a path that begins with /, ./ or ~.
+    """Return the secret in FORGE_SECRET, or in the file that it names: a path that starts with /, ./ or ~.
 
     Raises:
         NoSecret: the file is missing or readable by other users, or the secret is too short.
@@ -43,7 +43,7 @@ def read_secret() -> str | None:
     if not secret:
         return None
 
-    # A secret of hexadecimal digits never begins like a path.
+    # A secret of hexadecimal digits never starts like a path.
     if secret.startswith(("/", "./", "~")):
         path = Path(secret).expanduser()
         try:

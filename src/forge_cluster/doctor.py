@@ -23,7 +23,7 @@ LOCKED_MEMORY = 1 << 30  # bytes; RDMA locks the buffers of the weights
 
 @dataclass
 class Diagnosis:
-    """Rows of a table, and problems with their remedies."""
+    """Rows of a table, and problems with their fixes."""
 
     rows: list[list[str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)

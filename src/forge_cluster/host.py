@@ -41,7 +41,7 @@ def _log_failure(loop: asyncio.AbstractEventLoop, context: dict[str, object]) ->
         loop.default_exception_handler(context)
 
 
-LISTEN_TIMEOUT = 60.0  # seconds for a worker to come up
+LISTEN_TIMEOUT = 60.0  # seconds for a worker to start
 HANDOVER_TIMEOUT = LEASE - 0.5  # seconds that a controller waits for the end of the one before it
 
 

@@ -244,7 +244,11 @@ class KubernetesJob:
 
 
 def escape_word(word: str) -> str:
-    """Escape a word of a container's command: Kubernetes replaces $(NAME) by the value of a variable."""
+    """Escape a word of a container's command: Kubernetes replaces $(NAME) by the value of a variable.
+
+    >>> escape_word("$(HOME)")
+    '$$(HOME)'
+    """
     return word.replace("$", "$$")
 
 

@@ -128,13 +128,13 @@ def _check_words(arguments: Arguments, options: argparse.Namespace) -> None:
     """Raise ValueError if a secret would be in a script, a manifest or the list of processes, which others can read."""
     from forge.system.masking import mask_secrets, without_secrets
 
-    remedy = f"which other users could read in the job: put it into {options.config}, or into the job's environment"
+    fix = f"which other users could read in the job: put it into {options.config}, or into the job's environment"
     for name, text in arguments.overrides:
         if without_secrets(text, name) != text:
-            raise ValueError(f"--{name} holds a secret, {remedy}")
+            raise ValueError(f"--{name} holds a secret, {fix}")
     stated = re.sub(r"=\s*[\"']?\$[^\n;&]*", "=", options.setup)  # HF_TOKEN=$(cat token) has no secret
     if mask_secrets(stated) != stated:
-        raise ValueError(f"--setup holds a secret, {remedy}")
+        raise ValueError(f"--setup holds a secret, {fix}")
 
 
 def _slurm_options(parser: argparse.ArgumentParser) -> None:
@@ -142,7 +142,7 @@ def _slurm_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cpus-per-node", type=int, default=None, help="cores of each node; default: Slurm's, often 1")
     parser.add_argument("--time", help="limit of the job, as sbatch takes it; the run saves itself before")
     parser.add_argument(
-        "--sbatch", action="append", default=[], metavar="OPTION", help="a further line, without dashes: account=x"
+        "--sbatch", action="append", default=[], metavar="OPTION", help="an additional line, without dashes: account=x"
     )
 
 

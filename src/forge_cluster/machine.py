@@ -29,7 +29,7 @@ from .wire import (
     connect_host,
     receive_message,
     send_message,
-    with_remedy,
+    with_fix,
 )
 
 log = logging.getLogger(f"forge.{__name__}")
@@ -71,7 +71,7 @@ async def first_answer(reader: asyncio.StreamReader, address: str) -> Json:
     except ConnectionResetError:  # it closed the connection before the request arrived
         message = None
     except OSError as error:
-        raise with_remedy(error, address) from None
+        raise with_fix(error, address) from None
 
     if message is None:
         raise ConnectionError(

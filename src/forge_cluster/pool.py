@@ -247,7 +247,7 @@ class Pool:
         self._changed.set()
 
     def on_up(self, call: Callback) -> None:
-        """Start `call(address)` for every host that is up, and for those that come up later."""
+        """Start `call(address)` for every host that is up, and for those that start later."""
         self._on_up.append(call)
         for machine in self.machines:
             self._run_callback(call(machine.peer_address))

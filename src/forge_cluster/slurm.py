@@ -52,7 +52,11 @@ exit $code
 
 
 def quote_value(value: str) -> str:
-    """Quote a value as sbatch reads it from a line of options: one word, whatever it contains."""
+    """Quote a value as sbatch reads it from a line of options: one word, whatever it contains.
+
+    >>> quote_value("a b")
+    '"a b"'
+    """
     if re.fullmatch(r"[\w%@:.,/+=-]*", value, re.ASCII):
         return value
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
@@ -65,7 +69,7 @@ class SlurmJob:
     Args:
         commands: the command line of each run, as words; an array has one task for each.
         runs: the folder of all runs, seen by all nodes.
-        options: further lines of sbatch, without the dashes: partition=gpu.
+        options: additional lines of sbatch, without the dashes: partition=gpu.
         setup: shell lines before the run: modules, environments.
         forge: the program on the nodes.
     """
@@ -106,7 +110,7 @@ class SlurmJob:
             *self.options,
         ]
 
-        # The options are lines of the script: a line break in one would begin a command.
+        # The options are lines of the script: a line break in one would start a command.
         for line in lines:
             if not line.isprintable():
                 raise ValueError(f"sbatch cannot take {line!r}: it has a line break or another control character")

@@ -20,7 +20,7 @@ START_TIMEOUT = 120.0  # seconds for a worker to listen: it counts its GPUs firs
 
 
 class NotStarted(RuntimeError):
-    """A worker did not come up; names the machine and quotes its output."""
+    """A worker did not start; names the machine and quotes its output."""
 
 
 @contextmanager
@@ -35,7 +35,7 @@ def start_workers(
         folder, python: the working directory and the Python of the workers, on each machine.
 
     Raises:
-        NotStarted: one of them did not come up. ValueError: a host, the folder or the program is invalid.
+        NotStarted: one of them did not start. ValueError: a host, the folder or the program is invalid.
     """
     check_words_of_ssh(hosts, folder, python)
     secret = read_secret() or secrets.token_hex(32)

@@ -212,7 +212,7 @@ class WeightCache(ForgeActor):
             elif not self._fetching or time.monotonic() > deadline:
                 raise MissingVersion(f"{name} is not on {self.host}")
             else:
-                # The chain may ask for a segment before the transfer to this host has begun.
+                # The chain may ask for a segment before the transfer to this host has started.
                 await asyncio.sleep(0.01)
 
         source = self._sources[name]
@@ -384,7 +384,11 @@ def whole_name(part: Manifest) -> str:
 
 
 def host_of(segment: str) -> str:
-    """Return the host in a segment's full name, NAME@HOST, or in the name under which caches send it."""
+    """Return the host in a segment's full name, NAME@HOST, or in the name under which caches send it.
+
+    >>> host_of("segment1@10.0.0.2:7070")
+    '10.0.0.2:7070'
+    """
     return segment.partition("@")[2].partition("/")[0]
 
 

@@ -31,7 +31,7 @@ async def connect_host(address: str, credentials: Credentials) -> tuple[asyncio.
     """Connect to the daemon at HOST:PORT.
 
     Raises:
-        OSError: it cannot be reached or does not accept this peer; the message has the remedy.
+        OSError: it cannot be reached or does not accept this peer; the message has the fix.
     """
     host, port = split_address(address)
     context = credentials.context(server=False)
@@ -41,11 +41,11 @@ async def connect_host(address: str, credentials: Credentials) -> tuple[asyncio.
     except TimeoutError:
         raise ConnectionError(f"host {address} gave no answer within {CONNECT_TIMEOUT:g} s") from None
     except OSError as error:
-        raise with_remedy(error, address) from None
+        raise with_fix(error, address) from None
 
 
-def with_remedy(error: OSError, address: str) -> OSError:
-    """Return the error of a connection to `address`, with its remedy."""
+def with_fix(error: OSError, address: str) -> OSError:
+    """Return the error of a connection to `address`, with its fix."""
     text = str(error).upper().replace(" ", "_")
     if "EXPIRED" in text:
         return ConnectionError(f"host {address}: a certificate has expired; start the workers again: {error}")
@@ -64,6 +64,11 @@ def split_address(address: str) -> tuple[str, int]:
 
     Raises:
         ValueError: the address has another form.
+
+    >>> split_address("node1:7070")
+    ('node1', 7070)
+    >>> split_address("[::1]")
+    ('::1', 7070)
     """
     host, colon, port = address.rpartition(":")
     # The last colon of [IPv6] is part of the address.

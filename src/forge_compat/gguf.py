@@ -30,7 +30,7 @@ def open_gguf(file: Path) -> Path:
         raise FileNotFoundError(f"model file {file} does not exist")
     with file.open("rb") as opened:
         if opened.read(4) != b"GGUF":
-            raise ValueError(f"{file} is not a GGUF file: it does not begin with GGUF")
+            raise ValueError(f"{file} is not a GGUF file: it does not start with GGUF")
     if find_spec("gguf") is None or find_spec("accelerate") is None:  # transformers loads GGUF through them
         raise ImportError("a .gguf model needs more packages: pip install 'torchforge-rl[gguf]'")
     cache = cache_folder() / "gguf"

@@ -32,10 +32,10 @@ class Dialogue:
         template: True is the tokenizer's own chat template; or "plain", "chatml", "llama3", the text of a jinja
             template, or a file with it.
         syntax: of tool calls, see `forge_envs.calls`; None infers it from the template.
-        options: further arguments of the template.
+        options: additional arguments of the template.
         thoughts: of earlier turns, which many templates omit once a question follows. "keep": turns stay in the
             context as they were sampled; "template": the context is the conversation as the template renders it, and
-            where that changes an earlier turn, `rewrites` is true and a new branch begins.
+            where that changes an earlier turn, `rewrites` is true and a new branch starts.
 
     Attributes:
         tokenizer, thoughts: as they were given.
@@ -94,7 +94,7 @@ class Dialogue:
     def initial(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
         """Return the tokens before the policy's first turn. ValueError: no messages, or the template fails."""
         if not messages:
-            raise ValueError("an episode begins with at least one message for the policy to answer")
+            raise ValueError("an episode starts with at least one message for the policy to answer")
         # A template without a place for the results of tools fails here, not in the middle of an episode.
         if tools:
             try:

@@ -61,7 +61,7 @@ class Step:
     `reward` is for the action that led here; None leaves the whole episode unscored, which differs from 0.
     `terminated`: the task reached its own end; `truncated`: something else ended it, such as a limit. Rewards so far
     count in both cases. `tools` are schemas in OpenAI's format, of which only those at reset count. With `rewritten`,
-    `messages` replace the whole conversation, and a new branch of the episode begins.
+    `messages` replace the whole conversation, and a new branch of the episode starts.
     """
 
     messages: tuple[Message, ...] = ()
@@ -86,7 +86,7 @@ class Environment(ABC):
 
     @abstractmethod
     async def reset(self, task: Any, *, seed: int) -> Step:
-        """Begin an episode on this task; all randomness comes from the seed."""
+        """Start an episode on this task; all randomness comes from the seed."""
 
     @abstractmethod
     async def step(self, action: Action) -> Step:

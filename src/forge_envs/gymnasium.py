@@ -56,7 +56,7 @@ class GymnasiumEnvironment(Environment):
         self._env: TextEnv | None = None
 
     async def reset(self, task: Any, *, seed: int) -> Step:
-        """Begin an episode."""
+        """Start an episode."""
         if self._env is None:
             env = await self._call_environment(self._make, "make")
             if not isinstance(env.action_space, spaces.Discrete | spaces.Text):
@@ -104,7 +104,7 @@ class GymnasiumEnvironment(Environment):
                     f"an action is {space.min_length} to {space.max_length} characters of {space.characters}"
                 )
             return text
-        # A `Discrete` space need not begin at 0.
+        # A `Discrete` space need not start at 0.
         first, last = int(space.start), int(space.start + space.n - 1)
         if text.casefold() in self._names:
             return first + self._names.index(text.casefold())

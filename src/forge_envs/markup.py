@@ -67,7 +67,7 @@ def read_hermes(text: str, tools: Mapping[str, Schema]) -> Found:
 
 
 def read_deepseek(text: str, tools: Mapping[str, Schema]) -> Found:
-    """`begin function sep name, JSON in a code block, end` of V3 and R1, or `begin name sep JSON end` of V3.1."""
+    """`start function sep name, JSON in a code block, end` of V3 and R1, or `start name sep JSON end` of V3.1."""
 
     def read_call(text: str, start: int, begin: str, end: str) -> tuple[Call, int]:
         part, position = _json_body(text, start, begin, end)
@@ -120,7 +120,7 @@ def read_harmony(text: str, tools: Mapping[str, Schema]) -> Found:
     position = 0
 
     while position < len(text):
-        # A message has a header with channel and recipient, and ends at a mark, or where the next one begins.
+        # A message has a header with channel and recipient, and ends at a mark, or where the next one starts.
         header = _HEADER.match(text, position)
         start = position if header is None else header.end()
         recipient = None if header is None else re.search(r"to=(\S+?)(?=<|\s)", header[0])
@@ -185,7 +185,7 @@ def _read_xml(text: str, tools: Mapping[str, Schema], tags: Tags) -> Found:
 
 
 def _read_call(text: str, start: int, tags: Tags) -> tuple[str, list[tuple[str, str]], int]:
-    """Return the name and arguments of the call whose text begins at `start`, and where it ends. ValueError: it has no
+    """Return the name and arguments of the call whose text starts at `start`, and where it ends. ValueError: it has no
     name, or something is not closed."""
     if (name := tags.name.match(text, start)) is None:
         raise ValueError("it must hold <function=name> ... </function>")
@@ -206,7 +206,7 @@ def _read_call(text: str, start: int, tags: Tags) -> tuple[str, list[tuple[str, 
     if end == len(text) or following < end:
         raise ValueError(f"it is not closed by {_END}")
     if tags.opening in text[position:end]:
-        raise ValueError(f"{tags.opening} does not begin an argument there")
+        raise ValueError(f"{tags.opening} does not start an argument there")
     return name[1].strip(), pairs, end + len(_END)
 
 
@@ -257,7 +257,7 @@ def _find_mark(text: str, mark: str, start: int) -> int:
 
 
 def _json_end(text: str, start: int) -> int:
-    """Return the end of the JSON that begins at `start`, after spaces; `start` if there is none."""
+    """Return the end of the JSON that starts at `start`, after spaces; `start` if there is none."""
     spaces = _SPACES.match(text, start)
     try:
         return _DECODER.raw_decode(text, start if spaces is None else spaces.end())[1]

@@ -41,7 +41,7 @@ async def rollout(
     """Play an episode of `env` on `task`.
 
     The episode's tokens are those that the policy was given and sampled, in one array that only grows; a conversation
-    that the environment rewrites, or the chat template with `thoughts="template"`, begins a new branch
+    that the environment rewrites, or the chat template with `thoughts="template"`, starts a new branch
     (`Episode.branches` has the earlier ones). `info` has "stop", why
     it ended ("terminated" or "truncated" by the environment, "max_turns", "max_tokens", "infrastructure"), "messages",
     and "environment", the info of its last step. The reward is the sum of the steps', however the episode ended; None

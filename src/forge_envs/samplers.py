@@ -15,7 +15,7 @@ class Curriculum(Sampler):
 
     Args:
         level: the column of the level, a number; lower is easier.
-        advance_at: share of right answers, over the last `window` groups of the level, at which the next begins.
+        advance_at: share of right answers, over the last `window` groups of the level, at which the next starts.
         window: groups.
     """
 
@@ -37,7 +37,7 @@ class Curriculum(Sampler):
         return self.random().choice([number for number, row in enumerate(self.rows) if row[self.level] == level])
 
     def observe(self, row: int, rewards: Sequence[float]) -> None:
-        """Begin the next level where this one is mostly solved."""
+        """Start the next level where this one is mostly solved."""
         # Groups of the stage before may still come in.
         if not rewards or self.rows[row][self.level] != self.levels[self.stage]:
             return

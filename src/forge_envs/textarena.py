@@ -62,7 +62,7 @@ class TextArenaEnvironment(Environment):
         self._unread: dict[int, list[str]] = {}
 
     async def reset(self, task: Any, *, seed: int) -> Step:
-        """Begin a game, determined by the seed; the task is ignored."""
+        """Start a game, determined by the seed; the task is ignored."""
         self._unread = {seat: [] for seat in range(self._players)}
 
         def begin_game() -> Game:

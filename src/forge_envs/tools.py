@@ -55,7 +55,7 @@ class Toolbox:
         servers: remote tools.
         timeout: seconds for one call.
         max_chars: of an answer.
-        max_calls: of one turn; further calls get an error.
+        max_calls: of one turn; additional calls get an error.
 
     Raises:
         ValueError: a function without a schema (see `schema_of`), two tools of one name, or parameters of a remote tool

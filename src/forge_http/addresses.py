@@ -19,7 +19,7 @@ def join_address(host: str, port: int) -> str:
 
 
 def listening_error(host: str, port: int, error: OSError | OverflowError, any_port: str) -> OSError:
-    """Return the error for an address that a server cannot have, with its remedy.
+    """Return the error for an address that a server cannot have, with its fix.
 
     Args:
         any_port: the option that takes a free port, such as `--port 0`.
@@ -27,10 +27,10 @@ def listening_error(host: str, port: int, error: OSError | OverflowError, any_po
     number = error.errno if isinstance(error, OSError) else None
     # The errors of asyncio and socket.create_server repeat the address; numbers of name resolution are negative.
     reason = os.strerror(number) if number and number > 0 else re.sub(r"\[Errno .*?\] | \(while .*|\.$", "", str(error))
-    remedies = {
+    fixes = {
         errno.EADDRINUSE: f"stop what listens there, or choose another port ({any_port}: any that is free)",
         errno.EACCES: f"choose a port above 1023 ({any_port}: any that is free)",
         None: "choose a port from 0 to 65535",
     }
-    remedy = remedies.get(number, "choose an address of this machine")
-    return OSError(f"cannot listen at {join_address(host, port)}: {reason}: {remedy}")
+    fix = fixes.get(number, "choose an address of this machine")
+    return OSError(f"cannot listen at {join_address(host, port)}: {reason}: {fix}")

@@ -73,7 +73,7 @@ def bind_socket(host: str, port: int, any_port: str = "--port 0") -> socket.sock
         any_port: the option for a free port, for the error.
 
     Raises:
-        OSError: the address is not available; names it and the remedy.
+        OSError: the address is not available; names it and the fix.
     """
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)

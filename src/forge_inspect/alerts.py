@@ -22,7 +22,7 @@ Rows = Sequence[Mapping[str, float]]
 
 
 class Alert(NamedTuple):
-    """`finding` is a fault in the numbers, `advice` a remedy to try."""
+    """`finding` is a fault in the numbers, `advice` a fix to try."""
 
     finding: str
     advice: str

@@ -66,7 +66,7 @@ class SampledTokens:
 class RecordedRun:
     """A run's folder as far as a comparison needs it.
 
-    settings: the configuration by dotted keys. start: the folder of the model that training began with. checkpoint:
+    settings: the configuration by dotted keys. start: the folder of the model that training started with. checkpoint:
     that of the version, which sampled the sequences at step `step`; None for version 0.
     """
 

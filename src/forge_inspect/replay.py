@@ -291,7 +291,7 @@ class ScheduledPolicy:
     def _next_sample(self, seed: int) -> int:
         """Return the sample whose next turn has this seed."""
         if seed not in self._numbers:
-            raise ReplayDiffers(f"an episode of prompt {self.group.index} was begun once more, and not so in the run")
+            raise ReplayDiffers(f"an episode of prompt {self.group.index} was started once more, and not so in the run")
         number = self._numbers.pop(seed)
         self._numbers[next(self._turns[number])] = number
         return number
@@ -362,7 +362,7 @@ class Replay(Loop):
     async def are_held(self) -> bool:
         """Return whether generators may take other weights: none has a token left that these draw."""
         version = self.published_version
-        # A prompt that is not begun yet may have tokens of these weights as well.
+        # A prompt that is not started yet may have tokens of these weights as well.
         due = [index for index, first in self.unfinished.items() if first <= version]
         if not due:
             return True

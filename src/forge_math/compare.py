@@ -22,11 +22,14 @@ _PERCENT = (("percent", 1),)
 
 
 def parse_number(text: str) -> tuple[Fraction, bool] | None:
-    """Return the value of a text that is one number, exactly, and whether it is written as a percentage; else None.
+    r"""Return the value of a text that is one number, exactly, and whether it is written as a percentage; else None.
 
     Reads thousands separators, currency signs, units, fractions, mixed numbers, decimals, powers of ten and
     "million"; of an equation the right-hand side, if the others are names or the same number. Units are dropped, never
     converted.
+
+    >>> parse_number("50\\%")
+    (Fraction(50, 1), True)
     """
     value = read_value(text)
     if value.kind == "relation":
@@ -36,7 +39,11 @@ def parse_number(text: str) -> tuple[Fraction, bool] | None:
 
 
 def same_text(answer: str, target: str) -> bool:
-    """Return whether two texts have the same tokens, and any. Words of plain text may differ in case."""
+    """Return whether two texts have the same tokens, and any. Words of plain text may differ in case.
+
+    >>> same_text("{1, 2}", "{1,2}")
+    True
+    """
     return bool(tokenize_answer(answer)) and join_spelling(tokenize_answer(answer)) == join_spelling(
         tokenize_answer(target)
     )
@@ -49,6 +56,11 @@ def are_equal(answer: str, target: str, tolerance: float) -> bool | None:
     agrees with 0. A percentage agrees both with its figure and with its value (50% with 50 and with 0.5). A unit must
     be the target's, if both have one. Expressions without a decimal point must be equal exactly. No text makes it
     raise.
+
+    >>> are_equal("0.5", "1/2", 0.0)
+    True
+    >>> are_equal("x=3", "3", 0.0)
+    True
     """
     if not tokenize_answer(answer) or not tokenize_answer(target):
         return False

@@ -298,7 +298,7 @@ def _read_upright(content: str, before: str) -> str:
 
 
 def _group_end(text: str, start: int) -> int:
-    """Return the end of the group in braces that begins at `start`; `start` if none begins there, or it is not
+    """Return the end of the group in braces that starts at `start`; `start` if none starts there, or it is not
     closed."""
     if text[start : start + 1] != "{":
         return start

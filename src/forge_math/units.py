@@ -103,7 +103,7 @@ def with_unit(parts: Sequence[Token]) -> tuple[list[Token], Unit]:
     sign = int(core[0].text in ("-", "+")) if core else 0
     if len(core) > sign + 1 and core[sign].upright and core[sign].text in _MONEY:
         money = ((core.pop(sign).text, 1),)
-    # The first token that begins a unit of all that follows.
+    # The first token that starts a unit of all that follows.
     for start in range(max(1, len(core) - _MOST_TOKENS), len(core)):
         unit = _read_unit(core[start:]) if _begins_unit(core, start) else None
         if unit is not None:
@@ -124,7 +124,7 @@ def same_kind(unit: Unit, target: Unit) -> bool:
 
 
 def _begins_unit(parts: Sequence[Token], start: int) -> bool:
-    """Return whether a unit can begin at this token."""
+    """Return whether a unit can start at this token."""
     token, before = parts[start], parts[start - 1]
     following = [part.text for part in parts[start + 1 : start + 3]]
     if token.text == "^":
@@ -209,7 +209,7 @@ def _read_unit(parts: Sequence[Token]) -> Unit | None:
 
 
 def _read_exponent(parts: Sequence[Token], start: int) -> tuple[int, int]:
-    """Return the exponent that begins at a token, and the number of its tokens: 2 of m^2, -1 of s^{-1}. No tokens: it
+    """Return the exponent that starts at a token, and the number of its tokens: 2 of m^2, -1 of s^{-1}. No tokens: it
     is another text."""
     texts = [part.text for part in parts[start : start + 4]]
     if texts and re.fullmatch(r"\d", texts[0]):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from markdown_it import MarkdownIt
 
-# Only blocks. A tag such as <answer> on a separate line would begin a block of HTML and hide the fence after it.
+# Only blocks. A tag such as <answer> on a separate line would start a block of HTML and hide the fence after it.
 _MARKDOWN = MarkdownIt("commonmark").disable(["html_block", "reference"])
 _MARKDOWN.core.ruler.enableOnly(["normalize", "block"])
 PYTHON = frozenset(["python", "py", "python3", "py3", "ipython"])
@@ -34,7 +34,11 @@ def code_blocks(text: str) -> list[CodeBlock]:
 
 
 def python_block(text: str) -> str | None:
-    """Return the code of the last block in Python, else of the last without a language; None if there is neither."""
+    r"""Return the code of the last block in Python, else of the last without a language; None if there is neither.
+
+    >>> python_block("```python\nprint(1)\n```")
+    'print(1)\n'
+    """
     blocks = code_blocks(text)
     programs = [block for block in blocks if block.language in PYTHON] or [b for b in blocks if not b.language]
     return programs[-1].code if programs else None

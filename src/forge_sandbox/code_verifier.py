@@ -30,7 +30,11 @@ class Runner(Protocol):
 
 
 def code_block(response: str) -> str | None:
-    """Return the program of a response after its thoughts, as `python_block` reads it; None if it has none."""
+    r"""Return the program of a response after its thoughts, as `python_block` reads it; None if it has none.
+
+    >>> code_block("<think>x</think>```python\nprint(1)\n```")
+    'print(1)\n'
+    """
     return python_block(after_thoughts(response))
 
 

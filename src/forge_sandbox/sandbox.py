@@ -88,7 +88,7 @@ class Sandbox:
         output_kb: of each of stdout and stderr.
         imports: modules imported once for all programs; add their folders to `path` unless in the standard library.
         path: folders to import from; readable.
-        readable: further readable files and folders.
+        readable: additional readable files and folders.
         python: the interpreter; by default the running one.
         user: user id of the processes; requires root.
         allow_unsafe: allow level "none".

@@ -55,7 +55,7 @@ class Worker:
     """A process that runs one program at a time. Methods block and are called in one thread, except `interrupt`.
 
     Args:
-        settings: "level"; "readable", "folder" (where a program begins), "limits" (of `resource`), "memory_mb",
+        settings: "level"; "readable", "folder" (where a program starts), "limits" (of `resource`), "memory_mb",
             "cpu_seconds", "processes" and "output_kb". Of Python's programs also "path", "imports" and "file_mb"; of a
             command "network" ("gateway": the loopback only; "host"), "port" (where the caller listens, or None) and
             "writable" (folders by their paths inside).

@@ -203,7 +203,7 @@ class Delivery:
             self._attempt_call(name, tracker.close, (self._run.folder / "finished").exists())
 
     def _attempt_call(self, name: str, action: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a tracker; one that fails gets no further rows."""
+        """Call a tracker; one that fails gets no additional rows."""
         try:
             return action(*arguments)
         except Exception as error:

@@ -147,7 +147,7 @@ class JudgeSettings(Section):
     """Of the votes."""
     yes: str = "yes"
     """Word of the verdict, in quotes in YAML, in any case. The last of `yes` and `no` on a separate line or after a
-    marker counts ("Verdict: yes"), else one that begins the answer; as log-probabilities, the tokens that are one of
+    marker counts ("Verdict: yes"), else one that starts the answer; as log-probabilities, the tokens that are one of
     them."""
     no: str = "no"
     """See `yes`."""
@@ -170,7 +170,7 @@ class JudgeSettings(Section):
         # What an endpoint would reject only after the run has started.
         fields = {field for _, field, _, _ in Formatter().parse(self.template) if field is not None}
         if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url must begin with http:// or https://, got {self.url!r}")
+            raise ValueError(f"url must start with http:// or https://, got {self.url!r}")
         if "response" not in fields or fields - {"prompt", "response", "target", "mark"}:
             raise ValueError(
                 f"template must hold {{response}}, and alongside it {{prompt}}, {{target}} and {{mark}} only: "
@@ -199,7 +199,7 @@ class VerifiersConfig(Section):
     answer_frequency: str | None = None
     """The function that reads a response's answer, such as `final_answer`: its frequency is a score; null: none."""
     plugins: list[dict[str, Any]] = Field(default_factory=list)
-    """Further verifiers with their settings, `{use: package.module:Name, ...}`, such as `forge_sandbox:CodeVerifier`
+    """Additional verifiers with their settings, `{use: package.module:Name, ...}`, such as `forge_sandbox:CodeVerifier`
     and `forge_weaver:Distilled`."""
     timeout: PositiveFloat = 60.0
     """Seconds in which each verifier must make progress with some call."""
@@ -210,7 +210,7 @@ class VerifiersConfig(Section):
         """Check everything that needs no model and no connection.
 
         Raises:
-            ConfigError: names the key and the remedy.
+            ConfigError: names the key and the fix.
         """
         try:
             for kind in ("reward_models", "process_reward_models"):

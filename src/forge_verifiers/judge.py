@@ -196,7 +196,7 @@ def read_verdict(answer: str, yes: str, no: str) -> bool | None:
     """Whether a judge says `yes`, in any case; None if it says neither, or one cannot tell.
 
     After its thoughts, the last verdict counts that is alone on a line or has a marker: "Verdict: yes" at the beginning
-    of a line, `[[yes]]`, `\\boxed{yes}`, `<verdict>yes</verdict>`, a value in JSON. Without one, a word that begins the
+    of a line, `[[yes]]`, `\\boxed{yes}`, `<verdict>yes</verdict>`, a value in JSON. Without one, a word that starts the
     first or the last line, followed by a sign of punctuation ("No, it is wrong"). A word anywhere else does not count,
     as in "there is no error".
 

@@ -78,7 +78,7 @@ class ProcessRewardModel(ModelVerifier[list[float]]):
 
     def cut(self, response: str) -> list[tuple[str, int]]:
         """Return the steps of a response, each with the character at which it ends; none is only white space."""
-        # The text between separators; an end is the character at which the next separator begins.
+        # The text between separators; an end is the character at which the next separator starts.
         ends = [(match.start(), match.end()) for match in self._separator.finditer(response)]
         starts = [0, *(end for _, end in ends)]
         spans = zip(starts, [*(start for start, _ in ends), len(response)], strict=True)

@@ -49,7 +49,7 @@ class Handover:
 
         for part in (part for parts in table.values() for part in parts):
             self.locations.append((part.name, part.shape, total))
-            # Each tensor begins at a multiple of ALIGNMENT.
+            # Each tensor starts at a multiple of ALIGNMENT.
             size = torch.Size(part.shape).numel() * dtype.itemsize
             total += -(-size // ALIGNMENT) * ALIGNMENT
 

@@ -70,7 +70,7 @@ class FitReport:
         return "\n".join(lines)
 
     def grow(self, data: Data) -> None:
-        """Count the responses of a further table."""
+        """Count the responses of an additional table."""
         self.problems += len(data.table)
         scored = ~np.isnan(data.table.flat)
         share = len(scored) / (self.responses + len(scored))
@@ -129,7 +129,7 @@ class Data:
 class Aggregator(ABC):
     """Combines weak verifiers into one probability of being right.
 
-    A subclass is a dataclass whose fields are its settings, saved as JSON. Learned state is in arrays or further
+    A subclass is a dataclass whose fields are its settings, saved as JSON. Learned state is in arrays or additional
     aggregators, named in `LEARNED`.
 
     Attributes:

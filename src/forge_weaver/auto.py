@@ -164,7 +164,7 @@ class Auto(Aggregator):
         """Return the mixture, and the correlation of its evidence with the rank mean within problems.
 
         With many verifiers and few problems it may fit shared noise instead of the truth. With `one_right` it is then
-        retried with a covariance that is shrunk further.
+        retried with a covariance that is shrunk additional.
         """
         for shrink in (CorrelatedMixture.shrink, MORE_SHRINK):
             mixture = CorrelatedMixture(one_right=self.one_right, class_balance=self.class_balance, shrink=shrink)

@@ -174,7 +174,7 @@ class Online(BinnedDawidSkene):
         self.watch = np.zeros_like(self.origin)
 
     def partial_fit(self, table: ScoreTable) -> Self:
-        """Update on a further table; the first call is a fit. What the fit froze (scales, bins) stays. A table without
+        """Update on another table; the first call is a fit. What the fit froze (scales, bins) stays. A table without
         scores has no effect."""
         if not hasattr(self, "report"):
             return self.fit(table)

@@ -183,7 +183,10 @@ STEPS: dict[str, tuple[Any, str, str, list[tuple[str, dict[str, Any]]]]] = {
             ("--method", {"default": "auto", "help": "auto, or another of docs/weaver.md"}),
             ("--class-balance", {"type": float, "help": "share of right responses, where it is known"}),
             ("--one-right", {"action": "store_true", "help": "exactly one response of each problem is right"}),
-            ("--labelled", {"type": int, "default": 0, "help": "let it see the labels of the first so many problems"}),
+            (
+                "--labelled",
+                {"type": int, "default": 0, "help": "let it see the labels of the first that many problems"},
+            ),
             ("--out", {"required": True, "help": "the aggregator, .npz; with --verifiers the folder of an ensemble"}),
             ("--verifiers", {"help": "YAML file of the verifiers that gave the scores"}),
         ],

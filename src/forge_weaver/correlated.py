@@ -221,7 +221,7 @@ def one_of_each(evidence: np.ndarray, problem: np.ndarray, unscored: np.ndarray)
 
     Args:
         evidence, problem: [responses], `problem` non-decreasing.
-        unscored: [problems] number of further responses, with evidence 0.
+        unscored: [problems] number of additional responses, with evidence 0.
     """
     starts = np.flatnonzero(np.diff(problem, prepend=-1))
     sizes = np.diff(np.append(starts, len(problem)))

@@ -100,7 +100,7 @@ def _tilt_weights(weights: np.ndarray, rates: np.ndarray, balance: float) -> np.
 
 
 STARTS = (0.05, 0.5, 0.95)  # initial class balances
-SAMPLE = 4000  # about so many responses select the best of them: the full fit takes its time once, not three times
+SAMPLE = 4000  # about that many responses select the best of them: the full fit takes its time once, not three times
 
 
 class Counts(NamedTuple):

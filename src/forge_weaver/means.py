@@ -35,7 +35,7 @@ class NaiveMean(Aggregator):
 MIN_SLOPE = 0.5
 MAX_SLOPE = 10.0
 MIN_RESPONSES = 30  # to estimate the slope from
-SAMPLE = 10_000  # about so many responses are used, which determine one number well enough
+SAMPLE = 10_000  # about that many responses are used, which determine one number well enough
 
 
 def mean_of_known(x: np.ndarray) -> np.ndarray:

@@ -204,7 +204,7 @@ class Ensemble:
         if learned.verifiers != self.aggregator.verifiers:
             raise ValueError(
                 f"an ensemble of {', '.join(learned.verifiers)} was saved, and this is one of "
-                f"{', '.join(self.aggregator.verifiers)}: resume with the ensemble that the run began with"
+                f"{', '.join(self.aggregator.verifiers)}: resume with the ensemble that the run started with"
             )
         self.aggregator, self._seen = learned, list(state["seen"])
 

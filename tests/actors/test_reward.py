@@ -157,7 +157,7 @@ def test_learned_state_is_restored(tmp_path):
     assert [rewards(again) for _ in range(4)] == learned
     still = started(RewardActor(["ExactMatch"]))
     assert asyncio.run(still.state_dict()) is None
-    with pytest.raises(ValueError, match="began with a reward that learns"):
+    with pytest.raises(ValueError, match="started with a reward that learns"):
         asyncio.run(still.load_state_dict(states))
     deaf = started(RewardActor([Ensemble(str(tmp_path))]))
     with pytest.raises(ValueError, match="this one does not: resume with that one"):

@@ -302,11 +302,11 @@ def test_a_model_or_data_that_has_changed(tmp_path):
     cfg = build(GRPOConfig, to_dict(left.cfg) | {"model": str(tmp_path / "moved")})
     assert prepare_run(cfg, find_start(cfg, "auto"))[0] == str(tmp_path / "moved")
     data.write_text('{"question": "b", "answer": "b"}\n')
-    assert f"{data} has changed since the run began" in left.error("--resume", str(left.folder))
+    assert f"{data} has changed since the run started" in left.error("--resume", str(left.folder))
     data.write_text('{"question": "a", "answer": "b"}\n')
     build_small_model(model, seed=1, alphabet="ab>", **size)
     message = left.error("--resume", str(left.folder), "--model", str(model))
-    assert f"{model}/model.safetensors has changed since the run began" in message
+    assert f"{model}/model.safetensors has changed since the run started" in message
     shutil.rmtree(model)
     assert "does not exist" in left.error("--resume", str(left.folder), "--model", str(model))
 

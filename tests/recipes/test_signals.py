@@ -137,4 +137,4 @@ def test_a_program_that_still_imports_ends_with_a_line(
 ):
     code, lines, _ = interrupted("imports", ending)
     assert code == 128 + getattr(signal, ending)
-    assert lines == [f"forge: {ending}: ended before the run began"]
+    assert lines == [f"forge: {ending}: ended before the run started"]

@@ -187,7 +187,7 @@ def test_waiting_for_a_turn_costs_no_time_and_a_dead_endpoint_is_given_up():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"url": "localhost"}, "url must begin"),
+        ({"url": "localhost"}, "url must start"),
         ({"template": "{prompt}"}, "must hold {response}"),
         ({"template": "{response} {answer}"}, "must hold {response}"),
         ({"scoring": "logprob", "votes": 3}, "asks once"),

@@ -42,7 +42,7 @@ class Generator(ForgeActor):
         store: where new versions come from; None for a policy that never changes.
         weights_key: under which; their trainer's.
         temperature, top_p, top_k, max_tokens, stop_token_ids: defaults of `generate`.
-        sampling: further ones, fields of `forge.types.Sampling`.
+        sampling: additional ones, fields of `forge.types.Sampling`.
         settings: fields of `forge.engines.EngineSettings`: engine, slots, max_seq_len, dtype, on_update, vllm.
     """
 
@@ -72,7 +72,7 @@ class Generator(ForgeActor):
         # Updates under way, requested so far, and the latest of them that was loaded.
         self.updating = self.asked = self.loaded = 0
 
-        # requests, and when the span of the trace began
+        # requests, and when the span of the trace started
         self.running = 0
         self.since = 0.0
         self.loading = threading.Lock()
@@ -168,7 +168,7 @@ class Generator(ForgeActor):
     async def open_stream(
         self, prompt: Prompt | str | Sequence[int], priority: int = 0, stream: int | None = None, **sampling: Any
     ) -> int:
-        """Begin a stream, which `next_pieces` of this replica reads: call both within one `session`.
+        """Start a stream, which `next_pieces` of this replica reads: call both within one `session`.
 
         Args:
             prompt, priority, sampling: as of `generate`; `n` is among the sampling.

@@ -60,7 +60,7 @@ class Ledger:
         return answer
 
     def restart(self, state: Any, answer: Any) -> Any:
-        """Complete the request with a new journal that begins at `state`."""
+        """Complete the request with a new journal that starts at `state`."""
         self._remember_answer(request_id(), answer)
         if self._list_writes:
             self._rewrite_journal(state)
@@ -72,7 +72,7 @@ class Ledger:
         return self._records
 
     def rebase(self, state: Any, since: int) -> None:
-        """Begin the journal at `state`, which replaces all changes before the point `since` (see `now`); those after it
+        """Start the journal at `state`, which replaces all changes before the point `since` (see `now`); those after it
         stay."""
         if self._list_writes:
             self._rewrite_journal(state, since)

@@ -37,7 +37,7 @@ class ReplayBuffer(ForgeActor):
         max_policy_age: see `Staleness`; an older item is dropped.
         order: "fifo" or "random" (without replacement).
         seed: of the random order.
-        replace: drop groups whose rewards are all equal, for others to come in their place, at most so many per
+        replace: drop groups whose rewards are all equal, for others to come in their place, at most that many per
             `sample`: where a policy is right or wrong about everything, the search must end.
         batch_size: rollouts of one training step; None admits any number.
         steps: training steps of the run; no rollout beyond them is admitted.

@@ -110,6 +110,6 @@ class RewardActor(ForgeActor):
         ValueError: this reward does not learn, or the states are of another one.
         """
         if self.reward.learner is None:
-            raise ValueError("the run began with a reward that learns, and this one does not: resume with that one")
+            raise ValueError("the run started with a reward that learns, and this one does not: resume with that one")
         own_states = [state for state in states if state["replica"] == self.context.replica]
         await self.reward.learner.load_state_dict((own_states or states)[0])

@@ -29,7 +29,7 @@ class Streams:
         self.open_ones: dict[int, _Stream] = {}
 
     def open(self, prompt_ids: Sequence[int], sampling: Sampling, priority: int, number: int | None = None) -> int:
-        """Begin a request; its number, by default a new one. ValueError: as of `Engine.submit`."""
+        """Start a request; its number, by default a new one. ValueError: as of `Engine.submit`."""
         stream = _Stream(asyncio.get_running_loop())
         stream.future = self.engine.submit(prompt_ids, sampling, priority=priority, listener=stream.tell)
         stream.future.add_done_callback(stream.ended)

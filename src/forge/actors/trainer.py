@@ -62,7 +62,7 @@ class Trainer(ForgeActor):
         colocated: leave the device to others whenever a call is done: what it holds goes to host memory.
         publish_dtype: of published weights, float32 or bfloat16, where a GPU casts them: half the bytes for engines
             that compute in bfloat16. Adapters stay as they are. None: the weights'.
-        **settings: further settings of `forge.training.trainer.PolicyTrainer`: `head` ("policy", "value" or "reward"),
+        **settings: others, of `forge.training.trainer.PolicyTrainer`: `head` ("policy", "value" or "reward"),
             `backend`, `lora` (train adapters only), `temperature`, and the fields of
             `forge.training.settings.PassSettings`, such as `seq_len`, `dtype` and `mini_batches`.
     """
@@ -199,8 +199,8 @@ class Trainer(ForgeActor):
         `forge.data.packing.pack_tensors`, and returns the loss.
 
         Args:
-            same_step: further updates of the last step, such as on groups of steps before. They have its learning rate,
-                and ages are counted from the weights that it began with.
+            same_step: another update of the last step, such as on groups of steps before. They have its learning rate,
+                and ages are counted from the weights that it started with.
 
         Raises:
             ValueError: the batch does not fit the loss, or has nothing to train on.
@@ -215,7 +215,7 @@ class Trainer(ForgeActor):
             batch = self._pack_items(batch, targets)
             if batch.unit != self.unit:
                 raise ValueError(f"{type(self.loss).__name__} needs batches in units of {self.unit}, not {batch.unit}")
-            # Further updates are of the step that was counted last.
+            # Additional updates are of the step that was counted last.
             self.staleness.check(batch, self.trainer.step - same_step)
             if self.identities is not None:
                 self.identities.check(batch)

@@ -112,14 +112,14 @@ class Algorithm:
     def token_loss(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
         """Return the loss of every token, to be minimised; all tensors of one shape.
 
-        An override gets what its parameters name: of these, `behaviour_logprobs`, further tensors of `forge.algorithms`
+        An override gets what its parameters name: of these, `behaviour_logprobs`, other tensors of `forge.algorithms`
         such as `tokens` and `positions`.
         """
         return -ratio * advantages
 
     @property
     def further(self) -> tuple[str, ...]:
-        """Return the names of the further tensors that `token_loss` takes."""
+        """Return the names of the additional tensors that `token_loss` takes."""
         return tuple(name for name in self._parameter_names if name not in ("ratio", "logprobs", "advantages"))
 
     @property
@@ -148,7 +148,7 @@ class Algorithm:
         """Return the loss, a scalar.
 
         All tensors have one shape, [batch, seq] or packed [tokens]. `sequences` [tokens] is required where tokens are
-        packed and a term is taken over sequences. `proximal_logprobs` None is the current policy. `further` has what
+        packed and a term is taken over sequences. `proximal_logprobs` None is the current policy. `additional` has what
         `token_loss` names besides.
 
         Raises:
@@ -160,7 +160,7 @@ class Algorithm:
         behaviour = where_trained(behaviour_logprobs, weights)
         old = self._old_logprobs(logprobs, behaviour, proximal_logprobs, weights)
 
-        # What an override names besides may be an argument of this call, or a further tensor.
+        # What an override names besides may be an argument of this call, or an additional tensor.
         ratio = self.ratio(logprobs, old, weights, sequences)
         tensors: dict[str, Any] = {
             "ratio": ratio,
@@ -180,7 +180,7 @@ class Algorithm:
             importance = self.correction.ratio(old, behaviour, weights, sequences)
             per_token = per_token * self.correction.bounded(importance)
 
-        # Two further terms, each with its weight.
+        # Two additional terms, each with its weight.
         if self.beta and self.kl_in == "loss":
             if ref_logprobs is None:
                 raise ValueError("beta > 0 needs ref_logprobs: start a reference model, or set grpo.beta to 0")
@@ -226,7 +226,7 @@ class OwnLoss(Algorithm):
     Args:
         function: one with `beta` above 0 (a parameter or an attribute), or that requires `ref_logprobs` and has no
             `beta`, is given a reference model's.
-        settings: further arguments of a function, all that are not tensors.
+        settings: additional arguments of a function, all that are not tensors.
     """
 
     function: Callable[..., Tensor]

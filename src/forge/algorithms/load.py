@@ -45,8 +45,8 @@ def load_algorithm(algorithm: Any, *, known: Iterable[str] = (), **settings: Any
     see `forge.algorithms`. A plain loss is trained with GRPO's advantages.
 
     Args:
-        known: further keys that stand alongside the settings in a file, for the hint of an error.
-        settings: fields of the algorithm, arguments of the module's constructor, or further arguments of the function.
+        known: additional keys that stand alongside the settings in a file, for the hint of an error.
+        settings: fields of the algorithm, arguments of the module's constructor, or other arguments of the function.
 
     Raises:
         ValueError: nothing of this name; an unknown setting, or a value out of its range.

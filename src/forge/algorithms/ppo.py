@@ -79,7 +79,7 @@ class ValueLoss:
 
     @torch.no_grad()
     def metrics(self, values: Tensor, old_values: Tensor, returns: Tensor) -> dict[str, Tensor]:
-        """Per token: squared `value_error`, and `clip_fraction`, 1 where a value moved further than `clip`."""
+        """Per token: squared `value_error`, and `clip_fraction`, 1 where a value moved additional than `clip`."""
         bound = float("inf") if self.clip is None else self.clip
         return {
             "value": values,

@@ -137,7 +137,7 @@ def _parse_override(text: str, hint: Type) -> Json:
 
 
 def read_file(path: Path) -> dict[str, Json]:
-    """Read a configuration file. ConfigError: it is missing or malformed; the message has the remedy."""
+    """Read a configuration file. ConfigError: it is missing or malformed; the message has the fix."""
     if path.is_dir():
         raise ConfigError(f"{path} is a folder: give the configuration file")
     if not path.is_file():
@@ -185,9 +185,13 @@ def _find_type(cls: Type, path: list[str]) -> Type:
 
 
 def check_whole(value: object, name: str, least: int = 1) -> int:
-    """Return the value, if it is a whole number of at least `least`. ValueError: it is not; names the setting."""
+    """Return the value, if it is a whole number of at least `least`. ValueError: it is not; names the setting.
+
+    >>> check_whole(3, "problems")
+    3
+    """
     # A bool passes as an int, and True as 1.
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        remedy = ": remove the quotes" if isinstance(value, str) and value.strip().isdigit() else ""
-        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r:.80}{remedy}")
+        fix = ": remove the quotes" if isinstance(value, str) and value.strip().isdigit() else ""
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r:.80}{fix}")
     return value

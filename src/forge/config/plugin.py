@@ -21,7 +21,11 @@ Type = Any  # a type annotation
 
 
 def hint_nearest(name: object, names: Iterable[object]) -> str:
-    """Return the hint that ends an error about an unknown name: the closest existing name, or all of them."""
+    """Return the hint that ends an error about an unknown name: the closest existing name, or all of them.
+
+    >>> hint_nearest("lerning_rate", ["learning_rate", "steps"])
+    "; did you mean 'learning_rate'?"
+    """
     if isinstance(name, bool):
         return "; YAML reads a bare yes, no, on or off as true or false: quote the key"
     options = [str(option) for option in names]

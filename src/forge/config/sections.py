@@ -29,7 +29,7 @@ Type = Any  # a type annotation: a class, a union, Literal[...], ...
 
 
 class ConfigError(ValueError):
-    """An invalid configuration: the fault and the remedy in one line."""
+    """An invalid configuration: the fault and the fix in one line."""
 
 
 class UnknownKey(ConfigError, TypeError):
@@ -91,7 +91,7 @@ class Section(BaseModel, metaclass=_OneLineErrors):
         return self
 
     def _check(self) -> None:
-        """Raise ValueError for fields that exclude each other, with the remedy."""
+        """Raise ValueError for fields that exclude each other, with the fix."""
 
     @classmethod
     def canonical(cls, values: dict[str, Json]) -> dict[str, Json]:
@@ -149,7 +149,11 @@ def _to_plain(value: object) -> Json:
 
 
 def flatten_config(values: dict[str, Json], prefix: str = "") -> dict[str, Json]:
-    """Return plain data of a configuration by dotted names."""
+    """Return plain data of a configuration by dotted names.
+
+    >>> flatten_config({"a": {"b": 1}, "c": 2})
+    {'a.b': 1, 'c': 2}
+    """
     settings: dict[str, Json] = {}
     for name, value in values.items():
         key = _join_key(prefix, name)

@@ -1,4 +1,4 @@
-"""YAML files: malformed ones are an error of one line, with the position and a remedy."""
+"""YAML files: malformed ones are an error of one line, with the position and a fix."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import yaml
 
 from ..system.files import read_text
 
-# Remedies for malformed YAML by PyYAML's description of the fault; the first match counts.
-REMEDIES = {
+# Fixes for malformed YAML by PyYAML's description of the fault; the first match counts.
+FIXES = {
     "is also in line": "remove one",
     "escape character": r"write \\ for \, or single quotes instead of double ones",
     "found '<scalar>'": "quote the whole text, and write a quote within it twice",
-    "entries are not|keys are not|line break": "quote text that begins with -, ?, > or |",
+    "entries are not|keys are not|line break": "quote text that starts with -, ?, > or |",
     "quoted scalar": "close the quote",
     "flow (sequence|mapping)": "close the bracket, and separate its items with commas",
-    "alias|anchor": "quote text that begins with * or &",
-    "constructor for the tag": "quote text that begins with !",
+    "alias|anchor": "quote text that starts with * or &",
+    "constructor for the tag": "quote text that starts with !",
     "mapping values|block|simple key": "give the keys of a section the same indentation, and quote text that has ': '",
 }
 Json = Any
@@ -47,7 +47,7 @@ def parse_yaml(text: str, path: Path) -> Json:
 
 
 def _describe_fault(error: yaml.MarkedYAMLError) -> str:
-    """Describe the fault of a text, its position and the remedy."""
+    """Describe the fault of a text, its position and the fix."""
     mark = error.problem_mark or error.context_mark
     problem = error.problem or error.context or "malformed"
     if mark is None:
@@ -57,13 +57,13 @@ def _describe_fault(error: yaml.MarkedYAMLError) -> str:
     if text_at_fault.startswith("\t"):
         problem = "a tab: indent with spaces"
     elif "cannot start any token" in problem:
-        problem = f"quote text that begins with {text_at_fault[:1]}"
+        problem = f"quote text that starts with {text_at_fault[:1]}"
     else:
         # A bracket that is never closed is a fault at the end of the file, but was opened in another line.
         if error.context_mark is not None and error.context_mark.line < mark.line:
             problem += f" ({error.context}, from line {error.context_mark.line + 1})"
         text = f"{error.context} {problem}"
-        problem += next((f": {remedy}" for fault, remedy in REMEDIES.items() if re.search(fault, text)), "")
+        problem += next((f": {fix}" for fault, fix in FIXES.items() if re.search(fault, text)), "")
 
     return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
 

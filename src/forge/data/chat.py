@@ -74,7 +74,7 @@ class ChatFormat:
     Args:
         tokenizer: for `encode` a fast one, which knows the characters of its tokens.
         template: True is the tokenizer's chat template; else the text of a jinja template, or a file with it.
-        options: further arguments of the template, such as enable_thinking.
+        options: additional arguments of the template, such as enable_thinking.
         thoughts: of earlier turns, which many templates omit once later messages follow. "keep": each turn stays
             as it was when it was the last, so that all are trained (`forge.data.turns`); "template": as the template
             writes them, an error in `encode` where it trains such turns.
@@ -145,7 +145,7 @@ class ChatFormat:
     def render(self, conversation: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         """Return the text of a conversation. ValueError: the template raises an error, or has no place for tool
         calls."""
-        # What others wrote ends no turn and begins none; an assistant may write special tokens, such as a call's.
+        # What others wrote ends no turn and starts none; an assistant may write special tokens, such as a call's.
         plain = (m if m["role"] == "assistant" else self._special.inert_values(m) for m in conversation)
         return self._render_text(list(map(self.writer.message, plain)), add_generation_prompt=add_generation_prompt)
 
@@ -237,8 +237,8 @@ class ChatFormat:
                 "before an answer than with it: set chat_template to one whose generation prompt is how its answers "
                 "begin"
             )
-            remedy = _REWRITES if turn + 1 < len(conversation) else last_turn_fault
-            raise Rewritten(f"message {turn + 1}: the chat template renders its context differently {remedy}")
+            fix = _REWRITES if turn + 1 < len(conversation) else last_turn_fault
+            raise Rewritten(f"message {turn + 1}: the chat template renders its context differently {fix}")
         return context
 
     def _encode_answer(self, conversation: Sequence[Message], turn: int, text: str, closers: set[int]) -> Span:
@@ -267,7 +267,7 @@ class ChatFormat:
 
     def _find_marked(self, conversation: Sequence[Message]) -> list[Span]:
         """Return the character spans that the template marks."""
-        # return_assistant_tokens_mask would lose turns that begin with a space if the tokenizer trims its offsets.
+        # return_assistant_tokens_mask would lose turns that start with a space if the tokenizer trims its offsets.
         from transformers.utils.chat_template_utils import render_jinja_template
 
         options = {**self.tokenizer.special_tokens_map, **self.options, "add_generation_prompt": False}

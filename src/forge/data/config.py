@@ -48,7 +48,7 @@ class RowsConfig(Section):
     system_prompt: str | None = None
     """The system message before the prompt."""
     chat_options: dict[str, Any] | None = None
-    """Further arguments of the chat template, such as enable_thinking."""
+    """Additional arguments of the chat template, such as enable_thinking."""
 
     def _check(self) -> None:
         # One origin of rows; each of several sources is checked as a separate section.
@@ -71,7 +71,8 @@ class RowsConfig(Section):
 
     def cap(self, key: str, limit: int) -> Self:
         """Return a copy with `key` lowered to at most `limit`, here and in every source that sets it."""
-        capped = self.model_copy(update={key: min(getattr(self, key) or limit, limit)})
+        length = getattr(self, key)
+        capped = self.model_copy(update={key: limit if length is None else min(length, limit)})
         if self.sources is not None:
             capped.sources = [
                 {**source, key: min(source[key], limit)} if source.get(key) else source for source in self.sources
@@ -152,7 +153,7 @@ class SupervisedConfig(RowsConfig):
 
 
 class PreferencesConfig(RowsConfig):
-    """Pairs: a prompt with two answers, two conversations, two texts that begin alike, or a task, which makes the wrong
+    """Pairs: a prompt with two answers, two conversations, two texts that start alike, or a task, which makes the wrong
     answer itself."""
 
     kind = "preferences"

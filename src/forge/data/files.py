@@ -34,8 +34,8 @@ class Rows(Sequence[Row]):
         first_rows = list(islice(rows, len(rows)))
         for number, row in enumerate(first_rows, 1):
             if not isinstance(row, Mapping):
-                remedy = "give mappings of columns, of a pandas table table.to_dict('records')"
-                raise ValueError(f"dataset, row {number} is {row!r:.40}, not a row: {remedy}")
+                fix = "give mappings of columns, of a pandas table table.to_dict('records')"
+                raise ValueError(f"dataset, row {number} is {row!r:.40}, not a row: {fix}")
         self._rows = [from_columns(row) if hasattr(rows, "features") else dict(row) for row in first_rows]
         if not self._rows:
             raise ValueError("the dataset is empty: it has no rows")
@@ -141,10 +141,10 @@ def open_stream(path: str, *, split: str, subset: str | None = None) -> Iterable
         _import_datasets("a parquet file")
 
     datasets = _import_datasets("streaming")
-    settings = {"data_files": str(file), "split": "train", "streaming": True, "trust_remote_code": False}
+    settings = {"data_files": str(file), "split": "train", "streaming": True}
     if file.suffix != ".parquet":
         settings["encoding"] = "utf-8-sig"
-    return datasets.load_dataset(_BUILDERS[file.suffix], **settings)
+    return datasets.load_dataset(_BUILDERS[file.suffix], **settings, trust_remote_code=False)
 
 
 def _local_path(path: str) -> Path | None:

@@ -188,7 +188,7 @@ def pack_tensors(
 def split_batch(batch: Batch, *, ranks: int, max_tokens: int, at_least: int = 1) -> list[list[Batch]]:
     """Return one list of micro-batches for each data-parallel rank, all of the same length.
 
-    Units that begin with the same prompt stay together where they can, so that it is computed once. The longest go
+    Units that start with the same prompt stay together where they can, so that it is computed once. The longest go
     first into the lightest micro-batch: ranks get about the same number of tokens to compute. If there are fewer than
     micro-batches, an empty one holds a unit with its mask cleared: every rank takes part in every collective, and the
     loss does not change.
@@ -207,7 +207,7 @@ def split_batch(batch: Batch, *, ranks: int, max_tokens: int, at_least: int = 1)
         subject = "a sequence" if batch.unit == 1 else f"{batch.unit} sequences that belong together, in all"
         raise ValueError(f"{subject} of {longest} tokens does not fit into training.seq_len = {max_tokens}")
 
-    # Units by the run that their first sequence begins with: one prompt's.
+    # Units by the run that their first sequence starts with: one prompt's.
     tree = find_prefixes(prefix_ids(batch), batch.lengths)
     by_prompt: dict[int, list[int]] = {}
     for unit in range(len(lengths)):
@@ -258,7 +258,7 @@ def _rewards_of_tokens(episodes: Sequence[Episode]) -> np.ndarray | None:
         if len(rewards) < len(branches):
             return None
 
-        # The reward of a branch is what was still to come when it began: the next one has a part of it.
+        # The reward of a branch is what was still to come when it started: the next one has a part of it.
         for branch, remaining in zip(branches, -np.diff([*rewards, 0.0]), strict=True):
             row = np.zeros(len(branch.tokens), np.float32)
             for end, reward in (*((turn.end, turn.reward) for turn in branch.turns), *branch.steps):

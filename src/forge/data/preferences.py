@@ -31,7 +31,7 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
 
     Settings are the fields of `forge.data.config.PreferencesConfig`. A setting without effect on the form of the rows
     is an error; `chat_template` and `chat_options` also apply to conversations. Whole conversations need no
-    `prompt_field`: if it is set, they must begin with it.
+    `prompt_field`: if it is set, they must start with it.
 
     Args:
         as_scores: for a reward model: the masks are True on the last token only, where it reads its score.
@@ -117,7 +117,7 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
         return (first, first_mask), (second, second_mask)
 
     def _read_conversations(self, row: Row) -> tuple[list[Message], list[Message], int]:
-        """Return both conversations, and the number of messages that they begin with in common."""
+        """Return both conversations, and the number of messages that they start with in common."""
         chosen, rejected = (self._read_conversation(row, name) for name in self._fields)
         alike = (i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b)
         since = next(alike, min(len(chosen), len(rejected)))
@@ -130,7 +130,7 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
         return chosen, rejected, since
 
     def _read_conversation(self, row: Row, name: str) -> list[Message]:
-        """Return the whole conversation; a bare answer follows the prompt. ValueError: it begins with another
+        """Return the whole conversation; a bare answer follows the prompt. ValueError: it starts with another
         prompt."""
         conversation, field = read_messages(row, name), self._prompt_field
         answer_only = conversation[0]["role"] == "assistant"
@@ -147,7 +147,7 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
         beginning = [(m["role"], m["content"].strip()) for m in conversation[start : start + len(prompt)]]
 
         if beginning != [(m["role"], m["content"].strip()) for m in prompt]:
-            raise ValueError(f"{name} does not begin with what field {field!r} holds: omit prompt_field")
+            raise ValueError(f"{name} does not start with what field {field!r} holds: omit prompt_field")
         return conversation
 
 

@@ -64,7 +64,7 @@ class PrefixTree:
         )
 
     def root(self, sequence: int) -> int:
-        """Return the run that a sequence begins with."""
+        """Return the run that a sequence starts with."""
         run = self.last[sequence]
         while self.parents[run] >= 0:
             run = self.parents[run]

@@ -98,8 +98,8 @@ class PromptFormat:
         needed = [self.prompt_field, *template_fields.values(), *options, self.target_field]
         for name in needed:
             if name is not None and name not in has:
-                remedy = "; set target_field to null for prompts without a target, or to the column of the answer"
-                hint = remedy if name == self.target_field else ""
+                fix = "; set target_field to null for prompts without a target, or to the column of the answer"
+                hint = fix if name == self.target_field else ""
                 raise ValueError(f"no field {name!r}: it has {', '.join(has)}{hint_similar(name, has) or hint}")
         return template_fields
 
@@ -205,7 +205,7 @@ class PromptFormat:
         """Return the policy's prompt as text and token ids."""
         if self.chat is not None:
             return self.rendered(self.conversation(text), self.chat)
-        # Without a chat template: a text, begun as the tokenizer begins texts.
+        # Without a chat template: a text, started as the tokenizer starts texts.
         ids = tuple(with_one_bos(self.tokenizer(text)["input_ids"], self.tokenizer))
         # Some tokenizers end every text with eos, which a prompt must not have.
         return text, ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id else ids
@@ -248,7 +248,7 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
 
     def begin(self, row: Row) -> None:
         """Find the target's column by the first row, where the settings leave it open."""
-        # Only the default looks further: a column that was named has to be there.
+        # Only the default looks additional: a column that was named has to be there.
         section = self.settings
         row = with_ground_truth(row)
         if section.target_field != "answer" or section.target_field in row:
@@ -312,7 +312,11 @@ def plain_columns(row: Row, names: Sequence[str] | None, required: Sequence[str]
 
 def plain_value(value: object) -> Any:
     """Return text, numbers, lists and mappings as a checkpoint holds them. ValueError: something else, such as a
-    date."""
+    date.
+
+    >>> plain_value({"a": [1, "x"]})
+    {'a': [1, 'x']}
+    """
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return value
     if isinstance(value, Mapping):
@@ -345,7 +349,7 @@ def stop_ids(settings: RowsConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[
 
 
 def with_one_bos(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return tokens of a text that may begin with the text of the token that the tokenizer puts before it as well."""
+    """Return tokens of a text that may start with the text of the token that the tokenizer puts before it as well."""
     return ids[1:] if ids[:2] == [tokenizer.bos_token_id] * 2 else ids
 
 
@@ -355,7 +359,7 @@ def read_text_field(row: Row, name: str) -> str:
         raise ValueError(f"no field {name!r}: it has {', '.join(row)}")
     value = row[name]
     if not isinstance(value, str | Real | Decimal):
-        remedy = ": fill in the missing value, or leave the row out" if value is None else ""
-        raise ValueError(f"field {name!r} must be text or a number, not {type(value).__name__}{remedy}")
+        fix = ": fill in the missing value, or leave the row out" if value is None else ""
+        raise ValueError(f"field {name!r} must be text or a number, not {type(value).__name__}{fix}")
     check_values(value if isinstance(value, str | int) else float(value), f"field {name!r}")
     return str(value)

@@ -1,6 +1,6 @@
 """Single tokens as text, and special tokens that are written as text: in responses and requests they must stay text.
 
-A tokenizer turns the text of a special token into that token, which ends a turn or begins one of another role. A space
+A tokenizer turns the text of a special token into that token, which ends a turn or starts one of another role. A space
 after its first character prevents that. It changes the text, but of such texts only, and works in any template.
 """
 
@@ -19,7 +19,11 @@ _PASSES = 8  # a space may make another special token of the text around it; bou
 
 
 def replace_surrogates(text: str) -> str:
-    """Return the text with "?" for lone surrogates, which JSON can hold and which have no tokens."""
+    r"""Return the text with "?" for lone surrogates, which JSON can hold and which have no tokens.
+
+    >>> replace_surrogates("a\ud800b")
+    'a?b'
+    """
     return text.encode("utf-8", "replace").decode()
 
 
@@ -40,7 +44,7 @@ class SpecialTokens:
         # The tokenizer finds those that are `normalized` in the normalized text, which is often in lower case.
         case = re.IGNORECASE if any(token.normalized for token in added.values()) else 0
         self._special = re.compile("|".join(words) or r"(?!)", case)
-        # DeepSeek's tokens of roles are not marked as special, and begin a turn all the same.
+        # DeepSeek's tokens of roles are not marked as special, and start a turn all the same.
         texts = map(str, tokenizer.added_tokens_decoder.values())
         control_tokens = {text for text in texts if _CONTROL.fullmatch(text)}
         words = sorted({*words, *map(re.escape, control_tokens)}, key=len, reverse=True)

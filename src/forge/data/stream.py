@@ -16,7 +16,7 @@ from .sources import Position, SampledRows, StoredRows, StreamedRows, TaskRows
 
 T = TypeVar("T")
 C = TypeVar("C", bound=RowsConfig)
-_PROBE = 1000  # rows of a stream that are read until one is usable; so many bad ones in a row are no accident
+_PROBE = 1000  # rows of a stream that are read until one is usable; that many bad ones in a row are no accident
 _CHECKED = 20_000  # stored rows that are made before a run: 3 s for prompts, 130 s for conversations of six messages
 _LOGGED = 10  # invalid rows that are logged one by one
 
@@ -37,7 +37,7 @@ class RowStream(ABC, Generic[T, C]):
     The constructor makes stored rows once, all that epochs need or the first 20,000, and of streams and tasks the first
     ones, so that an invalid row is an error before anything else. An invalid row of a stream is left out, counted and
     logged, as is one that comes later.
-    Subclasses set SECTION and define `begin` and `make`; their constructors end with `check`.
+    Subclasses set SECTION and define `start` and `make`; their constructors end with `check`.
 
     Args:
         path: a .json, .jsonl or .parquet file, a folder that `datasets` can load, a Hugging Face id, or rows.
@@ -171,13 +171,15 @@ class RowStream(ABC, Generic[T, C]):
             self._source.observe(outcomes)
 
     def _leave_out_bad(self, error: BadRow) -> None:
-        """Count and log a bad row. BadRow: so many in a row that the data or the settings are wrong."""
+        """Count and log a bad row. BadRow: that many in a row that the data or the settings are wrong."""
         self._bad += 1
         self._logged += 1
         if self._bad >= _PROBE:
             raise error
         if self._logged <= _LOGGED:
-            log.warning("left out: %s%s", error, "; further ones are only counted" if self._logged == _LOGGED else "")
+            log.warning(
+                "left out: %s%s", error, "; additional ones are only counted" if self._logged == _LOGGED else ""
+            )
 
     def held_out(self, n: int) -> list[T]:
         """Return a list for evaluation, the same at every call: the first n rows of the split in stored order, or n

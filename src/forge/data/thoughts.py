@@ -21,6 +21,9 @@ def without_thoughts(text: str, prompt: object = "") -> str:
 
     Args:
         prompt: its chat template may have opened the thought. What is not text is ignored.
+
+    >>> without_thoughts("<think>2 + 2</think>4")
+    '4'
     """
     end = 0
     for closing in _CLOSING.finditer(text):
@@ -57,7 +60,11 @@ def _without_ending(answer: str) -> str:
 
 
 def after_thoughts(text: str) -> str:
-    """Return `without_thoughts` with the white space that starts a block of code."""
+    r"""Return `without_thoughts` with the white space that starts a block of code.
+
+    >>> after_thoughts("<think>2 + 2</think>\n4")
+    '4'
+    """
     answer = without_thoughts(text)
     start = text.rfind(answer) if answer else len(text)
     line = text.rfind("\n", 0, start) + 1

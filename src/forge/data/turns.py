@@ -24,7 +24,7 @@ Render = Callable[..., str]  # (messages, add_generation_prompt=) -> text
 
 MARK = "\ue000answer\ue001"  # private characters, which JSON leaves as they are
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-_OPENED = re.compile(r"<think>\s*\Z")  # a generation prompt that begins the thought
+_OPENED = re.compile(r"<think>\s*\Z")  # a generation prompt that starts the thought
 _OPENING = re.compile(r"<think>\s*(</think>\s*)?\Z")
 
 
@@ -33,7 +33,11 @@ class Rewritten(ValueError):
 
 
 def thought_of(message: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the thought of a message and the rest of its content; the thought is "" where there is none."""
+    """Return the thought of a message and the rest of its content; the thought is "" where there is none.
+
+    >>> thought_of({"content": "<think>Hm.</think>Yes"})
+    ('Hm.', 'Yes')
+    """
     for name in THOUGHTS:
         if isinstance(message.get(name), str):
             return message[name].strip("\n"), message["content"] or ""
@@ -174,7 +178,7 @@ class Turns:
 
     @cached_property
     def _closes_last_alone(self) -> bool:
-        """Return whether a turn that others follow ends without a special token, or with none but the one that begins a
+        """Return whether a turn that others follow ends without a special token, or with none but the one that starts a
         conversation, which the policy does not write."""
         question = {"role": "user", "content": MARK + "asked"}
         answer = {"role": "assistant", "content": MARK}
@@ -264,11 +268,11 @@ class Turns:
 
         Raises:
             Rewritten: the template changes more than thoughts once later messages follow.
-            ValueError: it does not end turns with a special token, or the conversation begins with the assistant.
+            ValueError: it does not end turns with a special token, or the conversation starts with the assistant.
         """
         turns = [number for number, message in enumerate(conversation) if message["role"] == "assistant"]
         if not turns or turns[0] == 0:
-            raise ValueError("a conversation begins with a message that the assistant answers")
+            raise ValueError("a conversation starts with a message that the assistant answers")
         if turns != [len(conversation) - 1]:
             self.check_ends()
 
@@ -301,7 +305,7 @@ class Turns:
         if not closer or not rendered.endswith(closer + suffix):
             raise Rewritten(f"message {turn + 1}: the end of its turn depends on what it says")
 
-        # The words follow the generation prompt, or begin with a thought that the prompt opened.
+        # The words follow the generation prompt, or start with a thought that the prompt opened.
         words = rendered[: len(rendered) - len(closer + suffix)]
         thought, _ = thought_of(conversation[turn])
         if words.startswith(context):
@@ -315,7 +319,7 @@ class Turns:
             thought += "\n" if thought else ""
             answer = f"{thought}</think>\n\n{words[len(beginning) :].removeprefix('</think>').lstrip()}"
         else:
-            raise Rewritten(f"message {turn + 1}: the generation prompt is not how its answers begin")
+            raise Rewritten(f"message {turn + 1}: the generation prompt is not how its answers start")
 
         return answer + closer
 

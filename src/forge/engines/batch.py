@@ -38,7 +38,7 @@ from .rows import RowState
 from .sampling import keep_allowed, top_logprobs
 from .weights import Weights
 
-# A prompt waits a step for another that is being computed if they share so many tokens more than the cache has: fewer
+# A prompt waits a step for another that is being computed if they share that many tokens more than the cache has: fewer
 # are computed faster than a step takes.
 MIN_SHARED_TOKENS = 64
 

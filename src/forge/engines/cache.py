@@ -110,7 +110,7 @@ class KeyValueCache:
         length = round_up(length, BLOCK)
         if length <= self.length:
             return
-        # Doubling copies each position a bounded number of times; with a limit, no further than these rows may need.
+        # Doubling copies each position a bounded number of times; with a limit, no additional than these rows may need.
         size = min(max(length, 2 * self.length, self.min_length), self.longest)
         if self.limit is not None and max_length is not None:
             size = max(length, min(size, self.padded_length(max_length)))

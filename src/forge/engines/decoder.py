@@ -184,7 +184,7 @@ class Decoder:
     ) -> list[_Block]:
         """Split prompt tokens into attention calls of `queries` positions of every prompt that has some, or all.
 
-        prompt, positions: (N,). rows, starts, ends: (prompts,). A block begins at a multiple of its size whatever the
+        prompt, positions: (N,). rows, starts, ends: (prompts,). A block starts at a multiple of its size whatever the
         pieces of the prompt, so that its keys have a fixed shape. Half a block, for short prompts, rounds like a whole
         one.
         """

@@ -40,7 +40,7 @@ class Prefill:
         cache = self.decoder.cache
         length = self.length
 
-        # The first piece begins after the blocks of the prefix cache.
+        # The first piece starts after the blocks of the prefix cache.
         if self.item is not item:
             length = TOKENS * len(blocks)
             cache.reserve(length, rows, max_length)

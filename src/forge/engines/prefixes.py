@@ -1,4 +1,4 @@
-"""Keys and values of prompts that were computed before, shared by all prompts that begin with the same tokens."""
+"""Keys and values of prompts that were computed before, shared by all prompts that start with the same tokens."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PrefixCache:
         return len(self._blocks)
 
     def find(self, tokens: Sequence[int]) -> list[Prefix]:
-        """Return the longest chain of cached blocks that `tokens` begin with."""
+        """Return the longest chain of cached blocks that `tokens` start with."""
         keys = list[Key]()
         chain = list[Prefix]()
         parent = 0

@@ -54,7 +54,7 @@ class EngineRequest:
         self.is_restricted = self.sampling.restricted or bool(self.sampling.stop)
 
     def startable(self, version: int) -> int:
-        """Return the number of its waiting samples that weights of this version may begin, in their order."""
+        """Return the number of its waiting samples that weights of this version may start, in their order."""
         waiting = self.sampling.n - self.admitted
         if not self.sampling.schedule:
             return waiting
@@ -125,7 +125,7 @@ class Admission(NamedTuple):
     item: EngineRequest | RunningSample
     rows: list[int]
     context: list[int]  # its tokens but the last, which the first decode step takes
-    blocks: list[Prefix]  # of the prefix cache, with which the context begins
+    blocks: list[Prefix]  # of the prefix cache, with which the context starts
 
     @property
     def start(self) -> int:
@@ -242,7 +242,7 @@ def take_due(
 
 
 def fail_passed_over(waiting: Iterable[EngineRequest], version: int) -> None:
-    """Fail requests whose next sample begins with weights before this version: only others could draw it."""
+    """Fail requests whose next sample starts with weights before this version: only others could draw it."""
     for request in waiting:
         if request.sampling.schedule:
             next_version = request.sampling.schedule[request.admitted][0][0]

@@ -31,7 +31,7 @@ class EngineSettings(Section):
     they have, `finish` under the old ones first, or `recompute` keys and values under the new ones
     ([weights.md](weights.md))."""
     prefix_cache_mb: float = Field(256, ge=0)
-    """Memory for keys and values of prompts, in MB: a prompt that begins as another did, such as an episode's next
+    """Memory for keys and values of prompts, in MB: a prompt that starts as another did, such as an episode's next
     turn, is computed from where they differ. A weight update empties it. 0: no cache. vLLM has another."""
     cache_gb: float | None = Field(None, gt=0)
     """Memory for keys and values of running sequences, in GB (`embedded`): a request whose longest possible answer has
@@ -45,7 +45,7 @@ class EngineSettings(Section):
     """For a mixture of experts: completions carry the experts of each token, and the trainer computes with them
     ([mixtures.md](mixtures.md)). Needs `embedded`."""
     vllm: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of vLLM's engine, by vLLM's names."""
+    """Additional arguments of vLLM's engine, by vLLM's names."""
 
     def _check(self) -> None:
         # Settings of one engine are an error with the other: they would do nothing.

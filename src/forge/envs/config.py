@@ -28,10 +28,10 @@ class EpisodeConfig(Section):
     syntax: str | None = None
     """How tool calls are written; null: found out from the template."""
     chat_options: dict[str, Any] | None = None
-    """Further arguments of the chat template, such as enable_thinking."""
+    """Additional arguments of the chat template, such as enable_thinking."""
     thoughts: Literal["keep", "template"] = "keep"
     """Of earlier turns: `keep` leaves them in the context, as they were sampled; `template` does what the template
-    does, and each turn that thereby changes the context begins a new branch of the episode."""
+    does, and each turn that thereby changes the context starts a new branch of the episode."""
 
     agent: dict[str, Any] | None = None
     """An agent that plays the episodes, instead of `environment` ([agent_gateway.md](agent_gateway.md))."""

@@ -60,7 +60,7 @@ class GroupEnv(ABC):
         for episode in episodes:
             if not episode.had_no_turn:
                 record_metric("episode/unscored", episode.outcome is None)
-        # A reward that scores nothing would let the run wait for ever.
+        # A reward that scores nothing would let the run wait forever.
         scored = any(episode.outcome is not None for episode in episodes)
         self._unscored_groups = 0 if scored else self._unscored_groups + 1
         if self._unscored_groups == MAX_UNSCORED_GROUPS:

@@ -53,7 +53,11 @@ def forward_flops(config: PreTrainedConfig, tokens: float, attended: float, pred
 
 
 def count_causal(length: float, context: float = 0.0) -> float:
-    """Return tokens attended to by `length` tokens that follow `context` others."""
+    """Return tokens attended to by `length` tokens that follow `context` others.
+
+    >>> count_causal(4, context=10)
+    50.0
+    """
     return length * context + length * (length + 1) / 2
 
 

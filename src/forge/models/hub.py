@@ -17,7 +17,11 @@ NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def split_revision(name: str) -> tuple[str, str | None]:
-    """Split `owner/model@revision` into (owner/model, revision); the revision, a branch, tag or commit, is optional."""
+    """Split `owner/model@revision` into (owner/model, revision); the revision, a branch, tag or commit, is optional.
+
+    >>> split_revision("owner/model@main")
+    ('owner/model', 'main')
+    """
     # "owner/model@" is an empty revision, and not the default one.
     repository, separator, revision = name.partition("@")
     return repository, revision if separator else None
@@ -31,7 +35,13 @@ def check_model_name(model: object) -> None:
 
 def is_hub_id(name: str) -> bool:
     """Return whether a name is `owner/model`, with or without `@revision`, and not a local folder, nor a misspelt
-    one."""
+    one.
+
+    >>> is_hub_id("owner/model")
+    True
+    >>> is_hub_id("./model")
+    False
+    """
     folder = Path(name)
     repository, _ = split_revision(name)
     local = folder.is_dir() or name.startswith((".", "/", "~")) or folder.parent.is_dir()

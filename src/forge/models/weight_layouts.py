@@ -56,7 +56,11 @@ def head_size(config: PreTrainedConfig) -> int:
 
 def is_derived(name: str, tied: bool) -> bool:
     """Return whether a plain tensor follows from others: rotary frequencies, or the head of a model with tied
-    embeddings."""
+    embeddings.
+
+    >>> is_derived("lm_head.weight", tied=True)
+    True
+    """
     return name.endswith("rotary_emb.inv_freq") or (tied and name == HEAD)
 
 
@@ -163,7 +167,11 @@ def plain_name(name: str) -> str:
 
 
 def has_adapters(names: Iterable[str]) -> bool:
-    """Return whether one of these names is a LoRA factor's."""
+    """Return whether one of these names is a LoRA factor's.
+
+    >>> has_adapters(["q_proj.lora_A.weight"])
+    True
+    """
     return any(map(ADAPTER.fullmatch, names))
 
 

@@ -56,7 +56,7 @@ def last_rows(path: Path) -> list[Row]:
 
 
 def parse_line(line: bytes) -> Row | None:
-    """Parse the JSON object of a line, which may begin with a comma; None if it is damaged.
+    """Parse the JSON object of a line, which may start with a comma; None if it is damaged.
 
     Example:
         >>> parse_line(b',{"step": 1}')

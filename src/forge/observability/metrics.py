@@ -104,7 +104,7 @@ class Snapshot:
 _lock = threading.Lock()
 _current = Snapshot()
 PROCESS_NAME = "FORGE_PROCESS"  # environment variable: the process's name in traces, set by the controller
-METRICS_OF = "FORGE_METRICS_OF"  # environment variable: what the names of this process's metrics begin with
+METRICS_OF = "FORGE_METRICS_OF"  # environment variable: what the names of this process's metrics start with
 _label: ContextVar[str | None] = ContextVar("forge_metrics_of", default=None)
 
 
@@ -194,7 +194,7 @@ def on_the_clock(name: str) -> AbstractContextManager[None]:
 
 
 def record_span(name: str, start: float, duration: float) -> None:
-    """Record a block that began at `start`, seconds since the epoch, in the metric `seconds/<name>` and in the
+    """Record a block that started at `start`, seconds since the epoch, in the metric `seconds/<name>` and in the
     trace."""
     record_metric(f"seconds/{name}", duration, Reduce.SUM)
     span = Span(name, process_name(), os.getpid(), start, duration)

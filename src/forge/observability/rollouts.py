@@ -184,7 +184,7 @@ class RolloutLog:
         with pa.ipc.new_stream(sink, self._schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
             writer.write_batch(pa.record_batch(arrays, schema=self._schema))
 
-        # The file begins with the schema, once, and has no mark of its end: more batches may follow.
+        # The file starts with the schema, once, and has no mark of its end: more batches may follow.
         message = sink.getvalue().to_pybytes()[len(self._schema.serialize()) if self._size else 0 : -END]
         self._write(message)
         self._size += len(message)

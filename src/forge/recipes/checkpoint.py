@@ -19,7 +19,7 @@ class RunState:
 
     Args:
         buffer: None for recipes without one.
-        further: other trainers, by the folder of their checkpoints: a critic, further policies.
+        additional: other trainers, by the folder of their checkpoints: a critic, additional policies.
         reward: one that learns: its replicas have `state_dict` and `load_state_dict`.
     """
 

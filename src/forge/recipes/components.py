@@ -98,7 +98,7 @@ async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: Make
     else:
         env = await make_env(cfg, job) if make_env is not None else await start_environment(cfg, job, policy)
 
-    # Trainers besides the policy's: its critic, and further policies' that an environment has started.
+    # Trainers besides the policy's: its critic, and additional policies' that an environment has started.
     further = {"critic": value_model} if value_model is not None else {}
     further |= getattr(env, "trainers", {})
     learning_reward = reward_service if cfg.reward.learns else None

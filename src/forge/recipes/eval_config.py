@@ -23,7 +23,7 @@ class EvalConfig(Section):
     problems: NonNegativeInt = 256
     """How many; 0: no evaluation."""
     every: NonNegativeInt = 0
-    """Also every so many steps, a multiple of `training.sync_interval`."""
+    """Also every that many steps, a multiple of `training.sync_interval`."""
     path: str | Rows | None = None
     """Where they come from; null: `dataset.path`. A procedural task holds its own out. From Python also rows."""
     split: str = "test"
@@ -43,12 +43,12 @@ class EvalConfig(Section):
 
 
 class EvalSet(Section):
-    """A further set of held-out problems, whose metrics are `eval/NAME/...`."""
+    """An additional set of held-out problems, whose metrics are `eval/NAME/...`."""
 
     problems: PositiveInt = 256
     """How many."""
     every: NonNegativeInt | None = None
-    """Also every so many steps; null: as `eval.every`."""
+    """Also every that many steps; null: as `eval.every`."""
     path: str | Rows | None = None
     """A file, folder or hub id. From Python also rows."""
     split: str = "test"
@@ -76,7 +76,7 @@ class RLEvalConfig(EvalConfig):
     """Settings with which answers are sampled, such as `temperature` and `max_tokens`; without them answers are greedy,
     and several of temperature 1."""
     sets: dict[str, EvalSet] = Field(default_factory=dict)
-    """Further sets of problems, by name."""
+    """Additional sets of problems, by name."""
     best: str | None = None
     """A metric, such as `eval/accuracy`: the model with its largest value so far is kept in the run's folder `best`."""
 
@@ -90,7 +90,7 @@ class RLEvalConfig(EvalConfig):
                 raise ConfigError(f"eval.sets: {name!r} cannot be a name, for metrics are called eval/NAME/accuracy")
 
     def intervals(self) -> dict[str, int]:
-        """Return the steps between two evaluations, also of further sets."""
+        """Return the steps between two evaluations, also of additional sets."""
         every = {name: self.every if s.every is None else s.every for name, s in self.sets.items()}
         return super().intervals() | every
 

@@ -57,7 +57,7 @@ class Job(NamedTuple):
         if last or step == 0 or cfg.eval.due(step):
             metrics = metrics | await evaluate()
 
-        # The profile of the next step begins with it, so it is asked for at the end of this one.
+        # The profile of the next step starts with it, so it is asked for at the end of this one.
         profiles = {} if last else cfg.metrics.profiles(step + 1, self.record.folder)
         snapshot = await drain_metrics(profiles)
 
@@ -122,6 +122,6 @@ class Job(NamedTuple):
             raise ConfigError(f"eval.best: no evaluation has the metric {metric!r}; there are {names}")
         values = [earlier[metric] for earlier in self.record.history[:-1] if metric in earlier]
         if metric in row and row[metric] > max(values, default=-math.inf):
-            # Compared with all rows of the run, so that a resumed one needs no further state.
+            # Compared with all rows of the run, so that a resumed one needs no additional state.
             await state.trainer.export_model.call(self.record.best)
             log.info("%s is the model of step %d, with %s %.3f", self.record.best, row["step"], metric, row[metric])

@@ -112,7 +112,7 @@ def _print_error(kind: type[BaseException], error: BaseException, trace: Traceba
 
 
 class BadInput(ValueError):
-    """Invalid input of a run: the fault and the remedy in one line. No process was started."""
+    """Invalid input of a run: the fault and the fix in one line. No process was started."""
 
 
 def run_recipe(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None, hooks: Hooks | None = None) -> Path:

@@ -64,7 +64,7 @@ def prepare_run(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], dict
         else:
             model = resolve_model(str(cfg.model))
     else:
-        # A resumed run continues with the model and data that it began with, wherever they are now.
+        # A resumed run continues with the model and data that it started with, wherever they are now.
         model = resolve_model(cfg.model or str(initial))
         check_origin(folder, [model, *further_models], local_paths(cfg.files))
 
@@ -123,10 +123,8 @@ def check_space(cfg: TrainingRecipe, model: str, folder: Path) -> None:
         needs[memory_folder()] = 2 * size  # the version in use, and the next
     for path, needed in needs.items():
         if needed > free_bytes(path):
-            remedy = (
-                "docker run --shm-size makes it larger" if path == memory_folder() else "set run.root to another disk"
-            )
-            raise ValueError(f"{path} needs {needed:,} bytes, and has {free_bytes(path):,} free: {remedy}")
+            fix = "docker run --shm-size makes it larger" if path == memory_folder() else "set run.root to another disk"
+            raise ValueError(f"{path} needs {needed:,} bytes, and has {free_bytes(path):,} free: {fix}")
 
 
 def warn_of_settings(cfg: TrainingRecipe, held_out: list[Any]) -> None:
@@ -176,7 +174,7 @@ def check_model(cfg: TrainingRecipe, model: str) -> None:
 
 
 def check_others(cfg: TrainingRecipe, model: str, models: dict[str, str]) -> None:
-    """Reject further models that do not go with the one that is trained.
+    """Reject additional models that do not go with the one that is trained.
 
     Args:
         models: folders, by the key that names them.

@@ -230,7 +230,7 @@ def check_origin(folder: Path, models: list[str], data: list[str]) -> None:
         if before.get(name) != now.get(name):
             number, _, file = name.partition(" ")
             source = dict(enumerate([*models, *data])).get(int(number), "a place that is no longer read")
-            raise ConfigError(f"--resume {folder}: {Path(source) / file} has changed since the run began")
+            raise ConfigError(f"--resume {folder}: {Path(source) / file} has changed since the run started")
 
 
 def _digest_files(models: list[str], data: list[str]) -> dict[str, str]:

@@ -28,7 +28,7 @@ class RolloutSettings(Section):
     top_p: float = Field(1.0, gt=0, le=1)
     """Draw from the most probable tokens that have this probability together; 1: all."""
     top_k: NonNegativeInt = 0
-    """Draw from so many of the most probable tokens; 0: all."""
+    """Draw from that many of the most probable tokens; 0: all."""
     repetition_penalty: PositiveFloat = 1.0
     """Above 1, make tokens that prompt or answer have less likely: logits above 0 are divided by it, others
     multiplied."""
@@ -73,7 +73,7 @@ class AlgorithmConfig(RolloutSettings):
     horizon: PositiveInt | None = None
     """Tokens, of aggregation `fixed_horizon`; null: `max_tokens`."""
     overlong_buffer: NonNegativeInt = 0
-    """So many tokens before `max_tokens` the reward begins to fall, by 1 at the limit."""
+    """So many tokens before `max_tokens` the reward starts to fall, by 1 at the limit."""
     reference: str | None = None
     """The frozen model, or the teacher of `distill`; null: the start."""
     correction: Literal["none", "truncate", "mask"] | None = None
@@ -186,17 +186,17 @@ class RLConfig(RecipeConfig):
         return make
 
     def others(self) -> dict[str, str]:
-        """Return the reference model, the critic's start and further models, where they are set."""
+        """Return the reference model, the critic's start and additional models, where they are set."""
         models = {"grpo.reference": self.grpo.reference, "critic.model": self.critic.model}
         models |= {f"models.{name}.model": further.model for name, further in self.models.items()}
         return {key: name for key, name in models.items() if name is not None}
 
     def placement(self, name: str) -> dict[str, Any]:
-        """Return options of a service, or of a part of a further model, `models.rival.trainer`."""
+        """Return options of a service, or of a part of an additional model, `models.rival.trainer`."""
         return self.placements()[name] if name.startswith("models.") else super().placement(name)
 
     def placements(self) -> dict[str, dict[str, Any]]:
-        """Return the options of services and of further models."""
+        """Return the options of services and of additional models."""
         placements = super().placements()
         return placements | resolve(f"{MODELS}:place_models", "models")(self) if self.models else placements
 

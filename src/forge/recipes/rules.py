@@ -1,5 +1,5 @@
 """The rules that a configuration must keep where they concern several sections: when one is broken, the fault and the
-remedy in one line.
+fix in one line.
 
 What concerns only one section is checked by that section; models and data by `forge.recipes.prepare`. A setting that
 nothing reads under the others is a warning: `unused_keys` lists it.
@@ -278,7 +278,7 @@ RL_RULES: list[Rule] = [
 MULTI_TURN_RULES: list[Rule] = [
     (
         lambda cfg: bool(cfg.models) and cfg.colocated,
-        "models does not work with colocated: further models have separate processes",
+        "models does not work with colocated: additional models have separate processes",
     ),
     (
         lambda cfg: cfg.environment is not None and cfg.episode.agent is not None,

@@ -34,7 +34,11 @@ TAKING_TURNS = ("trainer", "generator", "critic", "ref_model")
 
 def sample_seed(seed: int, index: int) -> int:
     """Return the seed of the completions of prompt `index` in a run of this seed; far apart for neighbouring
-    prompts."""
+    prompts.
+
+    >>> sample_seed(0, 1) == sample_seed(0, 1)
+    True
+    """
     return seed + 1_000_003 * index
 
 
@@ -171,7 +175,7 @@ class TrainingRecipe(Section):
     """Random seed."""
 
     def others(self) -> dict[str, str]:
-        """Return further models that the recipe reads, by the key that names them; they must share the model's
+        """Return additional models that the recipe reads, by the key that names them; they must share the model's
         tokens."""
         return {}
 
@@ -371,11 +375,10 @@ def with_room(cfg: RLConfig | DistillConfig, section: str, model: str) -> Datase
     data = cfg.dataset.model_copy()
     room = longest - sampling.max_tokens
     completion = f"{section}.max_tokens = {sampling.max_tokens}"
-    remedy = "raise generator.max_seq_len as far as the model allows"
+    fix = "raise generator.max_seq_len as far as the model allows"
     if room < 1 and "max_tokens" in sampling.model_fields_set:
         raise ConfigError(
-            f"{completion} leaves no room for a prompt in the {longest} tokens that generators take: "
-            f"lower it, or {remedy}"
+            f"{completion} leaves no room for a prompt in the {longest} tokens that generators take: lower it, or {fix}"
         )
     # A default that leaves no room is a bound that answers never reach: they end at the model's length.
     room = room if room > 0 else longest - 1
@@ -386,6 +389,6 @@ def with_room(cfg: RLConfig | DistillConfig, section: str, model: str) -> Datase
         "max_prompt_tokens",
         room,
         f"dataset.max_prompt_tokens is more than the {room} tokens that {completion} leaves of the {longest} that "
-        f"generators take: lower either, or {remedy}",
+        f"generators take: lower either, or {fix}",
     )
     return data

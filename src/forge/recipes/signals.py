@@ -1,4 +1,4 @@
-"""Signals before a run's loop begins; `controller.run` has the rest."""
+"""Signals before a run's loop starts; `controller.run` has the rest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def end_at_signals() -> None:
     """
 
     def raise_interrupt(number: int, _: object) -> None:
-        os.write(2, f"forge: {signal.Signals(number).name}: ended before the run began\n".encode())
+        os.write(2, f"forge: {signal.Signals(number).name}: ended before the run started\n".encode())
         os._exit(128 + number)
 
     if threading.current_thread() is not threading.main_thread():

@@ -66,7 +66,7 @@ class RewardCall:
     """A reward function and what each of its parameters stands for.
 
     A function of one response names `response` or `completion`, one of a group `responses`; all other names are of the
-    prompt, or columns of its row. One without names (of positional-only parameters, `*arguments`, names that begin
+    prompt, or columns of its row. One without names (of positional-only parameters, `*arguments`, names that start
     with `_`, or in C) takes prompt, response and target in this order.
 
     Attributes:

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 REASONS = 10  # reasons that are logged of each verifier
 # Raised by a reward, they would end the program as if nothing were wrong.
 EXIT_ERRORS = (SystemExit, KeyboardInterrupt)
-# Raised in a thread, no future carries them: the caller would wait for ever.
+# Raised in a thread, no future carries them: the caller would wait forever.
 FUTURE_ERRORS = (StopIteration, asyncio.CancelledError, GeneratorExit)
 REPORT_INTERVAL = 30.0  # seconds of a call, as of reading data, after which a line names what is waited for
 
@@ -117,9 +117,9 @@ class FunctionVerifier:
                 if math.isinf(score):
                     raise OverflowError
             except (TypeError, ValueError, OverflowError):  # ValueError: a tensor of several numbers
-                remedy = "give a finite number, or None for no score"
+                fix = "give a finite number, or None for no score"
                 with self._name_answer(answers, i):
-                    raise BadScore(f"the reward {name} gave {score!r:.80}: {remedy}") from None
+                    raise BadScore(f"the reward {name} gave {score!r:.80}: {fix}") from None
 
             scores.values[i, 0] = score
 
@@ -165,7 +165,7 @@ def as_verifier(scorer: Any, name: str | None = None) -> Verifier:
 
 
 def call_of(verifier: Verifier) -> RewardCall:
-    """Return how a verifier is called: all of its responses at once, and further parameters by name."""
+    """Return how a verifier is called: all of its responses at once, and additional parameters by name."""
     if isinstance(verifier, FunctionVerifier):
         return verifier.call
     return RewardCall(verifier.score, verifier.names[0], is_group=True)
@@ -188,7 +188,7 @@ def part_names(verifiers: Sequence[Verifier], names: Sequence[str] | None = None
 class Score(NamedTuple):
     """`reward` is None if the response is unscored, `correct` if that is unknown. `parts` is what each of several
     scorers adds to the reward, by name; `steps` what its steps earn of it: (end in characters, reward). `reason` says
-    why there is no reward, and `extras` has further numbers for metrics."""
+    why there is no reward, and `extras` has additional numbers for metrics."""
 
     reward: float | None
     correct: bool | None

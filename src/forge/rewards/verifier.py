@@ -26,7 +26,7 @@ class Scores:
     """values: [responses, names] float64 on the verifier's own scale, NaN where unscored; reasons[(i, j)] says why.
 
     `steps`, of a verifier that scores steps, has for each response where its steps end, in characters, and what each of
-    them adds to the value. `extras` has further numbers of each response, for metrics.
+    them adds to the value. `extras` has additional numbers of each response, for metrics.
     """
 
     values: np.ndarray

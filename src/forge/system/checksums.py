@@ -20,7 +20,7 @@ from .files import write_atomic
 
 # Lines of digest, size and name.
 CHECKSUMS = "checksums.txt"
-# Begins the last line of a sealed file, with the digest of all lines above it.
+# Starts the last line of a sealed file, with the digest of all lines above it.
 SEAL = "# xxh3-128 "
 CHUNK = 1 << 22  # bytes
 

@@ -1,7 +1,7 @@
 """Masks for secrets in all that is shown or written: a run's folder, trackers, model cards, reports, log lines, errors.
 
 What is masked: values of names such as `api_key`, everything in environments and headers, what a variable of such a
-name holds in this process's environment, keys that begin as known services' do, and passwords in addresses. A secret
+name holds in this process's environment, keys that start as known services' do, and passwords in addresses. A secret
 that none of these tells, such as one in a sentence, stays.
 """
 
@@ -34,7 +34,7 @@ _NAME = re.compile(
 _HARMLESS = re.compile(
     r"(.*_)?(bos|eos|pad|unk|cls|sep|mask|stop|start|end|think|special|image|new|max|min|num|per|prompt|target)_tokens?"
 )
-# Keys and tokens of services, by how they begin.
+# Keys and tokens of services, by how they start.
 _KNOWN = re.compile(
     r"(?<![A-Za-z0-9])(sk-|hf_|gh[pousr]_|github_pat_|glpat-|xox[a-z]-|AIza|npm_|pypi-|gsk_|nvapi-|r8_|SG\.|dckr_pat_)"
     r"(?=[\w.-]{0,200}[0-9A-Z])[\w.-]{8,}|(?<![A-Za-z0-9])(A[KS]IA)[A-Z0-9]{12,}|(?<![\w-])(eyJ)[\w-]{5,}\.[\w.-]+"

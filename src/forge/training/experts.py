@@ -19,7 +19,7 @@ from ..types import UNKNOWN_EXPERT
 class Routers:
     """The routers of transformers' Qwen3-MoE and OLMoE, which return logits, gates and experts.
 
-    `begin` before a forward pass, `take` after it; a backward pass that recomputes activations routes as the forward
+    `start` before a forward pass, `take` after it; a backward pass that recomputes activations routes as the forward
     pass before it.
 
     Args:

@@ -25,7 +25,7 @@ from .distributed import to_device
 # Packs are padded to a multiple of BLOCK, and to at least MIN_TOKENS: for shorter ones kernels are compiled again.
 BLOCK = 128
 MIN_TOKENS = 256
-# Sequences of at least so many tokens are computed one by one, if a pack has no others. On an H100 the causal kernels
+# Sequences of at least that many tokens are computed one by one, if a pack has no others. On an H100 the causal kernels
 # reach 1.9 times FlexAttention's rate at 8,192 tokens, and 1.7 at 65,536.
 LONG = 4096
 CAUSAL = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]

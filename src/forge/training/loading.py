@@ -166,7 +166,7 @@ def write_weights(
     # Then the tensors, in the same order, one in memory at a time.
     for file, header in zip(files, headers, strict=True):
         text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-        text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
+        text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8 bytes
         with (folder / file).open("wb") as opened:
             opened.write(len(text).to_bytes(8, "little") + text)
             for name, expected in header.items():

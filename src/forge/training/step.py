@@ -110,7 +110,7 @@ def parameters_of(loss: Callable[..., object]) -> dict[str, inspect.Parameter]:
     own = {n: p for n, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     if len(own) == len(parameters) or not isinstance(loss, Algorithm):
         return own
-    # They reach it by **further.
+    # They reach it by **additional.
     further = {n: inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in loss.further if n not in own}
     return own | further
 

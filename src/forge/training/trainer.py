@@ -128,7 +128,7 @@ class PolicyTrainer:
             ValueError: the loss needs a missing tensor, or all weights of the batch are 0.
         """
         if same_step and not self.step:
-            raise ValueError("there is no step yet to which further updates could belong")
+            raise ValueError("there is no step yet to which additional updates could belong")
         # Schedule, mini-batches and the share of tokens on policy belong to its step.
         step = self.step
         self.step -= same_step

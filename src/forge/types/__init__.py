@@ -58,7 +58,11 @@ class Sample(NamedTuple):
 
 
 def oldest_version(versions: Iterable[int]) -> int:
-    """Return the oldest of some policy versions, of which -1 stands for an unknown one; -1 if none is known."""
+    """Return the oldest of some policy versions, of which -1 stands for an unknown one; -1 if none is known.
+
+    >>> oldest_version([3, -1, 5])
+    3
+    """
     return min((version for version in versions if version >= 0), default=-1)
 
 
@@ -153,7 +157,7 @@ class Episode:
 
     Where it was played in several turns, `turns` has them; what of `reward` is not theirs came at the end. `branches`
     are the episodes that came before it where the conversation was rewritten; each one's reward is what was still to
-    come when it began. `steps` has rewards within it, (tokens until its end, reward), which are part of `reward`.
+    come when it started. `steps` has rewards within it, (tokens until its end, reward), which are part of `reward`.
     `experts` are as in a completion, for all tokens. `policy` is the name of the player whose episode it is, where a
     game has several.
 

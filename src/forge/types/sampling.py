@@ -82,7 +82,13 @@ class Sampling:
 
 
 def are_texts(value: object) -> bool:
-    """Return whether a value is a list of texts, none of them empty."""
+    """Return whether a value is a list of texts, none of them empty.
+
+    >>> are_texts(["stop"])
+    True
+    >>> are_texts([""])
+    False
+    """
     return isinstance(value, list | tuple) and all(isinstance(text, str) and text for text in value)
 
 

@@ -43,12 +43,12 @@ class EventWriter(ABC):
 
 
 class ItemWriter(EventWriter):
-    """Writes one answer as items, of which at most one is open, a thought or a text: it ends when another begins."""
+    """Writes one answer as items, of which at most one is open, a thought or a text: it ends when another starts."""
 
     open = ""  # "thought", "content", or "" while none is
 
     def delta(self, delta: Delta) -> bytes:
-        """Return a piece of the open item; before it, what ends another and begins this."""
+        """Return a piece of the open item; before it, what ends another and starts this."""
         events = b""
         for kind, text in (("thought", delta.thought), ("content", delta.content)):
             if text and self.open != kind:

@@ -29,7 +29,7 @@ NEUTRAL: Mapping[str, Sequence[Json]] = {
     "compaction": ({"type": "disabled"},),
 }
 TEXT = {"text": "text"}
-BILLING = "x-anthropic-billing-header:"  # begins a block that Claude Code sends for Anthropic's accounts only
+BILLING = "x-anthropic-billing-header:"  # starts a block that Claude Code sends for Anthropic's accounts only
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # Clients decide by the type as much as by the status whether they try again.
 ERRORS = {
@@ -241,7 +241,7 @@ def _read_messages(body: Mapping[str, Json]) -> list[Message]:
 
     if role == "assistant":
         # In this dialect, such a request asks to continue the text of the last message.
-        raise BadRequest("the last message is the assistant's: a text that was begun cannot be continued", "messages")
+        raise BadRequest("the last message is the assistant's: a text that was started cannot be continued", "messages")
     return messages
 
 

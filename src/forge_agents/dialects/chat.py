@@ -55,7 +55,7 @@ class ChatEvents(EventWriter):
 
     def begin(self, prompt_tokens: int) -> bytes:
         """Return one chunk with the role for each sample."""
-        # Programs that add up the chunks begin with this text.
+        # Programs that add up the chunks start with this text.
         role = ChoiceDelta(role="assistant", content="")
         return b"".join(self._write_delta(index, role) for index in range(len(self._ids)))
 
@@ -220,7 +220,7 @@ def _read_logprobs(body: Mapping[str, Json]) -> int | None:
 def _answer_message(turn: ModelTurn) -> ChatCompletionMessage:
     # A text that is empty alongside calls is null in OpenAI's answers.
     message: dict[str, Json] = {"role": "assistant", "content": turn.content or (None if turn.calls else "")}
-    # The package's type has no field for a thought, and keeps further fields.
+    # The package's type has no field for a thought, and keeps additional fields.
     if turn.thought:
         message["reasoning_content"] = turn.thought
     if turn.calls:

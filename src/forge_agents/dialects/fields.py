@@ -26,7 +26,11 @@ MAX_SHOWN = 60  # characters of a value in an error
 
 
 def shorten_value(value: Json) -> str:
-    """Format a value of a request for an error: at most its first characters."""
+    """Format a value of a request for an error: at most its first characters.
+
+    >>> shorten_value("x" * 70)
+    "'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx..."
+    """
     text = repr(value[:MAX_SHOWN] if isinstance(value, str | list) else value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
@@ -212,7 +216,7 @@ def assistant_message(thought: str = "", content: str = "", calls: Sequence[Call
 def append_assistant(messages: list[Message], piece: Message) -> None:
     """Add a piece of a turn, for dialects that send the thought, the text and the calls of one turn one by one.
 
-    A turn has one thought, at its beginning, and one text. A second of either begins another turn.
+    A turn has one thought, at its beginning, and one text. A second of either starts another turn.
     """
     # What is before it belongs to the same turn only if it is of the assistant, and could come before it in a turn.
     turn = messages[-1] if messages else None
@@ -246,7 +250,11 @@ def arrange_conversation(messages: Sequence[Message], path: str) -> tuple[Messag
 
 
 def opaque_token(identity: str) -> str:
-    """Return a token that means nothing to a client, where its dialect expects a signature or encrypted text."""
+    """Return a token that means nothing to a client, where its dialect expects a signature or encrypted text.
+
+    >>> opaque_token("msg_1")
+    'bXNnXzE='
+    """
     return urlsafe_b64encode(identity.encode()).decode()
 
 

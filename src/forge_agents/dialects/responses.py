@@ -206,7 +206,7 @@ class ResponsesEvents(ItemWriter):
         return self._write_event(model, item_id=self._blank_item().id, output_index=len(self._items), **index, **values)
 
     def _blank_item(self) -> Item:
-        """Return the open item as it began."""
+        """Return the open item as it started."""
         return reasoning_item(self._id, "") if self.open == "thought" else message_item(self._id, "", "in_progress")
 
     def begin_item(self, kind: str) -> bytes:

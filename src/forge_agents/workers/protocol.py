@@ -23,7 +23,7 @@ CLOSING = 5.0  # seconds that a collection may take to close
 
 
 class SettingError(Exception):
-    """A setting that is invalid here, such as an environment that is not installed: the run cannot begin."""
+    """A setting that is invalid here, such as an environment that is not installed: the run cannot start."""
 
 
 class EpisodeError(Exception):

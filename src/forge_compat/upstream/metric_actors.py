@@ -29,7 +29,7 @@ class MetricLogger(ForgeActor):
 
     @endpoint
     async def init_backends(self, config: Mapping[str, Mapping[str, Any]]) -> None:
-        """Begin with the backends of a configuration: `{"console": {}, "wandb": {"project": ..., "group": ...}}`.
+        """Start with the backends of a configuration: `{"console": {}, "wandb": {"project": ..., "group": ...}}`.
 
         Raises:
             ValueError: another backend, or a logging_mode other than global_reduce.

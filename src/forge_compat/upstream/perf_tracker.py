@@ -39,7 +39,7 @@ class Tracer:
         self.last = 0.0
 
     def start(self) -> None:
-        """Begin. ValueError: it has begun."""
+        """Start. ValueError: it has started."""
         if self.began is not None:
             raise ValueError(f"tracer {self.prefix} has already been started: call stop first")
         if self.track_memory:
@@ -48,7 +48,7 @@ class Tracer:
         self.last = self.began
 
     def step(self, name: str) -> None:
-        """End a step of this name. ValueError: it has not begun."""
+        """End a step of this name. ValueError: it has not started."""
         if self.began is None:
             raise ValueError(f"tracer {self.prefix} must be started before calling step")
         now = self._now()
@@ -56,7 +56,7 @@ class Tracer:
         self.last = now
 
     def stop(self) -> None:
-        """End, and record the total. ValueError: it has not begun."""
+        """End, and record the total. ValueError: it has not started."""
         if self.began is None:
             raise ValueError(f"tracer {self.prefix} must be started before calling stop")
         self._record_seconds(f"{self.prefix}/total_duration", self._now() - self.began)

@@ -25,7 +25,7 @@ from forge_envs.environment import InfrastructureError
 from ..content import Json, check_command, function_schema, tail_of
 from .wire import CLOSE_LIMIT, MAX_MESSAGE, Reply, check_shape, to_plain
 
-FIRST_PAUSE = 0.05  # seconds between attempts to begin a session, which double
+FIRST_PAUSE = 0.05  # seconds between attempts to start a session, which double
 MAX_PAUSE = 2.0
 CONNECT_TIMEOUT = 10.0  # seconds for one attempt
 
@@ -69,7 +69,7 @@ class Session:
         self.lost = False
 
     async def reset(self, **parameters: Json) -> Reply:
-        """Begin an episode, with parameters of the environment's reset, such as seed= and episode_id=."""
+        """Start an episode, with parameters of the environment's reset, such as seed= and episode_id=."""
         return Reply.read(await self._send_request("reset", "observation", parameters))
 
     async def step(self, action: Mapping[str, Json]) -> Reply:
@@ -154,7 +154,7 @@ class OpenEnvClient:
 
     Args:
         url: of the server, such as http://127.0.0.1:8000.
-        sessions: maximum open at a time; further calls of `acquire` wait.
+        sessions: maximum open at a time; additional calls of `acquire` wait.
         timeout: seconds for the answer to one message.
         patience: seconds to wait for a free session, and to retry a server that is down or full, with backoff.
         headers: sent with every request, such as an authorization.
@@ -176,7 +176,7 @@ class OpenEnvClient:
         if url.startswith(("ws://", "wss://")):  # as the package's clients write it
             url = url.replace("ws", "http", 1)
         if not url.startswith(("http://", "https://")):
-            raise ValueError(f"the url of an OpenEnv server must begin with http:// or https://, got {url!r}")
+            raise ValueError(f"the url of an OpenEnv server must start with http:// or https://, got {url!r}")
         self.url = url.rstrip("/")
         self._max_sessions = sessions
         self._timeout = timeout
@@ -203,7 +203,7 @@ class OpenEnvClient:
             await session.close()
 
     async def acquire(self) -> Session:
-        """Begin a session, which its `close` ends.
+        """Start a session, which its `close` ends.
 
         Raises:
             InfrastructureError: none within `patience` seconds.

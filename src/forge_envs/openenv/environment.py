@@ -68,7 +68,7 @@ class OpenEnvEnvironment(Environment):
         self._is_default = to_action is None and to_messages is None and not mcp
 
     async def reset(self, task: Task, *, seed: int) -> Step:
-        """Begin an episode. InfrastructureError: no session, or it was lost."""
+        """Start an episode. InfrastructureError: no session, or it was lost."""
         await self._end_session()
         self._rewarded = False
         self._schema = dict((await self._client.schema()).get("action") or {})

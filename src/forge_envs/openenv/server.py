@@ -121,7 +121,7 @@ class OpenEnvServer:
         self._active = 0  # sessions
 
     async def answer(self, request: web.Request) -> web.WebSocketResponse:
-        """Answer the messages of one connection; the first begins its session."""
+        """Answer the messages of one connection; the first starts its session."""
         socket = web.WebSocketResponse(timeout=CLOSE_LIMIT, max_msg_size=MAX_MESSAGE, compress=False)
         await socket.prepare(request)
         session: ServedSession | None = None

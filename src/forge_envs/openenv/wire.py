@@ -45,7 +45,7 @@ SCHEMA: dict[str, Json] = {
             "messages": {"type": "array", "items": _MESSAGE, "description": "with role and content"},
             "tools": {"type": "array", "items": _TOOL, "description": "OpenAI function schemas"},
             "rewritten": {"type": "boolean", "description": "the messages replace the whole conversation"},
-            "metadata": {**_OBJECT, "description": "further information; truncated: a limit ended the episode"},
+            "metadata": {**_OBJECT, "description": "additional information; truncated: a limit ended the episode"},
         },
         "required": ["messages"],
     },

@@ -80,7 +80,7 @@ def examine_machine() -> None:
 
 
 def list_findings() -> Iterator[tuple[str, str, str]]:
-    """Check everything about this machine that a run needs: a name, a value, and a fault with its remedy, or ""."""
+    """Check everything about this machine that a run needs: a name, a value, and a fault with its fix, or ""."""
     yield "machine", f"{len(os.sched_getaffinity(0))} cores, {memory_limit() / 1e9:.0f} GB", ""
     yield "versions", ", ".join(f"{name} {version}" for name, version in package_versions().items()), ""
     free = free_shared_memory()
@@ -124,6 +124,6 @@ def check_accelerators(visible: tuple[str, ...], driver: list[str]) -> tuple[str
     variable = next((name for name in VISIBLE if os.environ.get(name)), None)
     if count < len(visible) or (driver and not count and not variable):
         expected = f"{variable} names {len(visible)}" if variable else "this machine has some"
-        remedy = "check the driver" if built else "this torch is built for CPUs: run scripts/install.sh"
-        return value, f"{expected}, and torch sees {count}: {remedy}"
+        fix = "check the driver" if built else "this torch is built for CPUs: run scripts/install.sh"
+        return value, f"{expected}, and torch sees {count}: {fix}"
     return value, ""

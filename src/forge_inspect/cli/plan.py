@@ -68,7 +68,7 @@ def plan_file(config: str, overrides: list[str], gpus: str | None) -> tuple[Any,
     config_type = getattr(importlib.import_module(module), kind)
 
     def change_settings(settings: dict[str, Any]) -> Any:
-        """Return the configuration, with further settings."""
+        """Return the configuration, with additional settings."""
         words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
         # Checked as a run would be, but for what the run would look for on this machine.
         with run_elsewhere():

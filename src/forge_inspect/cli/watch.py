@@ -33,7 +33,7 @@ def run_watch(args: argparse.Namespace) -> None:
     """Serve the page until interrupted."""
     if not args.folder.is_dir():
         raise ValueError(f"{args.folder} is not a folder of runs")
-    from forge_http.web import bind_socket, required_key  # isort: skip (it names a missing package with its remedy)
+    from forge_http.web import bind_socket, required_key  # isort: skip (it names a missing package with its fix)
     from ..watch.server import Watch
 
     watch = Watch(args.folder, required_key(args.host))

@@ -72,7 +72,7 @@ class ComponentPlan:
 
 
 def kind_of(service: str) -> str:
-    """Return the kind of a service, also of a further model: `trainer` of `models.rival.trainer`."""
+    """Return the kind of a service, also of an additional model: `trainer` of `models.rival.trainer`."""
     return service.rpartition(".")[2]
 
 
@@ -81,7 +81,7 @@ def trainer_plan(cfg: TrainingRecipe, folder: Path, name: str, machines: Machine
 
     Args:
         folder: with the model's config.json.
-        name: of its service: trainer, critic, ref_model, or one of a further policy, `models.rival.trainer`.
+        name: of its service: trainer, critic, ref_model, or one of an additional policy, `models.rival.trainer`.
 
     Raises:
         ValueError: a model, or degrees of parallelism, that the trainer rejects.

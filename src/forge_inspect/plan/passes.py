@@ -36,7 +36,7 @@ class Weight:
     """One weight of a rank, before FSDP divides it: its number of elements, and whether it trains.
 
     elements: those that are left by tensor and expert parallelism.
-    spread: ranks of expert parallelism that divide it; FSDP has so many times fewer ranks to divide it further.
+    spread: ranks of expert parallelism that divide it; FSDP has that many times fewer ranks to divide it additional.
     is_resharded: it is in no layer, and yet gathered only while it computes.
     """
 
@@ -137,7 +137,7 @@ def run_passes(
 
 @contextmanager
 def ranks_of(parallelism: Parallelism, world_size: int) -> Iterator[Ranks]:
-    """Yield the first of so many ranks, without the others: their collectives return at once."""
+    """Yield the first of that many ranks, without the others: their collectives return at once."""
     if world_size == 1:
         yield Ranks(0, 1, META, None)
         return

@@ -91,7 +91,7 @@ def make_plan(
         if not component.fits:
             is_reward = component.name == "reward"
             plan.notes.append(
-                REWARD_REMEDY if is_reward else find_remedy(cfg, folders[component.name], component, machines, change)
+                REWARD_REMEDY if is_reward else find_fix(cfg, folders[component.name], component, machines, change)
             )
 
     return plan
@@ -104,7 +104,7 @@ def folder_of(cfg: TrainingRecipe, service: str, own: Path, find: Callable[[str]
         ValueError: a model whose configuration cannot be read.
     """
     names = cfg.others()
-    # A critic or reference that is named serves all policies; else each begins as its policy.
+    # A critic or reference that is named serves all policies; else each starts as its policy.
     keys = {"critic": ["critic.model"], "ref_model": ["grpo.reference", "distill.teacher"]}.get(kind_of(service), [])
     if service.startswith("models."):
         keys = [*keys, f"models.{service.split('.')[1]}.model"]
@@ -112,7 +112,7 @@ def folder_of(cfg: TrainingRecipe, service: str, own: Path, find: Callable[[str]
     return own if name is None else find(name)
 
 
-def find_remedy(cfg: TrainingRecipe, folder: Path, component: ComponentPlan, machines: Machines, change: Change) -> str:
+def find_fix(cfg: TrainingRecipe, folder: Path, component: ComponentPlan, machines: Machines, change: Change) -> str:
     """Return the first change with which a component fits, the cheapest first, in one sentence."""
     name = component.name
     is_engine = kind_of(name) == "generator"
@@ -139,7 +139,7 @@ def trainer_changes(cfg: TrainingRecipe, name: str) -> Iterator[Settings]:
     """Yield settings with which a trainer, critic or reference model may fit."""
     first: Settings = {}
     if not cfg.training.gradient_checkpointing and kind_of(name) != "ref_model":
-        # The cheapest remedy, and a part of the others where it is not enough.
+        # The cheapest fix, and a part of the others where it is not enough.
         first = {"training.gradient_checkpointing": "true"}
         yield first
 

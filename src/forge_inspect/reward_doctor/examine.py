@@ -24,7 +24,7 @@ SLOW = 1.0  # seconds of a median call, above which rewards are slower than most
 # Of the distance between wrong and right: an answer that is worth more than this is paid as right.
 PAID = 0.75
 ABOVE = 0.05
-# The kinds of errors by what their text begins with.
+# The kinds of errors by what their text starts with.
 ERRORS = {"no answer within": ("hangs", "hangs"), "its process ended": ("ends", "ends its process")}
 # A fault fails the examination; a doubt may be meant; a note is for reading.
 Severity = Literal["fault", "doubt", "note"]

@@ -159,10 +159,10 @@ def _send_reply(control: int, running: Running, status: str) -> None:
     seconds = time.monotonic() - running.began
     out, error, setup = map(bytes, running.texts.values())
 
-    # A program that never began is a fault of the sandbox, not of the program.
+    # A program that never started is a fault of the sandbox, not of the program.
     if not setup.startswith(confine.BEGUN) and status != "timeout":
         reason = (setup + b" " + error).decode("utf-8", "replace").strip()
-        return wire.send_message(control, {"failed": reason or f"{status} before it began"})
+        return wire.send_message(control, {"failed": reason or f"{status} before it started"})
 
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     header = {

@@ -93,7 +93,7 @@ def _execute_source(module: types.ModuleType, source: str) -> int:
         print(exit_request.code, file=sys.stderr)
         return 1
     except BaseException as error:
-        # The traceback begins in the program: the frames above are the sandbox's.
+        # The traceback starts in the program: the frames above are the sandbox's.
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename != NAME:
             trace = trace.tb_next

@@ -54,5 +54,5 @@ def test_a_configuration_names_one() -> None:
         }
 
     assert build(RLConfig, settings("http://127.0.0.1:8000")).reward.functions
-    with pytest.raises(ConfigError, match="must begin with http:// or https://"):
+    with pytest.raises(ConfigError, match="must start with http:// or https://"):
         build(RLConfig, settings("127.0.0.1:8000"))

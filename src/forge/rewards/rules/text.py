@@ -98,7 +98,7 @@ def overlong_penalty(groups: Sequence[Group], limit: int, buffer: int) -> None:
 
     Args:
         limit: maximum tokens of an answer.
-        buffer: tokens before the limit at which the penalty begins; 0: no penalty.
+        buffer: tokens before the limit at which the penalty starts; 0: no penalty.
     """
     for episode in (episode for group in groups for episode in group.episodes):
         if buffer and episode.reward is not None:

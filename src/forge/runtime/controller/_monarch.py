@@ -5,7 +5,7 @@ Private names of Monarch are in `forge.runtime.monarch_names`.
 Monarch queries the state of each process every 500 ms here (every 10 s by default), at 1.5 % of a core. `ProcessGroup`
 notices when a process ends or hangs. Monarch's own judgement is the last resort, after 60 s: thousands of calls in
 flight can delay the answers to the controller for tens of seconds. Monarch gives up a process that needs more than 30 s
-to come up, which is an error here, and the supervisor starts another one; with longer limits Monarch 0.7 loses such a
+to start, which is an error here, and the supervisor starts another one; with longer limits Monarch 0.7 loses such a
 process without a word. An actor that was not queried for 60 s of wall-clock time is stopped as an orphan, though the
 clock may have been set or the machine have slept: here that is 10 min, for the actors of a lost controller on hosts
 that only the user can stop.

@@ -110,7 +110,7 @@ class ActorHost(Actor):
 
     @concurrent_endpoint
     async def cancel(self, token: int) -> Answer:
-        """Stop work on a request whose caller no longer waits. Returns False for a plain endpoint that has begun: a
+        """Stop work on a request whose caller no longer waits. Returns False for a plain endpoint that has started: a
         thread cannot be stopped."""
         if any(hosted.in_thread_now == token for hosted in self._hosted.values()):
             return current_rank().rank, False
@@ -191,7 +191,7 @@ class Hosted:
             try:
                 return function()
             except StopIteration as error:
-                # A future cannot carry it: the caller would wait for ever.
+                # A future cannot carry it: the caller would wait forever.
                 raise RuntimeError("it raised StopIteration: the iterator is exhausted") from error
             finally:
                 self.in_thread_now = None

@@ -45,7 +45,7 @@ class LoadBalancer:
         self._assign_waiting()
 
     def leave(self, replica: Replica) -> None:
-        """Remove a replica: it gets no further requests. Its sessions move with their next call."""
+        """Remove a replica: it gets no additional requests. Its sessions move with their next call."""
         if replica in self.up:
             self.up.remove(replica)
 

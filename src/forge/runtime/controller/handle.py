@@ -191,7 +191,7 @@ class Local(Handle):
 
 
 def _without_stop(method: Callable[..., Any], *args: object, **kwargs: object) -> Value:
-    """Call a method for a future, which cannot carry StopIteration: the caller would wait for ever."""
+    """Call a method for a future, which cannot carry StopIteration: the caller would wait forever."""
     try:
         return method(*args, **kwargs)
     except StopIteration as error:

@@ -1,7 +1,7 @@
-"""Hosts that processes are started on: this one, and worker processes on it that stand for further hosts.
+"""Hosts that processes are started on: this one, and worker processes on it that stand for additional hosts.
 
 Monarch's connections are not authenticated and carry pickled code: their sockets are in a folder that only this user
-may enter. Other machines are a further kind of `Hosts`, which an extension provides
+may enter. Other machines are an additional kind of `Hosts`, which an extension provides
 (`forge.runtime.controller.placement`).
 """
 

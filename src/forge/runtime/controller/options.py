@@ -36,7 +36,7 @@ class Placement(Section):
     threads: PositiveInt = 1
     """Compute threads of each process."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Further environment variables of the processes."""
+    """Additional environment variables of the processes."""
     memory_gb: Annotated[float, Ge(0.25)] | None = None
     """Limit on each process's private memory (RLIMIT_DATA), in GB; beyond it, allocating fails there. Without PyTorch
     a process needs a fifth of one, and does not start with less."""
@@ -130,7 +130,7 @@ class Options(Placement):
     """Seconds without an answer to any call after which it is logged who waits for whom, with stacks; a component that
     is starting has a line without them until half of `setup_timeout`."""
     max_in_flight: PositiveInt = 1024
-    """Most calls at one replica at a time; further callers wait."""
+    """Most calls at one replica at a time; additional callers wait."""
     retries: NonNegativeInt = 4
     """How often a call is sent again because its replica was lost."""
     quarantine_after: PositiveInt = 2

@@ -35,7 +35,7 @@ class Relay(Actor):
     async def dispatch(self, port: Any, call_id: str, service: str, call: Call, caller: str) -> None:
         """Call a service in the controller's process, for the process `caller`."""
         # An answer that comes back because its caller has ended would fail this actor, and with it the process: Monarch
-        # starts no actor alongside a failed one, so that no further run could begin.
+        # starts no actor alongside a failed one, so that no additional run could start.
         port.return_undeliverable = False
         answer = await self._answer_call(call_id, service, call, caller)
         try:

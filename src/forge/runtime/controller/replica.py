@@ -114,7 +114,7 @@ class Replica:
                 first = min(limit, BORROWED_TIMEOUT) if self.group.hosts.borrowed else limit
                 self.group.watch(await self._ask_ranks("start", first, "ping"))
             except ReplicaDied as error:
-                raise ReplicaDied(f"{self} did not come up: {error}") from error
+                raise ReplicaDied(f"{self} did not start: {error}") from error
 
             # Ranks of one group find each other at a new meeting point, as the old one may hold the addresses of dead
             # ranks.

@@ -91,7 +91,7 @@ class Service(Handle):
 
     async def scale(self, num_replicas: int) -> None:
         """Change the number of replicas. New ones serve as soon as they are ready; removed ones finish the calls that
-        they have begun, within thirty seconds.
+        they have started, within thirty seconds.
 
         Raises:
             what a new replica's setup raised; the service then keeps the replicas it had.
@@ -115,7 +115,7 @@ class Service(Handle):
             # A fanout, the watchdog and `stop` must see those that are still starting.
             self._supervisors = _by_index(remaining + added)
             try:
-                # Wait for all of them before raising: none may come up after the service went back.
+                # Wait for all of them before raising: none may start after the service went back.
                 starts = [supervisor.start() for supervisor in added]
                 for error in await asyncio.gather(*starts, return_exceptions=True):
                     if isinstance(error, BaseException):
@@ -290,7 +290,7 @@ class Service(Handle):
     def _make_supervisor(self, index: int) -> Supervisor:
         async def launch_replica(incarnation: int) -> Replica:
             replica = await self._launch(index, incarnation)
-            # Repeat the last call of each catch-up endpoint, until no further one came meanwhile.
+            # Repeat the last call of each catch-up endpoint, until no additional one came meanwhile.
             caught_up: dict[str, Call] = {}
             while missed := [call for call in self._latest.values() if caught_up.get(call.endpoint) is not call]:
                 for call in missed:

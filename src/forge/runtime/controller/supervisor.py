@@ -31,7 +31,7 @@ class Supervisor:
     Args:
         launch: starts a replica of some incarnation and returns it ready to serve, or raises and leaves no process.
         balancer: sends requests to the replica while it serves.
-        on_failed: called when no replacement came up within `max_restarts`.
+        on_failed: called when no replacement started within `max_restarts`.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Supervisor:
         self.restarts = 0
         self.error: BaseException | None = None
         self.waits_for_host = False
-        self.since = time.monotonic()  # when its state began
+        self.since = time.monotonic()  # when its state started
         self._changed = asyncio.Event()
         self._task: asyncio.Task | None = None
         self._pending_stops: set[asyncio.Future] = set()
@@ -79,7 +79,7 @@ class Supervisor:
         self._task.add_done_callback(log_failure)
 
     def retire(self) -> None:
-        """Start no further replica; the serving one continues until `stop`."""
+        """Start no additional replica; the serving one continues until `stop`."""
         self.state = "stopped"
         self._changed.set()
 
@@ -87,7 +87,7 @@ class Supervisor:
         """Wait for a replica that serves; None if there will never be one.
 
         Raises:
-            TimeoutError: none came up in time.
+            TimeoutError: none started in time.
         """
         async with asyncio.timeout(limit):
             while self.state != "up" or self.replica is None:

@@ -127,7 +127,7 @@ class UserPlacement:
             gpus_per_proc: 0 without devices.
 
         Raises:
-            ForgeError: a ProcMesh has no process left for a further replica. Unrecoverable: hosts do not answer.
+            ForgeError: a ProcMesh has no process left for an additional replica. Unrecoverable: hosts do not answer.
         """
         start_client()
         if isinstance(mesh, HostMesh):

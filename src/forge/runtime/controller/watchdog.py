@@ -21,7 +21,7 @@ MAX_WAITS_SHOWN = 5  # of thousands, the oldest ones tell enough
 class Watchdog:
     """Watches every wait of a run. A replica that has answered no call for `stall_after` seconds while some are in
     flight is reported, again after twice that time, and so on; so are calls that no replica takes, and replicas that do
-    not come up.
+    not start.
 
     Args:
         services: each `Service` of the run by name, as they come and go.
@@ -37,7 +37,7 @@ class Watchdog:
         """Watch until cancelled."""
         while True:
             await asyncio.sleep(CHECK_EVERY)
-            # Replicas that do not come up.
+            # Replicas that do not start.
             for replica, since in list(self.starting.items()):
                 stalled = time.monotonic() - since
                 if self._is_due(replica, stalled, replica.options.stall_after):

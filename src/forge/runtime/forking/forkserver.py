@@ -70,7 +70,7 @@ class ForkServer:
 
     Args:
         folder: a private folder, for its socket.
-        settings: further variables of its environment.
+        settings: additional variables of its environment.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, str]) -> None:

@@ -130,7 +130,7 @@ class Manifest:
         return None
 
     def to_json(self) -> str:
-        """Return text that begins with its checksum."""
+        """Return text that starts with its checksum."""
         text = json.dumps([self.key, self.version, self.single, [astuple(shard) for shard in self.shards]])
         return f"{xxhash.xxh3_64_hexdigest(text.encode())} {text}"
 

@@ -72,7 +72,7 @@ class Store(ABC):
 
     @abstractmethod
     def keys(self, prefix: str = "") -> list[str]:
-        """Return keys that begin with `prefix`."""
+        """Return keys that start with `prefix`."""
 
     @abstractmethod
     def delete(self, key: str) -> None:

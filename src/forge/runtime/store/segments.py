@@ -167,8 +167,8 @@ class Segments:
 
             free = shutil.disk_usage(self.used).free
             text = f"{size / 1e6:.3g} MB of weights do not fit into shared memory, {self.used} has {free / 1e6:.3g} MB "
-            remedy = "free: keep fewer versions, or make it larger (docker run --shm-size)"
-            raise NoRoom(errno.ENOSPC, text + remedy) from None
+            fix = "free: keep fewer versions, or make it larger (docker run --shm-size)"
+            raise NoRoom(errno.ENOSPC, text + fix) from None
 
     def _map_segment(self, name: str) -> Tensor:
         self.forget()

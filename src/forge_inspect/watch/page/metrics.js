@@ -47,7 +47,7 @@ export const METRICS = {
   "train/correction_fraction": "train/correction_fraction: share of tokens whose importance weight the correction bounded",
   "train/on_policy": "train/on_policy: share of tokens that the version in training sampled",
   "train/engine_difference": "train/engine_difference: mean absolute difference of log-probabilities between engine and trainer at such tokens, in steps that score their batch first (several updates, or a correction), in sequences that this version sampled from beginning to end",
-  "train/engine_difference_across_updates": "train/engine_difference_across_updates: the same in sequences that began under older weights: their context has keys and values of those, with generator.on_update: continue",
+  "train/engine_difference_across_updates": "train/engine_difference_across_updates: the same in sequences that started under older weights: their context has keys and values of those, with generator.on_update: continue",
   "train/router_aux_loss": "train/router_aux_loss: of a mixture of experts, see load of experts",
   "critic/NAME": "critic/NAME, critic/explained_variance: the same of the critic; share of the variance of returns that its values explain",
   "critic/explained_variance": "critic/NAME, critic/explained_variance: the same of the critic; share of the variance of returns that its values explain",
