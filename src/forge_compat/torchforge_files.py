@@ -194,6 +194,7 @@ def _override_key(values: dict[str, Json], override: str) -> None:
 
 
 def leaf_values(prefix: str, values: Mapping[str, Json]) -> Iterator[tuple[str, Json]]:
+    """Yield the dotted path of each value that is no section, and the value."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from leaf_values(f"{prefix}{name}.", value)
@@ -264,6 +265,7 @@ def _is_said(key: str, value: Json, values: Mapping[str, Json]) -> bool:
 
 
 def note_key(key: str) -> str:
+    """Return what the report says of a key that was not translated: the note with the longest fitting prefix."""
     if key.endswith(".mesh_name"):
         return MESH
     titan = key.removeprefix("trainer.")

@@ -97,6 +97,7 @@ def seal_line(line: dict[str, Any]) -> str:
 
 
 def checksum_of(text: str) -> str:
+    """Return the checksum that :func:`seal_line` writes, as hexadecimal digits."""
     return xxh3_64_hexdigest(text.encode())
 
 
