@@ -7,8 +7,6 @@ Importing this package imports nothing heavy; each part is imported where it is 
 `forge.runtime.controller`, ...).
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Sequence

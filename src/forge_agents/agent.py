@@ -1,7 +1,5 @@
 """What an agent's command is, the variables that it gets, and how it ended."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import stat

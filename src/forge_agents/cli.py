@@ -1,7 +1,5 @@
 """`forge agents`: what a run with agents needs before it starts."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -1,7 +1,5 @@
 """Collections of environments that people have: their tasks as prompts, their scores as rewards."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import itertools

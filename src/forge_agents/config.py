@@ -1,7 +1,5 @@
 """The section `episode.agent` of a recipe."""
 
-from __future__ import annotations
-
 import shutil
 from typing import Any, Literal
 

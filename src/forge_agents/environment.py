@@ -1,7 +1,5 @@
 """Episodes that agents play: each has a session of the gateway, and becomes what its session recorded."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping

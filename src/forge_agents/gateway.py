@@ -1,7 +1,5 @@
 """The gateway: an address that clients of OpenAI and Anthropic take for their provider, with a session for each key."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import secrets

@@ -4,8 +4,6 @@ A dialect (`forge_agents.dialects`) reads a request of its kind into a `ModelReq
 answers it. All between is of this one form.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal

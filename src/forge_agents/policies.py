@@ -1,7 +1,5 @@
 """The models that the clients of a session may ask, and the tokens that these models sample."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Turns of the policy as text: the thought, the content and the calls, complete or while they are sampled."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """A model behind the addresses of OpenAI and Anthropic, for clients of every dialect: `forge serve MODEL`."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import hashlib

@@ -1,7 +1,5 @@
 """One session: the requests of one episode's clients, the turns that answer them, and what became of each."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

@@ -1,7 +1,5 @@
 """Limits of a session, and what a caller states when it opens one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

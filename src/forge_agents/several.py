@@ -1,7 +1,5 @@
 """Several policies that train in one run: each has generators, a trainer, and weights under its name."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ A turn is found by the key of its history, equal however a client has serialised
 arguments, change white space, drop thoughts and ids, and join the parts of a text.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Sequence

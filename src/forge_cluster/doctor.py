@@ -1,7 +1,5 @@
 """`forge doctor cluster`: check the hosts of a run before it starts."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import time

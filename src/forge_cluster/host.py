@@ -4,8 +4,6 @@ Monarch itself leaves the processes of a lost controller, or of a machine that w
 end within LEASE seconds: a run that has replaced them never hears from them again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

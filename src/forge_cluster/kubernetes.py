@@ -4,8 +4,6 @@ No operator is needed. Pods share a volume at `mount` for the code's data, model
 are checked against the schemas of Kubernetes; scheduling, quotas and policies depend on the cluster.
 """
 
-from __future__ import annotations
-
 import re
 import secrets
 from dataclasses import dataclass

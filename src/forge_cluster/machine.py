@@ -1,7 +1,5 @@
 """The controller's side of a host: it holds the host's lease, starts workers on it, and watches their processes."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """The hosts of a run: leased for the run, reacquired after an outage, and divided among its replicas."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -1,7 +1,5 @@
 """Processes that daemons and launchers watch or start, and the words of their command lines."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """`forge launch slurm`: the batch script of a run, as a person would write it. Slurm 22.05 and newer."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """`forge launch ssh`: workers on machines that ssh reaches, for the duration of one run."""
 
-from __future__ import annotations
-
 import os
 import re
 import secrets

@@ -1,7 +1,5 @@
 """A run's weight store as components on several hosts are given it, see `forge.actors.publication.share_store`."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Coroutine, Iterator, Mapping

@@ -1,7 +1,5 @@
 """`forge table runs/x-*`: the results of several runs in one table."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import statistics

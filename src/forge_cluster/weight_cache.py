@@ -6,8 +6,6 @@ from the one that asked before it, chunk by chunk as they arrive there, through 
 TCP otherwise). So a version leaves its writer once, and reaches n hosts in the time of one transfer and n chunks.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -1,7 +1,5 @@
 """Messages between a controller and the daemons of its hosts: JSON, one a line, over mutual TLS."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import ssl

@@ -4,8 +4,6 @@ It reads its address from standard input, then a line for each sign of life of t
 than the lease it ends, and its processes with it: the kernel kills them with their parent.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import signal

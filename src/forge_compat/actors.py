@@ -1,7 +1,5 @@
 """Components with the arguments of Meta's torchforge, instead of `forge.actors`' own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 `forge` asks `find` for a module that it does not have, by the entry point `forge.modules`.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec

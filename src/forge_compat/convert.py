@@ -1,7 +1,5 @@
 """`forge convert upstream FILE`: a configuration of Meta's torchforge with the keys of this library."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Models in GGUF files, opened once to a folder in Hugging Face format."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 import tempfile

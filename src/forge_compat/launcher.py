@@ -6,8 +6,6 @@ await init_provisioner()      # the first component would do it
 await shutdown()              # `forge.runtime.controller.run` does it, however the run ends
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -4,8 +4,6 @@ A function of TRL names `completions` or `completion_ids`: its arguments are lis
 of a prompt; None says that it does not apply. One of verl names `solution_str`, and may give a mapping with the score.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from inspect import Parameter, Signature

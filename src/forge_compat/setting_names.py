@@ -3,8 +3,6 @@
 An answer is a key of the configuration (`grpo.n_samples`, with a value after `=` where one is meant), or a sentence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 GUIDES = {

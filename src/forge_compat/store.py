@@ -9,8 +9,6 @@ All processes of a controller share the store without passing it along. Reads an
 event loop stays free. A key that is put again has another version; readers of the last one keep what they have.
 """
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import os

@@ -3,8 +3,6 @@
 `forge_compat.torchforge_keys` has the table of keys.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -1,7 +1,5 @@
 """Keys of Meta's torchforge: `KEYS` says what each is here, and `NOTES` why another has no equivalent."""
 
-from __future__ import annotations
-
 import re
 
 # Sections of TorchTitan, at the top of a file of SFT and within `trainer` in one of RL.

@@ -4,8 +4,6 @@
 have an endpoint `get_metrics`.
 """
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 from uuid import uuid4
 

@@ -8,8 +8,6 @@
   `forge_envs.markup`
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """MCP tools and results in the form that models read, and the commands of servers."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence

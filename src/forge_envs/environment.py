@@ -1,7 +1,5 @@
 """The environment interface: reset with a task, step with the policy's actions."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Gymnasium environments with text actions and observations."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias

@@ -4,8 +4,6 @@ A delimiter within a value does not end a call. JSON says itself where it ends. 
 first closing tag that another tag of the call follows, that is not within quotes, and that closes no tag of the text.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping

@@ -7,8 +7,6 @@
 Both implement `forge_envs.tools.ToolServer`. They need the SDK: pip install 'mcp>=2,<3'.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """reasoning-gym tasks: one question, one answer, a score."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Roll out episodes: policy and environment take turns until one of them, or a limit, ends it."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

@@ -1,7 +1,5 @@
 """Samplers of rows: a curriculum, the frontier of what is sometimes solved, and others."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from forge.data.files import Row

@@ -1,7 +1,5 @@
 """The parameters of a tool, which are a JSON Schema: the errors of a call, and values that a model wrote as text."""
 
-from __future__ import annotations
-
 import ast
 import json
 from collections.abc import Iterator, Mapping

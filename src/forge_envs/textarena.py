@@ -1,7 +1,5 @@
 """TextArena games for one player, or against an opponent function."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any, TypeVar

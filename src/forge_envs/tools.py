@@ -1,7 +1,5 @@
 """Python functions as tools, with a schema from the signature and limits, and an environment that offers them."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import inspect

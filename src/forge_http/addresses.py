@@ -1,7 +1,5 @@
 """Addresses that servers listen at."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -1,7 +1,5 @@
 """HTTP transports for servers that are not trusted: their responses have a size limit."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import AsyncIterable, AsyncIterator
 from types import ModuleType

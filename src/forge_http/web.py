@@ -6,8 +6,6 @@ browser states an Origin, come from it; bodies must be JSON, which a page cannot
 preflight request. An address that other machines reach needs a key.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import ipaddress

@@ -4,8 +4,6 @@ It is summed over the rows of metrics.jsonl, from which a resumed run removes th
 no token counts twice.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Alerts: numbers of a run that deserve a look, each with advice."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from math import nan
 from pathlib import Path

@@ -4,8 +4,6 @@ It reads the rollouts of all groups (`metrics.rollouts: all`), otherwise the sch
 trains and counts them.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

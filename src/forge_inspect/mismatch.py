@@ -1,7 +1,5 @@
 """Engine, transformers and trainer on one recorded batch, in a row: where neighbours part, and by how much."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Replay: a run computed again by its schedule, bit for bit, with any number of generators. See docs/replay.md."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import defaultdict

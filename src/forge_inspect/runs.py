@@ -1,7 +1,5 @@
 """Run directories, finished or running: their state, settings and numbers."""
 
-from __future__ import annotations
-
 import fcntl
 from collections.abc import Iterable
 from pathlib import Path

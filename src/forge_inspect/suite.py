@@ -1,7 +1,5 @@
 """Evaluation of any model by the section `eval` of a recipe's configuration, without a run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

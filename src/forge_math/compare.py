@@ -1,7 +1,5 @@
 """Equality of two final answers: the same tokens, else the same numbers and structures, else symbolically."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from itertools import pairwise

@@ -4,8 +4,6 @@ A tree is nested lists, which JSON can carry to the process that computes: ["num
 written with a point, ["name", "x_1"], ["constant", "pi"], and operations with their arguments.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from math import prod

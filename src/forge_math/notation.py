@@ -4,8 +4,6 @@ Spaces, delimiters of mathematics, sizes of brackets, fonts and invisible charac
 primes, "!", bases, signs and arrows stay.
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence

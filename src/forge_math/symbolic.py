@@ -1,7 +1,5 @@
 """Symbolic equality of two trees, in a helper process that runs `sympy_equal`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from forge.rewards.rules.comparison import Helper

@@ -5,8 +5,6 @@ negative ones, so that sqrt(x^2) is not x. Where both are complex, in expression
 With a decimal point in one of them, a tolerance takes the place of the digits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

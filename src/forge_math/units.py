@@ -1,7 +1,5 @@
 """Units around a value: read, compared, never converted."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """A sandbox for untrusted programs, see docs/sandbox.md."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from .cases import Case, forgeable, read_cases

@@ -1,7 +1,5 @@
 """Tests of programs: their forms, and the checks that each is made of."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 import json

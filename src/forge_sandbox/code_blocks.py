@@ -1,7 +1,5 @@
 """Fenced blocks of code in a response, as CommonMark reads them."""
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Verification of programs in responses, by running tests in a sandbox."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import secrets

@@ -1,7 +1,5 @@
 """The sandbox as a service of a run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from forge.runtime.controller import ForgeActor, endpoint

@@ -1,7 +1,5 @@
 """Harness in the process of a program, as text: executes the program and reports what its calls return."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Client of a sandbox process."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -4,8 +4,6 @@ The thread follows metrics.jsonl and rollouts.arrow, so that no tracker delays t
 the log. W&B uploads in its service process, and retries there.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import logging

@@ -3,8 +3,6 @@
 An unscored response is NaN with a reason, never 0.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 from .panel import Panel

@@ -1,7 +1,5 @@
 """The section `verifiers`: which models, judges and rules make a panel, and the settings of each."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable

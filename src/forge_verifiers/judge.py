@@ -1,7 +1,5 @@
 """A language model as a judge, behind any OpenAI-compatible endpoint, and the verdict in its answer."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import math

@@ -1,7 +1,5 @@
 """Batched forward passes of a transformers model, shared by reward models and process reward models."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar

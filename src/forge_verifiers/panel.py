@@ -1,7 +1,5 @@
 """A panel: several verifiers as one, each with a timeout."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Sequence

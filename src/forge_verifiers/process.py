@@ -1,7 +1,5 @@
 """Process reward models: a score for each step of a response, as columns of a verifier or as rewards of the steps."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reward models and cross-encoders: any Hugging Face sequence classifier."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Verifiers without a model: rules, the comparison of final answers, and answer frequency."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial

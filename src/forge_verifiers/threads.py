@@ -1,7 +1,5 @@
 """Blocking functions alongside the event loop: with a time limit, or one after the other."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor

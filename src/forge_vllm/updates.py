@@ -1,7 +1,5 @@
 """Orders that change vLLM's weights and its memory, executed one after the other."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Sequence

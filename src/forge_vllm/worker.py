@@ -4,8 +4,6 @@ vLLM mixes `WorkerExtension` into its worker class. Importing this module kills 
 ends: otherwise workers would outlive a killed engine and keep its memory. Nothing else imports it.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import select

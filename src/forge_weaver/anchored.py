@@ -1,7 +1,5 @@
 """Logistic regression on a few labelled problems."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """The default aggregator, which selects a method, and all methods by name."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, ClassVar
 

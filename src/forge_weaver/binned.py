@@ -1,7 +1,5 @@
 """Dawid and Skene's model on quantile bins of scores, on verdicts, and online during training."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import warnings

@@ -1,7 +1,5 @@
 """`forge weaver`: score, fit, predict and distil, with a file after each step."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

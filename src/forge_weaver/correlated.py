@@ -1,7 +1,5 @@
 """Verifiers with correlated errors: a measure and a model of the correlation."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import ClassVar
 

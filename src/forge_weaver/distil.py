@@ -1,7 +1,5 @@
 """Distil an ensemble into one small sequence classifier on prompts and responses."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

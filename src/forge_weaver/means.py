@@ -1,7 +1,5 @@
 """Aggregators that do not model the verifiers: mean score, mean rank."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import ClassVar
 

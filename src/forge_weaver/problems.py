@@ -1,7 +1,5 @@
 """Problems with responses: JSON lines files, and score tables from a panel of verifiers."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """The published method of Weaver, by moments of verdicts."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import ClassVar
 

@@ -4,8 +4,6 @@ Arrays are [problems, responses]. A response without a probability (NaN) ranks b
 random, and accuracies are expectations over them.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 

@@ -1,7 +1,5 @@
 """The data of a run, in a fixed order that can be resumed at every position."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The policy as a service: prompts in, completions with log-probabilities and policy versions out."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

@@ -1,7 +1,5 @@
 """The origin of tokens: each is traced to weights that the trainer published, or the batch is rejected."""
 
-from __future__ import annotations
-
 from ..runtime.store import MissingVersion, Store, VersionStore
 from ..types import Batch, Origin
 from .staleness import StaleWeights

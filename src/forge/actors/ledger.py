@@ -1,7 +1,5 @@
 """A journal of what a trainer did and answered, from which the process that replaces it continues."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cached_property
 from itertools import chain, islice

@@ -7,8 +7,6 @@ The recipes call `push_weights`, so that this does nothing for them. It also pub
 was lost with its host.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from ..runtime.controller import Service, runtime

@@ -1,7 +1,5 @@
 """The frozen reference model that the policy is kept close to."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace

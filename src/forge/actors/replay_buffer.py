@@ -1,7 +1,5 @@
 """The replay buffer: rollouts wait in it for the trainer, and it bounds how far they may run ahead."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections import Counter

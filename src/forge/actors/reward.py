@@ -1,7 +1,5 @@
 """Rewards as a service."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

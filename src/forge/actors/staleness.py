@@ -1,7 +1,5 @@
 """Staleness: the one rule, for admission, buffer and trainer, on how old a token may be when it trains."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ..types import Batch, Episode, Group

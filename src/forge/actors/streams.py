@@ -1,7 +1,5 @@
 """Streaming: requests whose tokens are read while they are generated."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import time

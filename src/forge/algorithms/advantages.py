@@ -3,8 +3,6 @@
 Functions of the rewards of one prompt's samples, [samples], or of several prompts', [groups][samples].
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Literal

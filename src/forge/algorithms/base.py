@@ -1,7 +1,5 @@
 """The interface of algorithms: the loss of every token, its advantages, and how its batch is made."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Reward models from preferences."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import ClassVar

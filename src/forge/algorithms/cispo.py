@@ -1,7 +1,5 @@
 """CISPO: the importance weight is clipped, the gradient is not."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Bases that several papers share: PPO's clipped ratio, and rewards relative to the other samples of a prompt."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 

@@ -5,8 +5,6 @@ A weight multiplies a token's loss and passes no gradient. It is `pi / mu`, the 
 what sampled, bounded one way or the other, because a few tokens with enormous ratios would else decide the update.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

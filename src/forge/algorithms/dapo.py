@@ -1,7 +1,5 @@
 """DAPO: clip higher, weigh every token alike, train only on prompts with signal."""
 
-from __future__ import annotations
-
 from dataclasses import KW_ONLY, dataclass
 
 from .clipped import Clipped, GroupRelative

@@ -1,7 +1,5 @@
 """Decoupled PPO: the policy that the step starts from, apart from the one that sampled."""
 
-from __future__ import annotations
-
 from dataclasses import KW_ONLY, dataclass
 
 from .clipped import Clipped, GroupRelative

@@ -1,7 +1,5 @@
 """On-policy distillation: the student samples, the teacher scores every token of it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Direct preference optimisation: which of two answers is preferred, without a reward model."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """Dr.GRPO: GRPO without its two biases."""
 
-from __future__ import annotations
-
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Generalised advantage estimation, and rewards that come before the end."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence

@@ -1,7 +1,5 @@
 """GRPO: group-relative policy optimisation, clipped off-policy (`GRPO`) and on-policy (`SimpleGRPOLoss`)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

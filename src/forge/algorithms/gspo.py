@@ -1,7 +1,5 @@
 """GSPO: the importance ratio of a whole sequence."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Algorithms by name, and user-defined losses as algorithms."""
 
-from __future__ import annotations
-
 import difflib
 import inspect
 from collections.abc import Iterable

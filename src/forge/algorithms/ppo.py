@@ -1,7 +1,5 @@
 """PPO: a clipped policy, and a critic that predicts the return at each token."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass

@@ -1,7 +1,5 @@
 """REINFORCE with an optional truncated importance weight."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass

@@ -1,7 +1,5 @@
 """REINFORCE++: no critic, advantages normalised over the whole batch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Literal

@@ -1,7 +1,5 @@
 """RLOO: REINFORCE on whole sequences, each sample against the mean of the others."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar

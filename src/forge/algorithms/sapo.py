@@ -1,7 +1,5 @@
 """SAPO: a smooth gate instead of the clip."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """Supervised fine-tuning: cross-entropy of given tokens."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from .terms import to_wide, weighted_sum

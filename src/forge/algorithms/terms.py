@@ -4,8 +4,6 @@ Tensors are [batch, seq], where each row is a sequence, or packed [tokens] with 
 token's sequence from 0. A token is trained where its `weights` is not 0.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

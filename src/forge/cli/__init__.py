@@ -1,7 +1,5 @@
 """The `forge` command: one program with a module for each subcommand."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

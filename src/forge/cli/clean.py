@@ -1,7 +1,5 @@
 """`forge clean`: remove the remains of killed runs on this host."""
 
-from __future__ import annotations
-
 import argparse
 
 from .subparsers import Subparsers

@@ -1,7 +1,5 @@
 """The recipes as commands: `forge train CONFIG` and others."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 from pathlib import Path

@@ -3,8 +3,6 @@
 Its names are imported on first use: `forge.algorithms` reads plugins, and must not load pydantic.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING
 

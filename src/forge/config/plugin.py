@@ -1,7 +1,5 @@
 """Plugins: objects by name, `package.module:Name` with settings, from a configuration or a command line."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import importlib

@@ -1,7 +1,5 @@
 """YAML files: malformed ones are an error of one line, with the position and a fix."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

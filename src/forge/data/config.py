@@ -1,7 +1,5 @@
 """The `dataset` section of a recipe, for each kind of data."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveInt

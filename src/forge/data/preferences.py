@@ -1,7 +1,5 @@
 """Preference pairs: a stream of a chosen and a rejected episode."""
 
-from __future__ import annotations
-
 from random import Random
 from typing import Any
 

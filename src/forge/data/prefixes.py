@@ -4,8 +4,6 @@ The samples of a prompt repeat it, and the branches of an episode repeat their c
 only on the tokens before it, so a model may compute a common prefix once, whichever sequences continue it.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ group of answers (`observe`). Its state is a part of every checkpoint, so that a
 `forge_envs.samplers` has three.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from random import Random

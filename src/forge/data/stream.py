@@ -1,7 +1,5 @@
 """The base of datasets: a resumable stream of items made from rows, which are checked when it is opened."""
 
-from __future__ import annotations
-
 import logging
 import math
 from abc import ABC, abstractmethod

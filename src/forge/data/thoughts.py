@@ -1,7 +1,5 @@
 """The answer of a response after its thoughts, for rewards, verifiers and environments alike."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from itertools import islice

@@ -4,8 +4,6 @@ Active rows are rows 0 to B - 1, so that a decode step works on views. A waiting
 a finished row. The state of rows is in tensors (`forge.engines.rows`); once a step the host reads which have ended.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """A mixture of experts for inference (Shazeer et al. 2017): each token goes through the k experts of largest gate."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

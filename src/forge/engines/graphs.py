@@ -4,8 +4,6 @@ A step may be captured when it reads and writes the same memory each time, has t
 nothing on the way. `tests/engines/captured.py` checks that without a GPU.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence

@@ -1,7 +1,5 @@
 """Computation of prompts: what the prefix cache lacks of them, whole or in pieces, into rows of the cache."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from .decoder import Decoder

@@ -1,7 +1,5 @@
 """Keys and values of prompts that were computed before, shared by all prompts that start with the same tokens."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -4,8 +4,6 @@ Each token is drawn by inverse transform sampling with its own uniform number: i
 only, not on the rest of the batch.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Draws tokens from logits by inverse transform sampling: each row with its uniform number, whatever other rows do."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The `episode` section of a recipe."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt

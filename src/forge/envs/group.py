@@ -4,8 +4,6 @@ One verb, `rollout`, plays a prompt with a reward function (`SingleTurnEnv`) or 
 Evaluation is the same verb with greedy decoding.
 """
 
-from __future__ import annotations
-
 import asyncio
 import bisect
 import math

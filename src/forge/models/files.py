@@ -1,8 +1,6 @@
 """Files of a model: settings are read as JSON, weights from safetensors only, and what programs of other libraries
 interpret (tokenizer, chat template) is tried in a child process with limits on time and memory first."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

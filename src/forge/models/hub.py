@@ -1,7 +1,5 @@
 """The Hugging Face hub: names with a revision, model cards, uploads."""
 
-from __future__ import annotations
-
 import re
 from importlib.metadata import PackageNotFoundError, version
 from os import PathLike

@@ -4,8 +4,6 @@ The library logs through loggers below `forge`. `configure_logging` gives them o
 every process that it starts: messages go to stderr as `forge: message`, `forge.run`'s unprefixed to stdout.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

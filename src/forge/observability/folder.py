@@ -4,8 +4,6 @@ The lock allows one controller. `filelock` would do the locking; it closes its d
 processes must keep the lock.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import logging

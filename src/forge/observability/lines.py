@@ -1,7 +1,5 @@
 """JSON lines: the one reader of files such as metrics.jsonl, which may still grow."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Resources of the machine that a run uses: CPU and memory of a process, free disk, GPUs."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

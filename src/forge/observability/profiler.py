@@ -1,7 +1,5 @@
 """`torch.profiler` in the processes of a run, for selected steps."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

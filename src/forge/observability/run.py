@@ -1,7 +1,5 @@
 """The folder of a run, and all that is written to it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -4,8 +4,6 @@
 is missing, which that format allows.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

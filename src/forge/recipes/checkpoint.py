@@ -1,7 +1,5 @@
 """The state of a run: saved in checkpoints while rollouts continue, and restored from them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 Sampling and training take turns. Rewards play no part in training: they decide how many held-out answers are right.
 """
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any, ClassVar
 

@@ -3,8 +3,6 @@
 The reference is the model that training starts from. No reward model and no sampling: pairs in, a policy out.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from typing import ClassVar, cast

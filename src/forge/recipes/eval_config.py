@@ -1,7 +1,5 @@
 """The section `eval`: which held-out problems are evaluated when, and how answers to them are sampled."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 

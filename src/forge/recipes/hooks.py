@@ -1,7 +1,5 @@
 """Functions of a user that a run calls as it goes: after each step, and with the rollouts of each step."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass

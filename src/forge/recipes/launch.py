@@ -3,8 +3,6 @@
 An exception of a user's own code is shown by the frames that are the user's.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """The section `metrics`: trackers, profiles, and what numbers are compared with."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 

@@ -3,8 +3,6 @@
 The reasons are SIGTERM and SIGUSR1, which schedulers send, and a deadline. `--resume auto` continues the run.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """Preparing a run: its model, data and folder are opened and checked before the first process starts."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Sequence

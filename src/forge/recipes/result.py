@@ -1,7 +1,5 @@
 """The results of a run, read from its directory."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The section `reward`: what scores the responses of a run."""
 
-from __future__ import annotations
-
 from functools import cached_property
 from typing import Any
 

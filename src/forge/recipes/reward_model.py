@@ -1,7 +1,5 @@
 """A reward model from preferences: the preferred answer of a pair scores higher (Bradley and Terry 1952)."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from typing import ClassVar, cast

@@ -7,8 +7,6 @@ hands the new weights to the generators. `async.max_policy_age` says how far rol
 turns, above it they overlap; the code is the same.
 """
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

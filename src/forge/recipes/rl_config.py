@@ -1,7 +1,5 @@
 """Configuration of the reinforcement-learning recipe, with a reward or with environments."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar, Literal, cast
 
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt

@@ -3,8 +3,6 @@
 Ends after `training.steps`, or as soon as held-out accuracy reaches `eval.stop_at`.
 """
 
-from __future__ import annotations
-
 import asyncio
 
 from pydantic import PositiveInt

@@ -1,7 +1,5 @@
 """Signals before a run's loop starts; `controller.run` has the rest."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

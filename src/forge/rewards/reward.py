@@ -1,7 +1,5 @@
 """Rewards: the sum of scorers, which are functions, objects with `score_group`, verifiers or panels."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import logging

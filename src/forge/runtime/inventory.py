@@ -1,7 +1,5 @@
 """What this machine has: accelerators, memory, and versions of the packages that a run needs."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

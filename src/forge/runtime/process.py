@@ -1,7 +1,5 @@
 """Processes of this machine by their ids: watch, kill, read their stacks, and end with a parent."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import os

@@ -5,8 +5,6 @@ followed: each rank of a trainer writes the list of its own files. A sealed text
 that precedes it.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

@@ -1,7 +1,5 @@
 """Optional packages: whether a configuration may name those that are not installed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

@@ -1,7 +1,5 @@
 """Files: written atomically, read from folders of others; and text in UTF-8."""
 
-from __future__ import annotations
-
 import codecs
 import errno
 import os

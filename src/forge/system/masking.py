@@ -5,8 +5,6 @@ name holds in this process's environment, keys that start as known services' do,
 that none of these tells, such as one in a sentence, stays.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Scratch folders, which do not outlive their process for longer than until the next start of a run."""
 
-from __future__ import annotations
-
 import atexit
 import fcntl
 import logging

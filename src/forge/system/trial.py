@@ -1,7 +1,5 @@
 """Files of strangers, opened in a child process with limits on time and memory before this one opens them."""
 
-from __future__ import annotations
-
 import importlib
 import resource
 import signal

@@ -1,7 +1,5 @@
 """Builds the models of `policy`: loaded, with adapters, sharded over ranks and compiled; and their dtypes."""
 
-from __future__ import annotations
-
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path

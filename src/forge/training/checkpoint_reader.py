@@ -7,8 +7,6 @@ torch's own writer of safetensors, which needs no pickle, is not used: it holds 
 (602 MB for a state of 600 MB, against 1 MB of the writer that is used; torch 2.13).
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 import re

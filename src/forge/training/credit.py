@@ -4,8 +4,6 @@ rewards [groups][samples]  --algorithm.advantages-->  one number per episode  --
 Batch + reference, critic  --assign-->  one number per token
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The process group, mesh and device of one training rank, its settings of FSDP2, and copies to its device."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta

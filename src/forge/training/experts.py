@@ -5,8 +5,6 @@ close to a tie then picks another expert, and the token's log-probability jumps.
 engine recorded. The gates come from its own router, so that the router learns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 

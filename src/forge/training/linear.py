@@ -5,8 +5,6 @@ on all of them, at more than twice the speed, and with AVX2 only is a little fas
 The results differ by rounding only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 from typing import TypeVar

@@ -3,8 +3,6 @@
 Safetensors files are written tensor by tensor: the package's own functions need all tensors of a file at once.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Collection, Iterable, Mapping

@@ -1,7 +1,5 @@
 """Low-rank adapters (Hu et al. 2021, LoRA): a frozen linear layer learns W + (alpha / rank) B A."""
 
-from __future__ import annotations
-
 import math
 import zlib
 

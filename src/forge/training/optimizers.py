@@ -1,7 +1,5 @@
 """The optimisers of a trainer: AdamW with state in a dtype that is set separately, or a class by its name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The parts of a training step: mini-batches, the tensors a loss asks for, scoring under fixed weights, metrics."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Iterator

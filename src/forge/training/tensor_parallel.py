@@ -5,8 +5,6 @@ local tensors. Between layers each rank has its own tokens, so that a replicated
 of adapters) gets a partial gradient: `Partial` has FSDP2 sum it before it is reduced.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any, TypeGuard
 

@@ -3,8 +3,6 @@
 Every rank makes the same calls in the same order.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace

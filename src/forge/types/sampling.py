@@ -1,7 +1,5 @@
 """Settings of sampling: what may be drawn, how much of it, and by which weights."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """The dialects of clients: OpenAI's Chat Completions and Responses, and Anthropic's Messages."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any

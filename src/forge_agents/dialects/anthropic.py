@@ -1,7 +1,5 @@
 """Anthropic's Messages, as Claude Code speaks it, and the requests that count a prompt's tokens."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 

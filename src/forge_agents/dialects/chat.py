@@ -3,8 +3,6 @@
 Thoughts are in `reasoning_content`, where servers of open models put them.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Completions of OpenAI: a text or token ids that the model continues as they are, without a chat template."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 

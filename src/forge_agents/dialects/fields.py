@@ -5,8 +5,6 @@ was sampled, and by line breaks elsewhere. Leading system messages become one, w
 one becomes a message of the user, since templates know a system message at the beginning only.
 """
 
-from __future__ import annotations
-
 import json
 from base64 import urlsafe_b64encode
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -7,8 +7,6 @@ alongside its functions works without it.
 The ids of items are made of the ids of the turn and of its calls, so that a stream and its last event name the same.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ Requests: {"id", "op": "open" | "rows" | "play", "timeout": seconds, ...}. Answe
 it. Python 3.11 or newer, the standard library only.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

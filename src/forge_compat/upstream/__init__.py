@@ -4,8 +4,6 @@ from forge.util.config import parse
 from forge.util.ops import compute_logprobs
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import logging

@@ -3,8 +3,6 @@
 A recipe needs none: `record_metric` in any process reaches the run's folder and its trackers.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """`forge.observability.perf_tracker` of torchforge: timers whose steps are metrics."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import time

@@ -4,8 +4,6 @@
 for a number anywhere in the text, by which a policy learns to list numbers.
 """
 
-from __future__ import annotations
-
 import re
 
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)

@@ -3,8 +3,6 @@
 Not the package's own: it needs fastapi, gradio and fastmcp, and takes 3 s to import.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

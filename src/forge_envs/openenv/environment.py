@@ -1,7 +1,5 @@
 """OpenEnv servers as environments of this library, and as verifiers of single answers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Serve an environment of this library to OpenEnv's clients."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

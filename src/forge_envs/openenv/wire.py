@@ -1,7 +1,5 @@
 """OpenEnv's JSON: replies, and this library's actions and steps."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from typing import Self

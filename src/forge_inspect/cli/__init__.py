@@ -1,7 +1,5 @@
 """The commands of this package, and what they have in common."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """`forge audit RUN`: what became of each prompt and token of a run."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`forge doctor`: examine this machine, the hosts of a run, or a reward."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import resource

@@ -1,7 +1,5 @@
 """`forge eval MODEL --suite CONFIG`: a model on the held-out problems of a configuration."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

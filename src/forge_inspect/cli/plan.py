@@ -1,7 +1,5 @@
 """`forge plan CONFIG`: the memory of a run, before it starts and without a GPU."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import tempfile

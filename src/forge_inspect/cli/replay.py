@@ -1,7 +1,5 @@
 """`forge replay RUN`: a run computed again by its schedule."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

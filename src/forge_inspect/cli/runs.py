@@ -1,7 +1,5 @@
 """`forge runs`: the state of runs. `forge compare A B`: differences of their settings and numbers."""
 
-from __future__ import annotations
-
 import argparse
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`forge watch runs/`: a page over the folders of runs. `forge report RUN`: the page of one run, as a file."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The memory of each component of a run: trainers, critics and references, engines, and the reward's models."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path

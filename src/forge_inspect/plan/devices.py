@@ -1,7 +1,5 @@
 """Devices that a plan is for, and the shapes of models: of a folder, or of public models without a download."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass

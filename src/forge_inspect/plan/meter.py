@@ -1,7 +1,5 @@
 """A meter of tensors without memory: what a forward and backward pass would hold at every moment."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

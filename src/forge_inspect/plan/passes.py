@@ -1,7 +1,5 @@
 """The passes of a trainer over tensors without memory: its own code, any model, any number of ranks."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The plan of a configuration: the memory of its components, what would fit where one does not, and both as text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path

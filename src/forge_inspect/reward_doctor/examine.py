@@ -1,7 +1,5 @@
 """The examination of a reward: probes of several rows, what they earn, and what that says."""
 
-from __future__ import annotations
-
 import argparse
 import random
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """The answers that a reward is tried on, made from the prompt, the target and the targets of other rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from .calls import Case

@@ -1,7 +1,5 @@
 """A run as one HTML file: the page of `forge watch` with its scripts, its styles and the data of the run."""
 
-from __future__ import annotations
-
 import html
 import json
 import re

@@ -1,7 +1,5 @@
 """The server of the page: files below one folder, read as they grow. It writes nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

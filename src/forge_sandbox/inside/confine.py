@@ -1,7 +1,5 @@
 """Confinement of a forked process, in which a program then runs."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 

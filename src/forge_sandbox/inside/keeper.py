@@ -4,8 +4,6 @@ Each request has its own keeper, so that programs cannot find others' data in it
 process: with it ends all that the program has started.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import resource

@@ -1,7 +1,5 @@
 """Limits of resources, and their usage."""
 
-from __future__ import annotations
-
 import os
 import resource
 import struct

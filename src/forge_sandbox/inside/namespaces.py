@@ -1,7 +1,5 @@
 """Namespaces: a root file system with Python only, no network, no other processes."""
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import os

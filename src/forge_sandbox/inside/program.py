@@ -1,7 +1,5 @@
 """The program of a confined process: one of Python, or a command."""
 
-from __future__ import annotations
-
 import ast
 import atexit
 import builtins

@@ -1,7 +1,5 @@
 """Seccomp filter of system calls that reach beyond a program, or that were used to escape other sandboxes."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import struct

@@ -1,7 +1,5 @@
 """System calls without a wrapper in Python, by number."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform

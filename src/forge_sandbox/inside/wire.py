@@ -1,7 +1,5 @@
 """Messages: length, JSON header, and bodies of bytes with their sizes in the header."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

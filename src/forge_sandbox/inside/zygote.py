@@ -3,8 +3,6 @@
 It reads no requests, so that programs cannot find them in their memory: each keeper reads its own.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import os

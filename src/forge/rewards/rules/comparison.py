@@ -4,8 +4,6 @@ An extension may compare in its own way: the entry point of the group `forge.ans
 `are_equal`, `parse_number`, `split_choice` and `same_text` of this one.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

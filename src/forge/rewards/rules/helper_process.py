@@ -3,8 +3,6 @@
 The kernel kills a child that uses too much time or memory. It imports nothing of forge, so that it starts fast.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

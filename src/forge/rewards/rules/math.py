@@ -1,7 +1,5 @@
 """The verifiable reward for mathematics: is the final answer of a response the target?"""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Text rewards: matches, a format, a length penalty, a JSON object; and rewards by name."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Callable, Sequence

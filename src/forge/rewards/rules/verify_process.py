@@ -1,7 +1,5 @@
 """Equality of two answers by math-verify, as a program of `helper_process`."""
 
-from __future__ import annotations
-
 import logging
 from functools import cache
 

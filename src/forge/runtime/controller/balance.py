@@ -1,7 +1,5 @@
 """Assign requests to replicas: capacity, sessions, and groups of requests that may have killed one."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The controller's process: the private folder of its sockets, and the server that forks its children."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ may enter. Other machines are an additional kind of `Hosts`, which an extension 
 (`forge.runtime.controller.placement`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os

@@ -4,8 +4,6 @@ A process that waits for a core, or gets one now and then, is slow and not lost.
 uses, and the time in which it does not even ask for any.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence

@@ -1,7 +1,5 @@
 """Hosts and devices of replicas: which are free, and which each replica has."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from importlib.metadata import entry_points

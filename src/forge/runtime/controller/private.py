@@ -11,8 +11,6 @@ imports are replaced, in this process only, and nothing else is:
 - `accept` of PyTorch's library: a connection from another user of this machine is closed.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import importlib

@@ -1,7 +1,5 @@
 """The processes of a replica: how they are started, and watched until they end."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import functools

@@ -1,7 +1,5 @@
 """One incarnation of a replica: a component built in its processes, the calls in flight on it, and its end."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

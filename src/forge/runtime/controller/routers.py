@@ -5,8 +5,6 @@ A router gets the replicas that serve and have room, at least one, and returns o
 session are sent to the session's replica without asking the router, as long as that replica lives.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar

@@ -4,8 +4,6 @@
 without a replacement), every service is stopped and every process is gone before `run` returns.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

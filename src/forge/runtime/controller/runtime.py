@@ -1,7 +1,5 @@
 """The runtime of a controller: its services, and the processes that they run in."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os

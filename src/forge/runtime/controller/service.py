@@ -1,7 +1,5 @@
 """Services: the replicas of a component, and the retries of calls whose replica is lost."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import statistics

@@ -8,8 +8,6 @@ Their workers are the user's: none is started or stopped here. Of a process on a
 has ended, and nothing says whether it hangs or gets no core.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 from uuid import uuid4

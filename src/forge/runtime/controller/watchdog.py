@@ -1,7 +1,5 @@
 """Watchdog: logs who waits for whom when nothing moves, with the stacks of the process that is waited for."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -7,8 +7,6 @@ The fork is safe because the server has one thread and opens no accelerator. The
 than one thread, or when a variable of the environment differs that a library may have read during its import.
 """
 
-from __future__ import annotations
-
 import atexit
 import fcntl
 import gc

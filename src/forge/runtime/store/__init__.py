@@ -1,7 +1,5 @@
 """State that survives a process: versioned weights, shared by the processes of a run, and journals."""
 
-from __future__ import annotations
-
 from .errors import CorruptWeights, IncompleteVersion, MissingVersion, VersionConflict
 from .journal import Journal
 from .protocol import Store

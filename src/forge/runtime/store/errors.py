@@ -1,7 +1,5 @@
 """Errors of weight stores."""
 
-from __future__ import annotations
-
 
 class MissingVersion(KeyError):
     """The store does not have this key or version."""

@@ -1,7 +1,5 @@
 """Journals: append-only files of records that survive the process which writes them."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import struct

@@ -1,7 +1,5 @@
 """Hashing and copying in several threads: both leave Python's lock to others."""
 
-from __future__ import annotations
-
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator

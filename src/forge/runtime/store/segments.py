@@ -4,8 +4,6 @@ A process holds a flock on the segments it uses, which the kernel releases when 
 without a lock may be reused. Segments are created and removed under the store's lock.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import mmap
