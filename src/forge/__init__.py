@@ -20,6 +20,8 @@ _HOMES = {
     **dict.fromkeys(("train", "sft", "dpo", "evaluate", "generate", "Result"), "forge.recipes.api"),
     "log": "forge.recipes.hooks",
     **dict.fromkeys(("Completion", "Episode", "Group", "Prompt", "Sample"), "forge.types"),
+    "run": "forge.runtime.controller",
+    "VersionStore": "forge.runtime.store",
 }
 
 __all__ = [*_HOMES]

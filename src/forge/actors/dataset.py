@@ -4,7 +4,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..data.load import Data, Kind, load_data
+from ..data.files import PathOrRows, read_path_or_rows
+from ..data.load import Data, Kind, check_settings, load_data
 from ..data.stream import RowStream
 from ..models.tokenizer import open_tokenizer
 from ..observability import Reduce, record_metric
@@ -25,6 +26,7 @@ class DatasetActor(ForgeActor):
     Args:
         tokenizer: Hugging Face folder or hub id whose tokenizer makes the tokens.
         kind: "prompts" (`sample`), "supervised" (`supervised`) or "preferences" (`pairs`).
+        path: of the rows: a file, a folder, a hub id, or the rows themselves.
         sources: several datasets in shares, see `forge.data.load.load_data`.
         remember: how many of the last samples are kept, so that those whose rollouts were under way when the state was
             saved can be handed out again.
@@ -32,18 +34,26 @@ class DatasetActor(ForgeActor):
             or `PreferenceDataset`.
     """
 
+    constructor_checks = True
+
     def __init__(
         self,
         tokenizer: str,
+        path: PathOrRows = None,
         *,
         kind: Kind = "prompts",
         sources: Sequence[Mapping[str, Any]] | None = None,
         remember: int = 1 << 16,
         **dataset: Any,
     ) -> None:
+        if not isinstance(tokenizer, str):
+            raise ValueError(
+                f"DatasetActor takes the model whose tokenizer it uses first, and then the rows, got {tokenizer!r:.80}"
+            )
         self.tokenizer_path = tokenizer
         self.kind = kind
-        self.settings = {"sources": sources, **dataset}
+        self.settings = {"path": read_path_or_rows(path), "sources": sources, **dataset}
+        check_settings(kind, self.settings)
         self.issued: deque[Sample] = deque(maxlen=remember)
         self.again: deque[Sample] = deque()  # to be handed out before the stream continues
 

@@ -25,8 +25,9 @@ class ReplayBuffer(ForgeActor):
     has an index is taken once in a run: one that comes again is dropped.
 
     With `batch_size` it also admits rollouts: number i trains in step `i // batch_size`, and `admit` returns once
-    version `i // batch_size - max_policy_age` is served (`advance`). What is dropped is admitted again. This is what
-    makes one rollout loop synchronous or asynchronous.
+    version `i // batch_size - max_policy_age` is served: of which `advance` tells, or else `sample`, which is called
+    once the weights that train next are out. What is dropped is admitted again. This is what makes one rollout loop
+    synchronous or asynchronous.
 
     It lives in the controller (`as_local`) or in a separate process (`as_actor`), whose loss ends the run.
 
@@ -81,6 +82,7 @@ class ReplayBuffer(ForgeActor):
         self.steps = steps
 
         self.served = start
+        self.told_served = False
         self.admitted = start * (batch_size or 0)
         self.items: list[Item] = []
         self.dropped = dict.fromkeys(REASONS, 0)
@@ -111,6 +113,7 @@ class ReplayBuffer(ForgeActor):
         """The generators now serve `version`."""
         async with self.changed:
             self.served = version
+            self.told_served = True
             self.changed.notify_all()
 
     @endpoint
@@ -155,6 +158,9 @@ class ReplayBuffer(ForgeActor):
             raise ValueError(f"a batch of {batch_size} can never be drawn from a buffer of {self.capacity}")
         async with self.changed:
             self._drop_expired(version)
+            if not self.told_served:
+                self.served = max(self.served, version)
+                self.changed.notify_all()
             with phase("wait_for_batch"):
                 await self.changed.wait_for(lambda: len(self.items) >= batch_size)
             if self.order == "random":

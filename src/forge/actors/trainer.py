@@ -194,8 +194,9 @@ class Trainer(ForgeActor):
     ) -> dict[str, float] | float:
         """Return one step, of one update or several; its metrics as `<report>/<name>`, see `PolicyTrainer.train_step`.
 
-        Episodes and groups are packed here, with the branches of each episode; one without an advantage trains on
-        all that it earned (REINFORCE without a baseline). `train_step(inputs, targets)` takes dicts of tensors, see
+        Episodes and groups are packed here, with the branches of each episode. Groups get the advantages of an
+        algorithm; of another loss, an episode without an advantage trains on all that it earned (REINFORCE without a
+        baseline). `train_step(inputs, targets)` takes dicts of tensors, see
         `forge.data.packing.pack_tensors`, and returns the loss.
 
         Args:
@@ -385,6 +386,8 @@ class Trainer(ForgeActor):
             return pack_tensors(items, targets, **shares)
         if isinstance(items, Batch):
             return items
+        if isinstance(self.loss, Algorithm) and all(isinstance(item, Group) for item in items):
+            return make_batch(items, self.loss, self.trainer.step, **shares)
         episodes = [e for item in items for e in (item.episodes if isinstance(item, Group) else [item])]
         for episode in episodes:
             if episode.advantage is None:

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, PositiveInt
 
 from ..config.sections import ConfigError, Section, build
-from .files import Rows
+from .files import PathOrRows
 
 
 class RowsConfig(Section):
@@ -13,7 +13,7 @@ class RowsConfig(Section):
 
     kind: ClassVar[Literal["prompts", "supervised", "preferences"]]
 
-    path: str | Rows | None = None
+    path: PathOrRows = None
     """.json, .jsonl or .parquet file, a folder that `datasets` loads, or a hub id
     (`pip install datasets` for all but JSON). In columns, null keys within a column are absent: they belong to
     other rows."""

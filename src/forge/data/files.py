@@ -9,7 +9,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BeforeValidator
 
 from ..system.files import read_text
 
@@ -50,6 +52,17 @@ class Rows(Sequence[Row]):
         """Return number and digest, for a run's config.yaml."""
         digest = hashlib.sha256(json.dumps(self._rows, default=str).encode()).hexdigest()
         return f"<{len(self)} rows from Python, sha256 {digest[:16]}>"
+
+
+def read_path_or_rows(value: Any) -> Any:
+    """Return rows from Python as `Rows`, a path as text, and all else as it is."""
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping | Path | Rows):
+        return Rows(value)
+    return str(value) if isinstance(value, Path) else value
+
+
+# The path of a file or folder, a hub id, or rows from Python.
+PathOrRows = Annotated[str | Rows | None, BeforeValidator(read_path_or_rows)]
 
 
 class StoredColumns(Sequence[Row]):

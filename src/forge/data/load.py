@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
+from ..config.sections import build
 from ..types import Sample
 from .preferences import PreferenceDataset
 from .prompts import PromptDataset
@@ -130,6 +132,17 @@ Data = PromptDataset | SupervisedDataset | PreferenceDataset | Mixture
 KINDS = {"prompts": PromptDataset, "supervised": SupervisedDataset, "preferences": PreferenceDataset}
 
 
+def check_settings(kind: Kind, settings: Mapping[str, Any]) -> None:
+    """Check the settings of a dataset without opening it. ValueError, ConfigError: an unknown kind or key, or a wrong
+    value."""
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, not {kind!r}")
+    dataset_class: Any = KINDS[kind]
+    arguments = inspect.signature(dataset_class).parameters.keys() | inspect.signature(RowStream).parameters.keys()
+    values = {name: value for name, value in settings.items() if name not in arguments - {"path"}}
+    build(dataset_class.SECTION, values, "dataset")
+
+
 def load_data(
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -148,8 +161,6 @@ def load_data(
     Raises:
         ValueError, FileNotFoundError, ImportError: one line; of several sources, it names the number.
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind must be one of {', '.join(KINDS)}, not {kind!r}")
     dataset_class: Any = KINDS[kind]
     if sources is None:
         return dataset_class(tokenizer=tokenizer, **settings)

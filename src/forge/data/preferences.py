@@ -6,7 +6,7 @@ from typing import Any
 from ..types import Episode, Pair
 from .chat import ChatFormat, Message, read_messages
 from .config import PreferencesConfig
-from .files import Row, Rows
+from .files import PathOrRows, Row
 from .prompts import QUESTION_FIELDS, PromptFormat, read_text_field
 from .sources import load_task
 from .stream import RowStream
@@ -37,7 +37,7 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
 
     SECTION, NOUN = PreferencesConfig, "pair"
 
-    def __init__(self, path: str | Rows | None = None, *, as_scores: bool = False, **settings: Any) -> None:
+    def __init__(self, path: PathOrRows = None, *, as_scores: bool = False, **settings: Any) -> None:
         super().__init__(path, **settings)
         section = self.settings
         self._as_scores = as_scores

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..types import Prompt, Sample
 from .chat import ChatFormat, Message, read_messages
 from .config import DatasetConfig, RowsConfig
-from .files import Row, Rows, check_values
+from .files import PathOrRows, Row, check_values
 from .stream import RowStream
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
 
     SECTION, NOUN, LIMIT = DatasetConfig, "prompt", "max_prompt_tokens"
 
-    def __init__(self, path: str | Rows | None = None, **settings: Any) -> None:
+    def __init__(self, path: PathOrRows = None, **settings: Any) -> None:
         super().__init__(path, **settings)
         fields = {name: self.settings[name] for name in PROMPT_FIELDS}
         self._format = PromptFormat(self.tokenizer, **fields)

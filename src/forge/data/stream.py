@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from ..types import Pair, Sample
 from .config import RowsConfig
-from .files import Row, Rows, open_rows, open_stream
+from .files import PathOrRows, Row, Rows, open_rows, open_stream
 from .sources import Position, SampledRows, StoredRows, StreamedRows, TaskRows
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ class RowStream(ABC, Generic[T, C]):
 
     def __init__(
         self,
-        path: str | Rows | None = None,
+        path: PathOrRows = None,
         *,
         tokenizer: Any,
         seed: int = 0,
@@ -70,6 +70,7 @@ class RowStream(ABC, Generic[T, C]):
         if isinstance(settings.get("difficulty"), tuple):
             settings["difficulty"] = list(settings["difficulty"])
         self.settings = section = self.SECTION(path=path, **settings)
+        path = section.path
         if section.sources is not None:
             raise ValueError("several sources are a Mixture: open them with load_data")
         if epochs is not None and (epochs < 1 or section.task is not None):

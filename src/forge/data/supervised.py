@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..types import Episode, Prompt, Sample
 from .chat import MESSAGE_FIELDS, ChatFormat, read_messages
 from .config import RowsConfig, SupervisedConfig
-from .files import Row, Rows
+from .files import PathOrRows, Row
 from .prompts import PROMPT_FIELDS, PromptFormat, read_text_field, with_one_bos
 from .stream import RowStream
 
@@ -35,7 +35,7 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
 
     SECTION = SupervisedConfig
 
-    def __init__(self, path: str | Rows | None = None, **settings: Any) -> None:
+    def __init__(self, path: PathOrRows = None, **settings: Any) -> None:
         super().__init__(path, **settings)
         section = self.settings
         if self._too_long == "truncate" and self._limit is None:

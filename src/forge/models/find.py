@@ -130,15 +130,24 @@ def resolve_model(name: str) -> str:
 def build_small_model(
     folder: str | Path,
     *,
-    seed: int,
-    alphabet: str | None,
-    hidden_size: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    max_positions: int,
+    seed: int = 0,
+    alphabet: str | None = None,
+    hidden_size: int = 128,
+    layers: int = 4,
+    heads: int = 4,
+    kv_heads: int = 2,
+    max_positions: int = 128,
 ) -> str:
-    """Write a Qwen3-architecture model with random weights and a character tokenizer in Hugging Face format."""
+    """Write a Qwen3-architecture model with random weights and a character tokenizer in Hugging Face format.
+
+    Args:
+        alphabet: characters of the tokenizer; None: printable ASCII.
+        hidden_size: width; a multiple of twice `heads`, which are a multiple of `kv_heads`.
+        max_positions: tokens of the longest sequence.
+
+    Returns:
+        the folder.
+    """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.utils import logging

@@ -252,13 +252,6 @@ def _run_recipe(
         for section, part in _place_setting(config_type, key, value, values.get("algorithm")).items():
             values[section] = {**values.get(section, {}), **part} if isinstance(part, Mapping) else part
 
-    # Sets may be rows as well, which the configuration knows in one form only.
-    sets = values["eval"].get("sets")
-    if isinstance(sets, Mapping):
-        values["eval"]["sets"] = {
-            name: _with_rows(part) if isinstance(part, Mapping) else part for name, part in sets.items()
-        }
-
     cfg = build(config_type, values)
     return Result(_run_anywhere(partial(run_recipe, recipe, cfg, resume=resume, hooks=hooks)))
 
@@ -333,26 +326,15 @@ def check_sampling(sampling: Mapping[str, Any]) -> None:
             )
 
 
-def _with_rows(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a section whose `path` may be rows."""
-    from ..data.files import Rows
-
-    path: Any = section.get("path")
-    is_rows = isinstance(path, Iterable) and not isinstance(path, str | Path | Rows)
-    return {**section, "path": Rows(path)} if is_rows else dict(section)
-
-
 def _dataset_section(dataset: Any) -> dict[str, Any]:
     """Return the section `dataset` of a path, a task, rows, or the section itself."""
-    from ..data.files import Rows
-
     if isinstance(dataset, Mapping):
-        return _with_rows(dataset)
+        return dict(dataset)
     if isinstance(dataset, str | Path):
         name = str(dataset)
         return {"task": name} if ":" in name and not Path(name).exists() else {"path": name}
     if isinstance(dataset, Iterable):
-        return {"path": Rows(dataset)}
+        return {"path": dataset}
     raise ConfigError(f"dataset must be a path, a hub id, rows or a mapping, got {dataset!r:.80}")
 
 

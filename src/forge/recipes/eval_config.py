@@ -7,7 +7,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from ..config.plugin import hint_nearest
 from ..config.sections import ConfigError, Section
-from ..data.files import Rows
+from ..data.files import PathOrRows
 from ..types import Sampling
 
 # Not of one answer, or decided by the evaluation itself.
@@ -22,7 +22,7 @@ class EvalConfig(Section):
     """How many; 0: no evaluation."""
     every: NonNegativeInt = 0
     """Also every that many steps, a multiple of `training.sync_interval`."""
-    path: str | Rows | None = None
+    path: PathOrRows = None
     """Where they come from; null: `dataset.path`. A procedural task holds its own out. From Python also rows."""
     split: str = "test"
     """Of a folder or hub id."""
@@ -47,7 +47,7 @@ class EvalSet(Section):
     """How many."""
     every: NonNegativeInt | None = None
     """Also every that many steps; null: as `eval.every`."""
-    path: str | Rows | None = None
+    path: PathOrRows = None
     """A file, folder or hub id. From Python also rows."""
     split: str = "test"
     """Of a folder or hub id."""
