@@ -24,7 +24,7 @@ TASK = {"task": "apps.toys.words:Reverse", "difficulty": [2, 3], "prompt_templat
 
 def dataset(**settings: Any) -> DatasetActor:
     """A dataset with its tokenizer at hand."""
-    actor = DatasetActor("", **settings)
+    actor = DatasetActor("x", **TASK, **settings)
     actor.dataset = PromptDataset(tokenizer=TOKENIZER, **TASK)
     return actor
 
@@ -171,7 +171,7 @@ def test_samples_in_flight_are_replayed_first():
     assert [third.sample() for _ in range(3)] == [drawn[1], drawn[2], drawn[4]]
 
 
-@pytest.mark.parametrize("component", [DatasetActor("x"), ReplayBuffer()])
+@pytest.mark.parametrize("component", [DatasetActor("x", [{"question": "q", "answer": "a"}]), ReplayBuffer()])
 def test_lost_dataset_service_ends_run_with_resume_hint(component: Any):
     component.context = ActorContext(type(component).__name__, incarnation=1)
     with pytest.raises(Unrecoverable, match="resume the run from its last checkpoint"):

@@ -264,9 +264,7 @@ class Trainer(ForgeActor):
         import torch
 
         if self.store is None:
-            raise ValueError(
-                "this trainer has no weight store to publish to: start it with store=VersionStore.create()"
-            )
+            raise ValueError("this trainer has no weight store to publish to: give it store=VersionStore.create()")
         with phase("push_weights") if self.context.rank == 0 else nullcontext():
             casts = self.trainer.lora is None and self.trainer.ranks.device.type != "cpu"
             dtype = getattr(torch, self.publish_dtype) if casts and self.publish_dtype else None
@@ -297,12 +295,9 @@ class Trainer(ForgeActor):
             return self.ledger.answer
         with phase("checkpoint") if self.context.rank == 0 else nullcontext():
             self._settle_write()
-            identities = (
-                {}
-                if self.identities is None
-                else self.identities.recent(self.trainer.step, self.staleness.max_policy_age)
-            )
-            write = Write(folder, {**(extra or {}), IDENTITIES: identities}, keep)
+            published = self.identities
+            recent = published.recent(self.trainer.step, self.staleness.max_policy_age) if published else {}
+            write = Write(folder, {**(extra or {}), IDENTITIES: recent}, keep)
             if not wait:
                 path = self._begin_write(write)
                 self.ledger.complete(write, path)
@@ -346,9 +341,7 @@ class Trainer(ForgeActor):
             try:
                 self._leave_device()
             except Exception as second_error:  # the first error says what happened
-                error.add_note(
-                    f"then the trainer could not leave the device: {type(second_error).__name__}: {second_error}"
-                )
+                error.add_note(f"then the trainer could not leave the device: {second_error!r}")
             raise
         self._leave_device()
 
@@ -386,8 +379,11 @@ class Trainer(ForgeActor):
             return pack_tensors(items, targets, **shares)
         if isinstance(items, Batch):
             return items
-        if isinstance(self.loss, Algorithm) and all(isinstance(item, Group) for item in items):
-            return make_batch(items, self.loss, self.trainer.step, **shares)
+        algorithm: Any = self.loss
+        if hasattr(algorithm, "advantages") and all(isinstance(item, Group) for item in items):
+            from ..training.credit import make_batch
+
+            return make_batch(items, algorithm, self.trainer.step, **shares)
         episodes = [e for item in items for e in (item.episodes if isinstance(item, Group) else [item])]
         for episode in episodes:
             if episode.advantage is None:

@@ -132,12 +132,20 @@ Data = PromptDataset | SupervisedDataset | PreferenceDataset | Mixture
 KINDS = {"prompts": PromptDataset, "supervised": SupervisedDataset, "preferences": PreferenceDataset}
 
 
-def check_settings(kind: Kind, settings: Mapping[str, Any]) -> None:
-    """Check the settings of a dataset without opening it. ValueError, ConfigError: an unknown kind or key, or a wrong
-    value."""
+def find_dataset_class(kind: Kind) -> Any:
+    """Return the class of datasets of a kind. ValueError: there is none."""
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, not {kind!r}")
-    dataset_class: Any = KINDS[kind]
+    return KINDS[kind]
+
+
+def check_settings(kind: Kind, settings: Mapping[str, Any]) -> None:
+    """Check the settings of a dataset without opening it.
+
+    Raises:
+        ValueError, ConfigError: an unknown kind or key, or a wrong value.
+    """
+    dataset_class = find_dataset_class(kind)
     arguments = inspect.signature(dataset_class).parameters.keys() | inspect.signature(RowStream).parameters.keys()
     values = {name: value for name, value in settings.items() if name not in arguments - {"path"}}
     build(dataset_class.SECTION, values, "dataset")
@@ -161,7 +169,7 @@ def load_data(
     Raises:
         ValueError, FileNotFoundError, ImportError: one line; of several sources, it names the number.
     """
-    dataset_class: Any = KINDS[kind]
+    dataset_class = find_dataset_class(kind)
     if sources is None:
         return dataset_class(tokenizer=tokenizer, **settings)
     if settings.get("sampler") is not None or any(source.get("sampler") is not None for source in sources):

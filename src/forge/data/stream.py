@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from ..types import Pair, Sample
 from .config import RowsConfig
-from .files import PathOrRows, Row, Rows, open_rows, open_stream
+from .files import PathOrRows, Row, open_rows, open_stream
 from .sources import Position, SampledRows, StoredRows, StreamedRows, TaskRows
 
 T = TypeVar("T")
