@@ -8,7 +8,7 @@ from forge.actors import DatasetActor, PolicyActor, ReplayBuffer, RewardActor, T
 from forge.algorithms import GRPO
 from forge.models import build_small_model
 
-STEPS, PROMPTS, SAMPLES = 40, 4, 8
+STEPS, PROMPTS, SAMPLES = 60, 6, 32
 MAX_POLICY_AGE = 0  # rollouts and training take turns; with 1 they overlap
 ROWS = [{"question": word, "answer": word[::-1]} for word in ("abc", "bca", "cab", "acb", "bac", "cba")]
 
@@ -31,17 +31,18 @@ async def train(policy, buffer, trainer):
         groups = await buffer.sample.route(version, PROMPTS)
         await trainer.train_step.route(groups)
         await policy.update_weights.fanout(version + 1)
-        print(version + 1, sum(sum(group.rewards) for group in groups) / (PROMPTS * SAMPLES), flush=True)
+        print(f"step {version + 1}: reward {sum(sum(g.rewards) for g in groups) / PROMPTS / SAMPLES:.2f}", flush=True)
 
 
 async def main():
-    model, store = build_small_model("runs/loop/model", alphabet="abc>"), VersionStore.create()
+    model = build_small_model("runs/loop", alphabet="abc>", layers=2)
+    store = VersionStore.create()  # the weights of each step, in shared memory
     dataset, policy, reward, buffer, trainer = await asyncio.gather(
         DatasetActor.as_local(model, ROWS, prompt_template="{question}>"),
         PolicyActor.options(num_replicas=2).as_service(model, store=store, max_tokens=4),
         RewardActor.as_local([match_characters]),
         ReplayBuffer.as_local(batch_size=PROMPTS, max_policy_age=MAX_POLICY_AGE),
-        Trainer.as_actor(model, loss=GRPO(), store=store, optimizer={"learning_rate": 1e-3}),
+        Trainer.as_actor(model, loss=GRPO(), store=store, optimizer={"learning_rate": 3e-3}),
     )
     async with asyncio.TaskGroup() as tasks:
         rollouts = [tasks.create_task(roll_out(dataset, policy, reward, buffer)) for _ in range(PROMPTS)]

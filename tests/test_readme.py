@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -44,3 +45,9 @@ def test_every_configuration_key_is_described():
                 yield f"{section.__name__}.{key}"
 
     assert not {key for recipe in (RLConfig, SFTConfig, DPOConfig, Options) for key in undescribed(recipe)}
+
+
+def test_pages_show_the_loop_that_runs():
+    loop = (ROOT / "apps/loop.py").read_text().split('"""\n\n', 1)[1]
+    assert loop in README
+    assert textwrap.indent(loop, "    ") in (ROOT / "docs/index.md").read_text()
