@@ -54,7 +54,7 @@ MODULES = {
 ROOTED = "\n    options: {show_root_heading: true, show_root_toc_entry: true}\n"
 FRONT = ("train", "sft", "dpo", "evaluate", "generate", "Result")
 # Guides come before the API in the results of a search, and answers to symptoms before both.
-BOOSTS = {"resume.md": 4.0, "reference/troubleshooting.md": 2.0, "compatibility.md": 0.5}
+BOOSTS = {"resume.md": 4.0, "troubleshooting.md": 2.0, "start/from_torchforge.md": 0.5}
 OUTSIDE = re.compile(r"\[([^\]]*)\]\((?:\.\./)+((?:src|apps|benchmarks|tests|scripts)(?:/[\w./-]*)?)\)")
 
 
@@ -70,14 +70,12 @@ def on_config(config: Any) -> Any:
     """Complete the navigation with the pages that are made."""
     tutorials = [{title: f"tutorials/{path.stem}.md"} for path, title in _tutorials()]
     api = [{name: f"{name}.md"} for name in MODULES]
-    for entry in config["nav"]:
-        if isinstance(entry, dict) and "Tutorials" in entry:
-            entry["Tutorials"] = ["tutorials/index.md", *tutorials]
-        if isinstance(entry, dict) and "Getting started" in entry and (ROOT / "docs/overview.md").exists():
-            entry["Getting started"].append({"Overview": "overview.md"})
-        for inner in entry.get("Reference", []) if isinstance(entry, dict) else []:
-            if isinstance(inner, dict) and "API" in inner:
-                inner["API"] = ["reference/api.md", *api]
+    made = {"Tutorials": ["tutorials/index.md", *tutorials], "API": ["reference/api.md", *api]}
+    for tab in config["nav"]:
+        for pages in tab.values() if isinstance(tab, dict) else []:
+            for page in pages if isinstance(pages, list) else []:
+                if isinstance(page, dict):
+                    page.update({title: made[title] for title in page.keys() & made.keys()})
     return config
 
 
