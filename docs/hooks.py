@@ -91,7 +91,9 @@ def on_files(files: Any, config: Any) -> Any:
     pages["reference/glossary.md"] = "# Glossary\n" + contributing.split("## Glossary\n")[1].split("\n## ")[0]
     changelog = ROOT / "CHANGELOG.md"
     pages["reference/changelog.md"] = (
-        changelog.read_text() if changelog.exists() else "# Changelog\n\nNo version has been released yet.\n"
+        changelog.read_text().replace("](docs/", "](../")
+        if changelog.exists()
+        else "# Changelog\n\nNo version has been released yet.\n"
     )
     tutorials = list(_tutorials())
     listed = "\n".join(f"- [{title}]({path.stem}.md)" for path, title in tutorials)
@@ -203,7 +205,19 @@ def _api(module: str) -> str:
     names = [".".join(path.relative_to(ROOT / "src").with_suffix("").parts) for path in sorted(folder.glob("*.py"))]
     names += [f"{module}.{path.name}" for path in sorted(folder.iterdir()) if (path / "__init__.py").exists()]
     names = [name for name in names if name not in MODULES]
-    return head + "\n".join(f"## `{name}`\n\n::: {name}\n" for name in names if not name.split(".")[-1].startswith("_"))
+    return head + "\n".join(
+        f"## `{name}`\n\n::: {name}{_own(name)}\n" for name in names if not name.split(".")[-1].startswith("_")
+    )
+
+
+def _own(module: str) -> str:
+    """The option that omits what a module imports by a wildcard: its entries are on the page of the other module."""
+    tree = ast.parse(_file(module).read_text())
+    if not any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in tree.body):
+        return ""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    names = [node.name for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")]
+    return f"\n    options: {{members: [{', '.join(names)}]}}\n"
 
 
 def _tutorials() -> list[tuple[Path, str]]:
