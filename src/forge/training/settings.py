@@ -103,7 +103,7 @@ class PassSettings(Section):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     router_aux_loss: float = Field(0.0, ge=0)
-    """For a mixture of experts: weight of the loss that balances the load of experts ([large_models.md](large_models.md)).
+    """For a mixture of experts: weight of the loss that balances their load ([large_models.md](large_models.md)).
     The model's authors' is `router_aux_loss_coef` in its config.json."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimiser in host memory; layers come to the GPU to compute. Needs a GPU."""
