@@ -58,7 +58,7 @@ class AlgorithmConfig(RolloutSettings):
     `beta` ([algorithms.md](algorithms.md)). A setting that the algorithm does not have is an error.
 
     Log-probabilities are the policy's at `temperature`, whatever is excluded
-    ([engines.md](engines.md#what-is-excluded))."""
+    ([engines.md](engines.md#restricted-sampling))."""
 
     model_config = ConfigDict(extra="allow")
 
