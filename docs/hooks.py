@@ -54,7 +54,7 @@ MODULES = {
 ROOTED = "\n    options: {show_root_heading: true, show_root_toc_entry: true}\n"
 FRONT = ("train", "sft", "dpo", "evaluate", "generate", "Result")
 # Guides come before the API in the results of a search, and answers to symptoms before both.
-BOOSTS = {"resume.md": 4.0, "reference/troubleshooting.md": 2.0, "compatibility.md": 0.5}
+BOOSTS = {"resume.md": 4.0, "troubleshooting.md": 2.0, "start/from_torchforge.md": 0.5}
 OUTSIDE = re.compile(r"\[([^\]]*)\]\((?:\.\./)+((?:src|apps|benchmarks|tests|scripts)(?:/[\w./-]*)?)\)")
 
 
@@ -70,14 +70,12 @@ def on_config(config: Any) -> Any:
     """Complete the navigation with the pages that are made."""
     tutorials = [{title: f"tutorials/{path.stem}.md"} for path, title in _tutorials()]
     api = [{name: f"{name}.md"} for name in MODULES]
-    for entry in config["nav"]:
-        if isinstance(entry, dict) and "Tutorials" in entry:
-            entry["Tutorials"] = ["tutorials/index.md", *tutorials]
-        if isinstance(entry, dict) and "Getting started" in entry and (ROOT / "docs/overview.md").exists():
-            entry["Getting started"].append({"Overview": "overview.md"})
-        for inner in entry.get("Reference", []) if isinstance(entry, dict) else []:
-            if isinstance(inner, dict) and "API" in inner:
-                inner["API"] = ["reference/api.md", *api]
+    made = {"Tutorials": ["tutorials/index.md", *tutorials], "API": ["reference/api.md", *api]}
+    for tab in config["nav"]:
+        for pages in tab.values() if isinstance(tab, dict) else []:
+            for page in pages if isinstance(pages, list) else []:
+                if isinstance(page, dict):
+                    page.update({title: made[title] for title in page.keys() & made.keys()})
     return config
 
 
@@ -93,7 +91,9 @@ def on_files(files: Any, config: Any) -> Any:
     pages["reference/glossary.md"] = "# Glossary\n" + contributing.split("## Glossary\n")[1].split("\n## ")[0]
     changelog = ROOT / "CHANGELOG.md"
     pages["reference/changelog.md"] = (
-        changelog.read_text() if changelog.exists() else "# Changelog\n\nNo version has been released yet.\n"
+        changelog.read_text().replace("](docs/", "](../")
+        if changelog.exists()
+        else "# Changelog\n\nNo version has been released yet.\n"
     )
     tutorials = list(_tutorials())
     listed = "\n".join(f"- [{title}]({path.stem}.md)" for path, title in tutorials)
@@ -205,7 +205,19 @@ def _api(module: str) -> str:
     names = [".".join(path.relative_to(ROOT / "src").with_suffix("").parts) for path in sorted(folder.glob("*.py"))]
     names += [f"{module}.{path.name}" for path in sorted(folder.iterdir()) if (path / "__init__.py").exists()]
     names = [name for name in names if name not in MODULES]
-    return head + "\n".join(f"## `{name}`\n\n::: {name}\n" for name in names if not name.split(".")[-1].startswith("_"))
+    return head + "\n".join(
+        f"## `{name}`\n\n::: {name}{_own(name)}\n" for name in names if not name.split(".")[-1].startswith("_")
+    )
+
+
+def _own(module: str) -> str:
+    """The option that omits what a module imports by a wildcard: its entries are on the page of the other module."""
+    tree = ast.parse(_file(module).read_text())
+    if not any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in tree.body):
+        return ""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    names = [node.name for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")]
+    return f"\n    options: {{members: [{', '.join(names)}]}}\n"
 
 
 def _tutorials() -> list[tuple[Path, str]]:

@@ -18,7 +18,7 @@ from scripts.describe_metrics import SCRIPT, descriptions, script
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 TROUBLES = (DOCS / "reference/troubleshooting.md").read_text()
-PAPERS = (DOCS / "reference/papers.md").read_text()
+PAPERS = (DOCS / "algorithms.md").read_text().split("## Papers")[1]
 MESSAGES = re.findall(r"^\| `(.+?)` \|", TROUBLES.split("## By error message")[1], re.MULTILINE)
 DIAGRAMS = sorted((DOCS / "diagrams").glob("*.svg"))
 

@@ -6,9 +6,9 @@ An answer is a key of the configuration (`grpo.n_samples`, with a value after `=
 from collections.abc import Sequence
 
 GUIDES = {
-    "TRL": "docs/howto/from_trl.md",
-    "verl": "docs/howto/from_verl.md",
-    "OpenRLHF": "docs/howto/from_verl.md",
+    "TRL": "docs/start/from_trl.md",
+    "verl": "docs/start/from_verl.md",
+    "OpenRLHF": "docs/start/from_verl.md",
     "torchforge": "docs/howto/from_torchforge.md",
     "TitanRL": "docs/howto/from_titanrl.md",
 }
@@ -68,7 +68,7 @@ TRL = {
     "disable_dropout": ALWAYS,
     "use_liger_kernel": "training.compile",
     "use_liger_loss": "training.compile",
-    "top_entropy_quantile": "a loss that names entropy, docs/adding_an_algorithm.md",
+    "top_entropy_quantile": "a loss that names entropy, docs/own_loop.md",
     # SFT and DPO.
     "max_length": "dataset.max_tokens",
     "max_seq_length": "dataset.max_tokens",
@@ -257,7 +257,7 @@ TITANRL = {
     "max_context_length": "generator.max_seq_len",
     "num_tokens_per_microbatch_per_dp_rank": "training.seq_len",
     "drop_zero_std_reward_groups": "nothing to set, they have no gradient and are left out",
-    "batch_invariant": "nothing to set on a CPU; docs/explain/exact.md has what is exact",
+    "batch_invariant": "nothing to set on a CPU; docs/resume.md has what is exact",
 }
 # Endpoints, methods and arguments of torchforge's services that have another name here.
 ENDPOINTS = {

@@ -181,7 +181,7 @@ class JudgeSettings(Section):
 
 
 class VerifiersConfig(Section):
-    """A panel of verifiers ([verifiers.md](verifiers.md)): of `reward.verifiers`, and of the file that `forge weaver
+    """A panel of verifiers ([rewards.md](rewards.md)): of `reward.verifiers`, and of the file that `forge weaver
     score --verifiers` reads."""
 
     rules: list[str] = Field(default_factory=list)

@@ -11,7 +11,7 @@ from forge.losses import ReinforceLoss, SimpleGRPOLoss
 from forge.runtime.controller import run
 from forge.types import Episode, Group
 
-OVERVIEW = (Path(__file__).parents[2] / "docs/overview.md").read_text()
+OVERVIEW = (Path(__file__).parents[2] / "docs/architecture.md").read_text()
 
 pytestmark = pytest.mark.processes
 

@@ -1,4 +1,4 @@
-"""What must hold of each family's real tokenizer: a function for each column of the table in docs/conversations.md.
+"""What must hold of each family's real tokenizer: a function for each column of the table in docs/data.md.
 
 Each returns the cell: "yes", or why there is nothing to check.
 """

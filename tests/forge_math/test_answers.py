@@ -1,4 +1,4 @@
-"""MathReward on a table of answers, decided one by one; docs/verifiers.md has the reasons."""
+"""MathReward on a table of answers, decided one by one; docs/rewards.md has the reasons."""
 
 from __future__ import annotations
 

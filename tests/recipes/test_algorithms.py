@@ -18,7 +18,7 @@ from tests.training.cases import TOKENIZER, tiny_model
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]
 
-PAGE = (ROOT / "docs/adding_an_algorithm.md").read_text()
+PAGE = (ROOT / "docs/own_loop.md").read_text()
 
 
 def run(folder: Path, *overrides: str, path: Path | None = None) -> list[dict]:

@@ -1,4 +1,4 @@
-"""TRL's examples with their names changed, as docs/howto/from_trl.md shows them, on a tiny chat model."""
+"""TRL's examples with their names changed, as docs/start/from_trl.md shows them, on a tiny chat model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from forge.recipes.result import Result
 from tests.data.templates import CHATML, byte_pairs
 
 pytestmark = pytest.mark.processes
-PAGE = Path(__file__).parents[2] / "docs/howto/from_trl.md"
+PAGE = Path(__file__).parents[2] / "docs/start/from_trl.md"
 DIFFS = [
     block for block in re.findall(r"```text\n(.*?)```", PAGE.read_text(), re.DOTALL) if block.startswith("-from trl")
 ]

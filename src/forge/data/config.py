@@ -114,7 +114,7 @@ class DatasetConfig(RowsConfig):
     """Longer prompts are skipped and counted, or an error."""
     sampler: Any = None
     """Instead of the shuffled order, one that follows from what came of the rows before: curriculum, frontier, retire
-    or package.module:Class, by name or as `{use: name, <settings>}` ([samplers.md](samplers.md)). Needs a recipe
+    or package.module:Class, by name or as `{use: name, <settings>}` ([data.md](data.md)). Needs a recipe
     that samples groups, and stored rows."""
 
 

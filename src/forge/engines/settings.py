@@ -29,7 +29,7 @@ class EngineSettings(Section):
     on_update: Literal["continue", "finish", "recompute"] = "continue"
     """Running sequences at a weight update: they `continue` under the new weights with the keys and values
     they have, `finish` under the old ones first, or `recompute` keys and values under the new ones
-    ([weights.md](weights.md))."""
+    ([asynchrony.md](asynchrony.md))."""
     prefix_cache_mb: float = Field(256, ge=0)
     """Memory for keys and values of prompts, in MB: a prompt that starts as another did, such as an episode's next
     turn, is computed from where they differ. A weight update empties it. 0: no cache. vLLM has another."""
@@ -43,7 +43,7 @@ class EngineSettings(Section):
     ([engines.md](engines.md))."""
     router_replay: bool = False
     """For a mixture of experts: completions carry the experts of each token, and the trainer computes with them
-    ([mixtures.md](mixtures.md)). Needs `embedded`."""
+    ([large_models.md](large_models.md)). Needs `embedded`."""
     vllm: dict[str, Any] = Field(default_factory=dict)
     """Additional arguments of vLLM's engine, by vLLM's names."""
 

@@ -61,7 +61,7 @@ def train(
         model: folder or hub id; None with `from_scratch={...}`.
         dataset: a path, a hub id, rows (a list of dicts, a `datasets.Dataset`), or the keys of the section `dataset`.
         reward: a function of what its parameters name, such as `f(response, target) -> float | None`
-            (docs/howto/reward.md), a verifier, a name, or a list of these.
+            (docs/rewards.md), a verifier, a name, or a list of these.
         reward_weights: what each of several rewards is multiplied by.
         environment: what makes an environment for each episode, instead of `reward`.
         algorithm: a name ("grpo", "dapo", ...), a mapping of the name and settings, an `Algorithm`, a loss function or

@@ -66,7 +66,7 @@ class EvalSet(Section):
 
 
 class RLEvalConfig(EvalConfig):
-    """Evaluation of a policy on held-out problems ([evaluation.md](evaluation.md)), before and after training."""
+    """Evaluation of a policy on held-out problems ([data.md](data.md)), before and after training."""
 
     n: PositiveInt = 1
     """Answers to each problem: with several, `eval/pass@k` and `eval/maj@n` are measured."""

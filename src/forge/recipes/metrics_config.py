@@ -35,13 +35,13 @@ class ProfileConfig(Section):
 
 
 class MetricsConfig(Section):
-    """Besides `metrics.jsonl`, the console and the report ([trackers.md](trackers.md))."""
+    """Besides `metrics.jsonl`, the console and the report ([watching.md](watching.md))."""
 
     tensorboard: bool = False
     """Also write TensorBoard events (`pip install tensorboard`)."""
     wandb: WandbConfig | None = None
     tracker: str | None = None
-    """A tracker of your own: `package.module:Name` ([trackers.md](trackers.md#your-own))."""
+    """A tracker of your own: `package.module:Name` ([watching.md](watching.md#trackers))."""
     profile: ProfileConfig | None = None
     peak_tflops: PositiveFloat | None = None
     """TFLOP/s of one device, which `train/mfu` and `generator/mfu` are shares of; null: the data sheet's for a known

@@ -19,7 +19,7 @@ class RewardConfig(Section):
     package.module:Name, ...}`; from Python also the objects themselves. null: `MathReward` unless `verifiers` is
     set."""
     verifiers: Any = None
-    """Models, judges and rules, with their scores as they are ([verifiers.md](verifiers.md)); null: none."""
+    """Models, judges and rules, with their scores as they are ([rewards.md](rewards.md)); null: none."""
     weights: list[float] | None = None
     """What each of `functions` is multiplied by; null: 1."""
     names: list[str] | None = None

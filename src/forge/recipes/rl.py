@@ -24,7 +24,7 @@ from .schema import sample_seed
 class Loop:
     """The two loops of a run, which overlap: `rollouts` fills the buffer, and `training` empties it.
 
-    A subclass may replace each method (docs/howto/own_loop.md).
+    A subclass may replace each method (docs/own_loop.md).
 
     Args:
         parts: the started components.

@@ -58,7 +58,7 @@ class AlgorithmConfig(RolloutSettings):
     `beta` ([algorithms.md](algorithms.md)). A setting that the algorithm does not have is an error.
 
     Log-probabilities are the policy's at `temperature`, whatever is excluded
-    ([engines.md](engines.md#what-is-excluded))."""
+    ([engines.md](engines.md#restricted-sampling))."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -76,7 +76,7 @@ class AlgorithmConfig(RolloutSettings):
     """The frozen model, or the teacher of `distill`; null: the start."""
     correction: Literal["none", "truncate", "mask"] | None = None
     """Weigh by the trained policy over the sampler, instead of the clip: at most `correction_high` (`truncate`), or 0
-    outside `correction_low` to `correction_high` (`mask`) ([weights.md](weights.md))."""
+    outside `correction_low` to `correction_high` (`mask`) ([asynchrony.md](asynchrony.md))."""
     correction_level: Literal["token", "sequence", "geometric"] = "token"
     """The ratio of each token, the product over a sequence, or its geometric mean."""
     correction_low: float = 0.5
@@ -141,7 +141,7 @@ class RLServices(SamplingServices):
 
 
 class RolloutMetrics(MetricsConfig):
-    """Besides `metrics.jsonl`, the console and the report ([trackers.md](trackers.md)), and recorded rollouts."""
+    """Besides `metrics.jsonl`, the console and the report ([watching.md](watching.md)), and recorded rollouts."""
 
     rollouts: NonNegativeInt | Literal["all"] = 1
     """Groups of each step that `rollouts.arrow` records with all of their tokens ([watching.md](watching.md)), and as

@@ -80,7 +80,7 @@ class TrainingConfig(PassSettings, OptimizerSettings):
 
 
 class TrainerConfig(Section):
-    """Training backend: whose models and parallelism are used ([parallelism.md](parallelism.md))."""
+    """Training backend: whose models and parallelism are used ([large_models.md](large_models.md))."""
 
     backend: Literal["fsdp", "titan"] = "fsdp"
     """`fsdp`: transformers' models, divided by this library; `titan`: TorchTitan's (`torchtitan==0.3.0`)."""
@@ -296,7 +296,7 @@ class RecipeConfig(TrainingRecipe):
     generator: EngineSettings = EngineSettings()
     colocated: bool = False
     """Generators, and critic and reference model where there are any, live in the trainer's processes and take turns
-    with it on the same devices ([parallelism.md](parallelism.md)). `async.max_policy_age` must be 0."""
+    with it on the same devices ([large_models.md](large_models.md)). `async.max_policy_age` must be 0."""
     services: SamplingServices = SamplingServices()
 
     def placement(self, name: str) -> dict[str, Any]:

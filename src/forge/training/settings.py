@@ -28,7 +28,7 @@ class OptimizerSettings(Section):
 
     optimizer: str = "adamw"
     """`adamw`, or a class of torch's interface that takes groups, `lr`, `betas` and `eps`, such as
-    `torchao.optim:AdamW8bit` ([parallelism.md](parallelism.md))."""
+    `torchao.optim:AdamW8bit` ([large_models.md](large_models.md))."""
     optimizer_dtype: Literal["float32", "bfloat16"] | None = None
     """Data type of the optimiser's state; null: the weights'. float32 with bfloat16 weights keeps their low bits
     as well: no update is lost, at 14 bytes a parameter. bfloat16 with float32 weights: 12 bytes."""
@@ -103,8 +103,8 @@ class PassSettings(Section):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     router_aux_loss: float = Field(0.0, ge=0)
-    """For a mixture of experts: weight of the loss that balances its experts' load ([mixtures.md](mixtures.md)). The
-    model's authors' is `router_aux_loss_coef` in its config.json."""
+    """For a mixture of experts: weight of the loss that balances their load ([large_models.md](large_models.md)).
+    The model's authors' is `router_aux_loss_coef` in its config.json."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimiser in host memory; layers come to the GPU to compute. Needs a GPU."""
     deterministic: bool = False
@@ -172,7 +172,7 @@ class Parallelism(Section):
     """Ranks that share the weights, the tokens of a sequence and, in attention, the heads (Ulysses)."""
     expert_parallel_degree: int = 1
     """For a mixture of experts: neighbouring ranks, out of shard and context ranks, that divide the experts between
-    them and exchange tokens instead of weights ([mixtures.md](mixtures.md)). Needs `trainer.backend` titan."""
+    them and exchange tokens instead of weights ([large_models.md](large_models.md)). Needs `trainer.backend` titan."""
     pipeline_parallel_degree: int = 1
     """1: pipelines are not supported."""
 
