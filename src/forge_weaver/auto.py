@@ -20,8 +20,8 @@ MIN_VERIFIERS = 3
 # With fewer a full covariance can explain the scores without the classes. On 105 subsets of three to nine real
 # verifiers the mixture would have lost .04 of the selection on average and .36 at most.
 MIN_FOR_COVARIANCE = 6
-# Shrinkage of the second try with `one_right`, beyond the best one on RewardMATH (.02: a selection of .517): its .417 is
-# still above the rank mean's .271.
+# Shrinkage of the second try with `one_right`, beyond the best one on RewardMATH (.02: a selection of .517). Its .417
+# is still above the rank mean's .271.
 MORE_SHRINK = 0.1
 
 
