@@ -72,9 +72,8 @@ def shown(field: Any) -> str:
 
 
 def meaning(text: str) -> str:
-    """The start of a description as far as it fits in a short line, without links to pages."""
+    """The start of a description as far as it fits in a short line, without the pages in brackets."""
     text = re.sub(r" \(\[[^]]*\]\([^)]*\)\)", "", " ".join(text.split()))
-    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
     parts = re.split(r"(?<=[.;])(?<! al\.) ", text)
     short = parts[0]
     if len(parts) > 1 and len(" ".join(parts[:2]).split()) <= SHORT:
