@@ -1,18 +1,26 @@
-"""Write the tables of docs/compatibility.md from docs/compatibility.yaml.
+"""Write the table of docs/start/from_torchforge.md from docs/compatibility.yaml.
 
 python docs/make_compatibility.py
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-PAGE = Path(__file__).with_name("compatibility.md")
-ROWS = PAGE.with_suffix(".yaml")
-BEGIN, END = "<!-- made by make_compatibility.py -->\n", "<!-- end of the tables -->\n"
+PAGE = Path(__file__).parent / "start/from_torchforge.md"
+ROWS = Path(__file__).with_name("compatibility.yaml")
+BEGIN, END = "<!-- made by make_compatibility.py -->\n", "<!-- end of the table -->\n"
+
+TITLES = ("Names", "Installation, commands and files", "Configuration", "Code")
+# Rows that ask nothing of somebody who has a program of torchforge's.
+SAME = re.compile(
+    r"(as printed|as described|works|there)$|the same for|BSD |none: |YAML files|`make quickstart`|between hosts"
+    r"|runs with|each rank|processes, replicas|several turns|optional engines|the package's own|without the driver"
+)
 
 
 def sections() -> list[dict[str, Any]]:
@@ -20,22 +28,12 @@ def sections() -> list[dict[str, Any]]:
     return yaml.safe_load(ROWS.read_text())
 
 
-def evidence(row: dict[str, Any]) -> str:
-    """The names of a row's tests, and what was not run."""
-    parts = [f"`{test.rpartition('::')[2]}`" for test in row.get("shown", ())]
-    return "<br>".join(parts + ([f"not run: {row['not run']}"] if "not run" in row else []))
-
-
 def page(text: str) -> str:
-    """The page with its tables as they have to be."""
-    lines = []
+    """The page with its table as it has to be: the rows of `TITLES` that say more than that the document holds."""
+    lines = ["", "| torchforge | here |", "|---|---|"]
     for section in sections():
-        numbered = ("rows",) * any("numbers" in row for row in section["rows"])
-        names = (*numbered, "document", "here", "shown by")
-        lines += ["", f"## {section['title']}", "", f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
-        for row in section["rows"]:
-            cells = [*(str(row["numbers"]) for _ in numbered), row["document"], row["here"], evidence(row)]
-            lines.append(f"| {' | '.join(cells)} |")
+        rows = [row for row in section["rows"] if section["title"] in TITLES and not SAME.match(row["here"])]
+        lines += [f"| {row['document']} | {row['here']} |" for row in rows]
     head, _, rest = text.partition(BEGIN)
     return "\n".join([head + BEGIN.rstrip(), *lines, "", END]) + rest.partition(END)[2]
 

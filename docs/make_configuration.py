@@ -1,4 +1,4 @@
-"""Write the tables of docs/configuration.md from the models that a configuration is checked with.
+"""Write the lists of docs/configuration.md from the models that a configuration is checked with.
 
 python docs/make_configuration.py
 """
@@ -6,6 +6,7 @@ python docs/make_configuration.py
 from __future__ import annotations
 
 import inspect
+import re
 import typing
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,10 @@ from forge.recipes.dpo import DPOConfig
 from forge.recipes.reward_model import RewardModelConfig
 from forge.recipes.rl_config import RLConfig
 from forge.recipes.sft import SFTConfig
-from forge.runtime.controller import Placement
+from forge.runtime.controller import Options, Placement
 
 PAGE = Path(__file__).with_name("configuration.md")
-BEGIN, END = "<!-- made by make_configuration.py -->\n", "<!-- end of the tables -->\n"
+BEGIN, END = "<!-- made by make_configuration.py -->\n", "<!-- end of the lists -->\n"
 RECIPES: dict[str, type[Section]] = {
     "grpo": RLConfig,
     "sft": SFTConfig,
@@ -33,8 +34,8 @@ RECIPES: dict[str, type[Section]] = {
     "code": CodeConfig,
     "weaver": WeaverConfig,
 }
-WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false", type(None): "null"}
-LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+SHORT, LONG = 11, 11  # words of a line: two sentences up to SHORT, one is cut beyond LONG
+ALIKE = 5  # lines that two sections share before the second names the first
 
 Found = dict[type[Section], dict[str, list[str]]]  # sections, where they stand, and in which recipes
 
@@ -49,102 +50,112 @@ def collect(section: type[Section], where: str, recipe: str, found: Found) -> No
             collect(inner, f"{where}.{key}{several}".lstrip("."), recipe, found)
 
 
-def kind(hint: Any, limits: typing.Iterable[Any] = ()) -> str:
-    """A type as a reader of YAML knows it."""
-    origin, options = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Annotated:
-        return kind(options[0], options[1:])
-    if section_in(hint) is not None:
-        text = {list: "list of sections", dict: "sections by name"}.get(origin, "section")
-        return f"{text}, null" if type(None) in options else text
-    if origin is typing.Literal:
-        return ", ".join(f"`{choice}`" for choice in choices_in(hint))
-    if origin in (list, tuple):
-        return f"list of {kind(options[0])}"
-    if origin is dict:
-        return "mapping"
-    options = tuple(option for option in options if not getattr(option, "python_only", False))
-    if options:
-        return ", ".join(kind(option, limits) if option is not type(None) else "null" for option in options)
-    bounds = []
-    for name, limit in ((name, getattr(limit, name)) for limit in limits for name in LIMITS if hasattr(limit, name)):
-        above_whole = hint is int and name == "gt"
-        bounds.append(f"at least {limit + 1}" if above_whole else f"{LIMITS[name]} {limit:g}")
-    return " ".join([WORDS.get(hint, "any"), *bounds])
+def choices(hint: Any) -> list[str]:
+    """The names that a key takes, if it takes no others."""
+    options = [option for option in typing.get_args(hint) or (hint,) if option is not type(None)]
+    literals = [option for option in (hint, *options) if typing.get_origin(option) is typing.Literal]
+    return [str(choice) for choice in choices_in(literals[0])] if literals else []
 
 
-def default(field: Any) -> str:
-    """What a key is if it is not given."""
-    if field.is_required():
-        return "must be set"
+def shown(field: Any) -> str:
+    """The default as YAML, and the other choices. A key without a default, or a section, has none."""
+    if field.is_required() or section_in(field.annotation) is not None:
+        return ""
     value = field.get_default(call_default_factory=True)
-    if isinstance(value, Section):
-        given = value.model_dump(exclude_unset=True)
-        return ", ".join(f"`{name}: {given[name]}`" for name in given)
     if value is None or isinstance(value, bool):
-        return str({None: "null"}.get(value, str(value).lower()))
-    shown = str(list(value) if isinstance(value, tuple) else value).replace("\n", "\\n").replace("|", "\\|")
-    return f"`{shown}`" if shown else "empty"
+        text = {None: "null"}.get(value, str(value).lower())
+    else:
+        text = str(list(value) if isinstance(value, tuple) else value).replace("\n", "\\n") or '""'
+        text = text if len(text) < 40 else "..."
+    others = [choice for choice in choices(field.annotation) if choice != text]
+    return f": {text}`" + (f" (`{'`, `'.join(others)}`)" if others else "")
 
 
-def meaning(field: Any) -> str:
-    """The description of a field; of a section, that of its class."""
+def meaning(text: str) -> str:
+    """The start of a description as far as it fits in a short line, without the pages in brackets."""
+    text = re.sub(r" \(\[[^]]*\]\([^)]*\)\)", "", " ".join(text.split()))
+    parts = re.split(r"(?<=[.;])(?<! al\.) ", text)
+    short = parts[0]
+    if len(parts) > 1 and len(" ".join(parts[:2]).split()) <= SHORT:
+        short = " ".join(parts[:2])
+    if len(short.split()) > LONG:
+        heads = [short[: match.start()] for match in re.finditer(r"(: |, (?:such|which|of which) )", short)]
+        heads = [head for head in heads if len(head.split()) >= 4 and head.count("(") == head.count(")")]
+        short = next((head for head in heads if not head.startswith(("For a ", "A metric"))), short)
+    return short.rstrip(".;:")
+
+
+def line(key: str, field: Any) -> str:
+    """The line of a key: its default, and what it is."""
     inner = section_in(field.annotation)
-    text = field.description or (inspect.getdoc(inner) if inner is not None else "") or ""
-    return " ".join(text.split()).replace("|", "\\|")
-
-
-def table(section: type[Section], without: typing.Container[str] = ()) -> list[str]:
-    rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    for key, field in keys_of(section).items():
-        if key not in without:
-            type_ = kind(field.annotation, field.metadata)
-            rows.append(f"| `{key}` | {type_} | {default(field)} | {meaning(field)} |")
-    return rows if len(rows) > 2 else []
+    about = "Placement" if inner in (Placement, Options) else inspect.getdoc(inner) if inner is not None else ""
+    text = meaning(field.description or about or "")
+    text = f"(required) {text}" if field.is_required() else text
+    return f"- `{key}{shown(field) or '`'}: {text}"
 
 
 def made() -> str:
-    """All tables: top level first, then each section; what the sections of a key have in common stands once."""
+    """All keys: top level first, then each section; what several sections have in common stands once."""
     found: Found = {}
     for name, recipe in RECIPES.items():
         collect(recipe, "", name, found)
-    keys: dict[str, tuple[str, Any, list[str]]] = {}
+    top: dict[str, tuple[str, list[str]]] = {}
     for name, recipe in RECIPES.items():
         for key, field in keys_of(recipe).items():
-            keys.setdefault(key, (kind(field.annotation, field.metadata), field, []))[2].append(name)
-    lines = ["## Top level", "", "| key | type | default | recipes | meaning |", "|---|---|---|---|---|"]
-    for key, (type_, field, names) in keys.items():
-        inner = section_in(field.annotation)
-        given = "" if inner is not None and not field.is_required() else default(field)
-        everywhere = "all" if len(names) == len(RECIPES) else ", ".join(names)
-        lines.append(f"| `{key}` | {type_} | {given} | {everywhere} | {meaning(field)} |")
-    found = {section: places for section, places in found.items() if section not in RECIPES.values()}
+            top.setdefault(key, (line(key, field), []))[1].append(name)
+    rows = dict(top.values())  # the recipes of each line
+    lines = ["## Top level", "", *by_recipes(rows, set(RECIPES))]
+
     titles: dict[str, list[type[Section]]] = {}
     for section, places in found.items():
-        place = next(iter(places)).removesuffix("[]").removesuffix(".NAME")
-        titles.setdefault(place.rpartition(".")[2], []).append(section)
+        if section not in RECIPES.values() and section not in (Placement, Options):
+            place = next(iter(places)).removesuffix("[]").removesuffix(".NAME")
+            titles.setdefault(place.rpartition(".")[2], []).append(section)
+    printed: dict[str, set[str]] = {}
     for title, sections in titles.items():
-        alike = set.intersection(*({(k, str(f)) for k, f in keys_of(section).items()} for section in sections))
-        common = {key for key, _ in alike} if len(sections) > 1 else set()
-        lines += ["", f"## {title}", ""]
-        if common:
-            lines += [*table(sections[0], set(keys_of(sections[0])) - common), ""]
+        rows = {}
+        all_names = {name for section in sections for names in found[section].values() for name in names}
         for section in sections:
-            places = " and ".join(
-                f"`{where}`" + ("" if len(names) == len(RECIPES) else f" of {', '.join(names)}")
-                for where, names in found[section].items()
-            )
-            rows = table(section, common)
-            if rows or not common:
-                lines += [f"{places}: {' '.join((inspect.getdoc(section) or '').split())}", "", *rows, ""]
-        lines.pop()
+            names = [name for names in found[section].values() for name in names]
+            for key, field in keys_of(section).items():
+                rows.setdefault(line(key, field), []).extend(names)
+        lines += ["", f"## {title}", "", *where(found, sections, title)]
+        earlier = next((name for name, old in printed.items() if len(old & set(rows)) >= ALIKE), None)
+        if earlier:
+            same = [row for row in rows if row in printed[earlier]]
+            lines.append(f"- {', '.join(row.split(':')[0].strip('- `').join('``') for row in same)}: as in {earlier}")
+        new = {row: names for row, names in rows.items() if not earlier or row not in printed[earlier]}
+        lines += by_recipes(new, all_names)
+        printed[title] = set(rows)
         if title == "services":
-            lines += ["", "Of each service:", "", *table(Placement)]
+            placed = [line(key, field) for key, field in keys_of(Placement).items()]
+            more = [line(key, field) for key, field in keys_of(Options).items()]
+            lines += ["", "Each service:", "", *placed]
+            lines += ["", "In addition, of `options(...)` in Python and services of `weaver`:", ""]
+            lines += [row for row in more if row not in placed]
     return "\n".join(lines) + "\n"
 
 
+def by_recipes(rows: dict[str, list[str]], all_names: set[str]) -> list[str]:
+    """The lines, those of all recipes first; `weaver`, which trains nothing, does not count."""
+    groups: dict[str, list[str]] = {"": []}
+    for row, names in rows.items():
+        few = "" if all_names - {"weaver"} <= set(names) else ", ".join(dict.fromkeys(names))
+        groups.setdefault(few, []).append(row)
+    lines = groups.pop("")
+    for few, group in groups.items():
+        lines += ["", f"Only {few}:", "", *group]
+    return lines if rows and lines[0] else lines[1:]
+
+
+def where(found: Found, sections: list[type[Section]], title: str) -> list[str]:
+    """The path of a section that is not at the top level."""
+    paths = dict.fromkeys(path for section in sections for path in found[section])
+    return [] if list(paths) == [title] else [", ".join(f"`{path}`" for path in paths) + ":", ""]
+
+
 def page(text: str) -> str:
-    """The page with its tables as they have to be."""
+    """The page with its lists as they have to be."""
     head, rest = text.split(BEGIN)
     return f"{head}{BEGIN}\n{made()}\n{END}{rest.split(END)[1]}"
 

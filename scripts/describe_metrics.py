@@ -1,4 +1,4 @@
-"""Writes what `forge watch` says of each metric, from the tables of docs/reference/metrics.md.
+"""Writes what `forge watch` says of each metric, from the tables of docs/reference.md.
 
 python scripts/describe_metrics.py
 """
@@ -10,15 +10,15 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TABLES = ROOT / "docs/reference/metrics.md"
+TABLES = ROOT / "docs/reference.md"
 SCRIPT = ROOT / "src/forge_inspect/watch/page/metrics.js"
-HEAD = "// Names of metrics and what they mean: made from docs/reference/metrics.md by scripts/describe_metrics.py."
+HEAD = "// Names of metrics and what they mean: made from docs/reference.md by scripts/describe_metrics.py."
 
 
 def descriptions(page: str) -> dict[str, str]:
-    """The meaning of each name in the tables of the page, as plain text. Names of one row share it."""
+    """The meaning of each name in the tables of metrics, as plain text. Names of one row share it."""
     meanings: dict[str, str] = {}
-    for cell, meaning in re.findall(r"^\| (`.*?) \| (.*) \|$", page, re.MULTILINE):
+    for cell, meaning in re.findall(r"^\| (`.*?) \| (.*) \|$", page.partition("\n## Metrics\n")[2], re.MULTILINE):
         text = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", f"{cell}: {meaning}").replace("`", "")
         meanings |= dict.fromkeys(re.findall(r"`([^`]+)`", cell), text)
     return meanings

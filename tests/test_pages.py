@@ -186,7 +186,7 @@ def _check(command: list[str], line: str) -> None:
             assert not asked or set(asked[1].split(",")) <= extras.keys(), f"no such extra: {line}"
     elif program.startswith("./scripts/"):
         assert all(word in (ROOT / program).read_text() for word in words), f"no such option: {line}"
-    elif program in ("kubectl", "sky", "torchrun", "torchx"):  # what follows a command of ours, in clusters.md
+    elif program in ("kubectl", "sky", "torchrun", "torchx"):  # what follows a command of ours, in start/cluster.md
         return
     else:
         pytest.fail(f"nothing checks {line!r}: mark the block with <!-- not run: REASON -->")

@@ -17,7 +17,7 @@ from scripts.describe_metrics import SCRIPT, descriptions, script
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-TROUBLES = (DOCS / "reference/troubleshooting.md").read_text()
+TROUBLES = (DOCS / "troubleshooting.md").read_text()
 PAPERS = (DOCS / "algorithms.md").read_text().split("## Papers")[1]
 MESSAGES = re.findall(r"^\| `(.+?)` \|", TROUBLES.split("## By error message")[1], re.MULTILINE)
 DIAGRAMS = sorted((DOCS / "diagrams").glob("*.svg"))
@@ -78,7 +78,7 @@ def test_the_configuration_of_a_paper_is_valid(text):
 
 
 def test_each_recorded_metric_is_described():
-    described = set(re.findall(r"`([\w/]+)`", (DOCS / "reference/metrics.md").read_text()))
+    described = set(re.findall(r"`([\w/]+)`", (DOCS / "reference.md").read_text()))
     recorded = set()
     for path in (ROOT / "src").rglob("*.py"):
         recorded |= set(re.findall(r'record_metric\(f?"([^"]*)"', path.read_text()))
@@ -89,7 +89,7 @@ def test_each_recorded_metric_is_described():
 
 
 def test_the_page_of_runs_describes_metrics_as_the_reference_does():
-    page = (DOCS / "reference/metrics.md").read_text()
+    page = (DOCS / "reference.md").read_text()
     assert descriptions(page)["train/entropy"] == "train/entropy: of the policy at trained tokens, in nats"
     assert SCRIPT.read_text() == script(page), "run scripts/describe_metrics.py"
 

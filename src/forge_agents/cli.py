@@ -14,7 +14,7 @@ def add_to(commands: Any) -> None:
     agents = commands.add_parser(
         "agents",
         help="write the tasks of a collection of environments as rows",
-        description="What a run needs whose episodes agents play, see docs/collections.md.",
+        description="What a run needs whose episodes agents play, see docs/agent_gateway.md.",
         epilog="example: forge agents rows agent.yaml",
     )
     steps = agents.add_subparsers(dest="step", required=True, metavar="STEP")

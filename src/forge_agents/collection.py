@@ -113,7 +113,7 @@ class Worker:
         except OSError as error:
             raise ConfigError(
                 f"episode.agent.collection.python {self.command[0]} cannot be executed ({error.strerror}): name the "
-                "python of the environment that has the collection (docs/collections.md)"
+                "python of the environment that has the collection (docs/agent_gateway.md)"
             ) from None
 
         self.starts += 1

@@ -1,6 +1,6 @@
 """Agents that are commands: any program, run confined for one episode, whose only network is the gateway.
 
-docs/agent_commands.md says what a program can do, and what is not covered.
+docs/agent_gateway.md says what a program can do, and what is not covered.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class CommandRunner:
             await self.close()
             raise InfrastructureError(
                 f"agents cannot be confined here ({reason}): allow user namespaces, or accept programs with all your "
-                "rights by allow_unsafe=True (docs/agent_commands.md)"
+                "rights by allow_unsafe=True (docs/agent_gateway.md)"
             )
 
         self.level = "none"

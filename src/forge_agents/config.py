@@ -44,7 +44,7 @@ class CollectionConfig(Section):
         if shutil.which(self.python) is None:
             raise ConfigError(
                 f"episode.agent.collection.python {self.python} is not a program: make the environment "
-                "(docs/collections.md), and name its bin/python"
+                "(docs/agent_gateway.md), and name its bin/python"
             )
 
 

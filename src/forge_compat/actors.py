@@ -168,7 +168,7 @@ def trainer_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
             )
         # Others have no effect here, except the schedule's.
         elif value is not None and note_key(key) in (NOTES[""], NOTES["lr_scheduler."]):
-            raise TypeError(f"TitanTrainer has no setting for {key} = {value!r} (docs/howto/from_torchforge.md)")
+            raise TypeError(f"TitanTrainer has no setting for {key} = {value!r} (docs/start/from_torchforge.md)")
     if isinstance(arguments.get("parallelism"), Mapping):
         degrees = arguments["parallelism"].items()
         arguments["parallelism"] = {name: value for name, value in degrees if name != "disable_loss_parallel"}

@@ -59,7 +59,7 @@ def find(name: str) -> ModuleSpec | None:
     """
     if name in ABSENT:
         raise ModuleNotFoundError(
-            f"{name} is a module of Meta's torchforge; here: {ABSENT[name]} (docs/howto/from_torchforge.md)", name=name
+            f"{name} is a module of Meta's torchforge; here: {ABSENT[name]} (docs/start/from_torchforge.md)", name=name
         )
     current = current_name(name)
     spec = None if current is None else find_spec(current)

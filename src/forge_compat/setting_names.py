@@ -9,8 +9,8 @@ GUIDES = {
     "TRL": "docs/start/from_trl.md",
     "verl": "docs/start/from_verl.md",
     "OpenRLHF": "docs/start/from_verl.md",
-    "torchforge": "docs/howto/from_torchforge.md",
-    "TitanRL": "docs/howto/from_titanrl.md",
+    "torchforge": "docs/start/from_torchforge.md",
+    "TitanRL": "docs/start/from_torchforge.md",
 }
 ALWAYS = "nothing to set, it is always so"
 TRL = {

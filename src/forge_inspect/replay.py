@@ -1,4 +1,4 @@
-"""Replay: a run computed again by its schedule, bit for bit, with any number of generators. See docs/replay.md."""
+"""Replay: a run computed again by its schedule, bit for bit, with any number of generators. See docs/inspect.md."""
 
 import asyncio
 import json

@@ -114,8 +114,8 @@ class DawidSkene(BinnedDawidSkene):
             self.report.verifiers[name].update(tpr=float(right[1] / right.sum()), tnr=float(wrong[0] / wrong.sum()))
 
 
-# The constants of alarms are those of the test with a gamed policy (docs/weaver.md, the last paragraphs of "Accuracy of
-# the methods"): over 20 seeds, 60 of 60 gamed verifiers raised an alarm, and no other verifier did.
+# The constants of alarms are those of the test with a gamed policy (docs/weaver.md, "Measured: methods"): over 20
+# seeds, 60 of 60 gamed verifiers raised an alarm, and no other verifier did.
 ALARM_WINDOW = 700  # responses of the sliding window, about three batches
 MIN_RESPONSES = 300  # for an alarm: with fewer the standard errors are themselves uncertain
 BATCH = 256  # responses to which `decay` refers

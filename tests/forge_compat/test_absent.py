@@ -23,7 +23,7 @@ class Service(Handle):
 @pytest.mark.parametrize("name", ABSENT)
 def test_a_module_of_upstream_names_what_has_its_contents(name: str):
     with pytest.raises(
-        ModuleNotFoundError, match=r"is a module of Meta's torchforge; here: forge.* \(docs/howto/from_t"
+        ModuleNotFoundError, match=r"is a module of Meta's torchforge; here: forge.* \(docs/start/from_t"
     ):
         importlib.import_module(name)
 

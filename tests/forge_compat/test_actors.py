@@ -120,7 +120,7 @@ def test_torchforges_sections_are_arguments_of_the_trainer():
     assert trainer.layout.tensor_parallel_degree == 2
     loss = ReinforceLoss(clip_ratio=0.2)
     assert TitanTrainer("m", optimizer={"learning_rate": 1.0}, loss=loss).optimizer.learning_rate == 1.0
-    with pytest.raises(TypeError, match=r"no setting for training.mixed_precision = 'x' \(docs/howto/from_torchforge"):
+    with pytest.raises(TypeError, match=r"no setting for training.mixed_precision = 'x' \(docs/start/from_torchforge"):
         TitanTrainer("m", training={"mixed_precision": "x"}, loss=loss)
     with pytest.raises(ValueError, match="model needs hf_assets_path"):
         TitanTrainer({"name": "qwen3"}, loss=loss)

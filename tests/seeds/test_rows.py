@@ -1,4 +1,4 @@
-"""docs/compatibility.md is that of its rows, each of which names its tests; and tests of rows that no block shows."""
+"""docs/start/from_torchforge.md has its rows, each of which names its tests; and tests of rows that no block shows."""
 
 from __future__ import annotations
 

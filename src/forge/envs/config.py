@@ -11,7 +11,7 @@ BUILT_IN = ("plain", "chatml", "llama3")  # chat templates of forge_envs.dialogu
 
 
 class EpisodeConfig(Section):
-    """The limits of an episode ([agents.md](agents.md)), and how messages become tokens."""
+    """The limits of an episode ([environments.md](environments.md)), and how messages become tokens."""
 
     max_turns: PositiveInt = 8
     """Most turns of an episode."""

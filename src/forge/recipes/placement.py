@@ -105,8 +105,8 @@ def check_gpus(cfg: TrainingRecipe) -> None:
 
 
 class ClusterConfig(Section):
-    """Other machines, each with a `forge worker` ([clusters.md](clusters.md)). Services with `hosts` or `with_gpus` are
-    placed there."""
+    """Other machines, each with a `forge worker` ([cluster.md](start/cluster.md)). Services with `hosts` or `with_gpus`
+    are placed there."""
 
     hosts: list[str] | str | None = None
     """HOST:PORT of each worker, or the path of a file with one a line, or of the folder that workers register in; null:

@@ -163,10 +163,10 @@ class RLConfig(RecipeConfig):
     async_: AsyncConfig = AsyncConfig()
     environment: Any = None
     """What the policy acts in, instead of `reward`: `package.module:Name`, called without arguments for each episode
-    ([agents.md](agents.md)); from Python also the callable itself."""
+    ([environments.md](environments.md)); from Python also the callable itself."""
     episode: EpisodeConfig = EpisodeConfig()
     models: dict[str, Any] = Field(default_factory=dict)
-    """Models that the agent of `episode.agent` may ask alongside `policy` ([several_models.md](several_models.md))."""
+    """Models that the agent of `episode.agent` may ask alongside `policy` ([agent_gateway.md](agent_gateway.md))."""
     eval: RLEvalConfig = RLEvalConfig()
     services: RLServices = RLServices()
     metrics: RolloutMetrics = RolloutMetrics()
