@@ -12,5 +12,5 @@ pytestmark = [pytest.mark.costly, pytest.mark.skipif(bool(MISSING), reason=MISSI
 
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_family_conversations_are_masked(family, check):
+def test_model_family_templates_pass_masking_checks(family, check):
     assert CHECKS[check](FAMILIES[family])
