@@ -87,9 +87,7 @@ def test_frozen_weights_keep_their_bits(model: Path):
 
 
 @pytest.mark.parametrize("family", ["model", "untied"])
-def test_an_export_is_an_ordinary_model_with_the_adapters_merged(
-    family: str, tmp_path: Path, request: pytest.FixtureRequest
-):
+def test_lora_export_is_a_merged_model(family: str, tmp_path: Path, request: pytest.FixtureRequest):
     folder, batch = request.getfixturevalue(family), example(0, [(2, 8)])
     trainer = make_trainer(folder, lora=LORA, learning_rate=1e-2)
     for seed in range(3):
