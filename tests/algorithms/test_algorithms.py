@@ -164,7 +164,7 @@ FAR: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", FAR)
-def test_clip_metrics_match_bounds(name: str):
+def test_clip_metrics_count_tokens_that_bounds_change(name: str):
     """A token counts as limited exactly where moving the bounds far away changes its gradient."""
     loss_fn, unbounded = load_algorithm(name, **SETTINGS[name]), load_algorithm(name, **FAR[name])
     _, tensors = oracle.batch(LENGTHS)

@@ -311,7 +311,7 @@ def test_lists_of_sections_are_validated_and_round_trip():
     assert build(Cupboard, {"spare": {"name": "other"}}).spare == Shelf(name="other", width=9.0)
 
 
-def test_sections_built_in_python_raise_config_errors():
+def test_invalid_sections_built_in_python_raise():
     with pytest.raises(ConfigError, match=r"^unknown key 'widht'; did you mean 'width'"):
         Shelf(name="low", widht=2.0)
     with pytest.raises(ConfigError, match=r"^width must be a number, got 'wide'$"):

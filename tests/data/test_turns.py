@@ -45,7 +45,7 @@ def test_thought_opened_by_the_prompt_is_trained_from_there():
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "thinking", "reasoning"])
-def test_reasoning_field_is_trained(field):
+def test_reasoning_field_of_messages_is_trained(field):
     tokenizer = byte_pairs()
     conversation = said("why?", "yes")
     conversation[1][field] = "hm"

@@ -49,7 +49,7 @@ def test_each_document_number_has_one_row():
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.get('numbers', '')} {row['document']}"[:40])
-def test_rows_name_existing_tests(row):
+def test_compatibility_rows_name_existing_tests(row):
     assert row.keys() <= {"numbers", "document", "here", "shown", "not run"}
     assert row.get("shown") or row["not run"]
     for test in row.get("shown", ()):
@@ -83,7 +83,7 @@ def test_yaml_without_indentation_raises_unknown_key(tmp_path, page):
 
 
 @pytest.mark.parametrize("algorithm", ["sapo", "reinforce"])
-def test_printed_clip_settings_raise_for_other_algorithms(tmp_path, algorithm):
+def test_documented_clip_settings_raise_for_other_algorithms(tmp_path, algorithm):
     path = tmp_path / "grpo_math.yaml"
     path.write_text("model: m\ndataset: {path: rows.jsonl}\ngrpo: {clip_low: 0.2, clip_high: 0.28}\n")
     words = ["--config", str(path), "--algorithm", algorithm]

@@ -52,7 +52,7 @@ def test_tree_mask_shows_each_token_its_path(runs, window):
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
 @settings(max_examples=5)
 @given(RUNS)
-def test_flex_attention_matches_rectangle_attention(window, key_heads, runs):
+def test_flex_attention_matches_packed_attention(window, key_heads, runs):
     lengths, parents = tree_of(runs)
     torch.manual_seed(len(lengths))
     query, key, value = (torch.randn(1, heads, sum(lengths), 16) for heads in (4, key_heads, key_heads))
@@ -68,7 +68,7 @@ def test_flex_attention_matches_rectangle_attention(window, key_heads, runs):
 
 
 @given(RUNS, st.sampled_from([4, 2, 1]), st.integers(0, 3))
-def test_causal_attention_of_long_sequences_matches_rectangles(runs, key_heads, padding):
+def test_causal_attention_of_long_sequences_matches_packed(runs, key_heads, padding):
     """As the rectangles do; padding, sequences of one token, comes last."""
     lengths, parents = tree_of(runs)
     lengths, parents = lengths + [1] * padding, parents + [-1] * padding
@@ -101,7 +101,7 @@ def test_causal_attention_of_long_sequences_matches_rectangles(runs, key_heads, 
         ([1, 1], [-1, -1], []),
     ],
 )
-def test_long_sequences_are_found_in_runs(lengths, parents, sequences):
+def test_runs_list_sequences_for_causal_kernel(lengths, parents, sequences):
     assert Runs.from_lengths(lengths, parents).long_sequences() == sequences
 
 

@@ -98,7 +98,7 @@ def test_indivisible_experts_raise(degrees: dict[str, int], ranks: int, changes:
         Parallelism(**degrees).over(ranks).check_experts(config)
 
 
-def test_only_torchtitan_divides_experts(tmp_path: Path):
+def test_expert_parallelism_needs_titan_backend(tmp_path: Path):
     model = write_model(tmp_path, "qwen3_moe")
     with pytest.raises(ValueError, match="expert_parallel_degree does nothing with"):
         make_trainer(model, Ranks(0, 2, CPU, None, experts=2))

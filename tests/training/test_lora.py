@@ -23,7 +23,7 @@ def base_of(folder: Path) -> dict[str, torch.Tensor]:
     return {n: p.detach() for n, p in AutoModelForCausalLM.from_pretrained(folder).named_parameters()}
 
 
-def test_adapter_starts_as_base_model(untied: Path):
+def test_untrained_adapter_equals_base_model(untied: Path):
     trainer = make_trainer(untied, lora=LORA)
     np.testing.assert_array_equal(trainer.logprobs(example()), make_trainer(untied).logprobs(example()))
     assert largest_difference(weights_of(trainer), base_of(untied)) == 0.0

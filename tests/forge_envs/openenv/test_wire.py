@@ -23,7 +23,7 @@ def test_done_and_truncated_accept_boolean_like_values(value, truth):
 
 
 @pytest.mark.parametrize("value", NO_TRUTH)
-def test_other_boolean_values_raise(value):
+def test_flags_that_are_not_boolean_like_raise(value):
     with pytest.raises(InfrastructureError, match=r"reply\.done: .* is not one of"):
         Reply.read({"observation": {}, "done": value})
     with pytest.raises(InfrastructureError, match=r"reply\.metadata\.truncated: .* is not one of"):

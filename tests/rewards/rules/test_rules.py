@@ -79,7 +79,7 @@ def test_thinking_reward_settings_are_applied_and_validated():
         ThinkingReward(partial_reward=2.0)
 
 
-def test_exact_and_character_match_scores_are_correct():
+def test_exact_and_character_match_give_expected_scores():
     assert ExactMatch()("", " abc\n", "abc") == 1.0
     assert ExactMatch(correct=2.0, incorrect=-1.0)("", "abd", "abc") == -1.0
     assert CharacterMatch()("", "abd", "abc") == pytest.approx(2 / 3)
