@@ -37,7 +37,7 @@ def modules(part: str) -> list[Path]:
     return sorted(folder.rglob("*.py")) if folder.is_dir() else [SOURCE / f"{part}.py"]
 
 
-def test_every_room_has_its_floor():
+def test_each_package_has_one_layer():
     rooms = {path.stem for path in SOURCE.iterdir() if path.name not in ("__init__.py", "__pycache__")}
     assert rooms == {room for floor in FLOORS for room in floor}
     loose = [path.name for path in SOURCE.glob("*.py")]
@@ -46,7 +46,7 @@ def test_every_room_has_its_floor():
 
 
 @pytest.mark.parametrize("level", range(len(FLOORS)))
-def test_rooms_import_only_lower_floors(level: int):
+def test_packages_import_only_lower_layers(level: int):
     above = [f"forge.{room}" for floor in FLOORS[level + 1 :] for room in floor]
     assert violations(FLOORS[level], above) == []
 
@@ -74,13 +74,13 @@ def violations(parts: list[str], forbidden: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("part", LIBRARIES)
-def test_libraries_know_neither_processes_nor_stores(part: str):
+def test_libraries_do_not_import_runtime_or_actors(part: str):
     infrastructure = ["forge.runtime", "forge.actors", "monarch", "apps"]
     assert violations([part], infrastructure) == []
 
 
 @pytest.mark.parametrize("part", INFRASTRUCTURE)
-def test_infrastructure_knows_no_algorithm(part: str):
+def test_infrastructure_does_not_import_algorithms(part: str):
     algorithms = [f"forge.{library}" for library in LIBRARIES]
     assert violations([part], [*algorithms, "forge.actors", "transformers", "apps"]) == []
 
@@ -92,7 +92,7 @@ def test_algorithms_import_only_torch():
     assert violations(["algorithms", "losses"], [*others, sections, "transformers", "numpy", "pydantic"]) == []
 
 
-def test_only_the_controller_knows_monarch():
+def test_only_the_controller_imports_monarch():
     everything = [path.stem for path in SOURCE.iterdir() if path.stem != "runtime"]
     assert violations([*everything, "runtime/store", "runtime/forking"], ["monarch"]) == []
     assert violations(["runtime/controller"], ["monarch"]) != []
@@ -109,13 +109,13 @@ USES = {
 }
 
 
-def test_the_core_imports_no_extension_and_no_app():
+def test_core_imports_no_extension_or_app():
     everything = [path.stem for path in SOURCE.iterdir()]
     assert violations(everything, [*EXTENSIONS, "apps"]) == []
 
 
 @pytest.mark.parametrize("extension", EXTENSIONS)
-def test_extensions_import_no_app_and_none_of_each_other(extension: str):
+def test_extensions_import_no_app_or_other_extension(extension: str):
     files = sorted((SOURCE.parent / extension).rglob("*.py"))
     found = {name.split(".")[0] for file in files for name in imports(file)}
     assert "forge" in found or extension == "forge_http"
@@ -129,13 +129,13 @@ def test_sandbox_programs_do_not_import_forge():
     assert [name for name in own if not name.startswith("forge_sandbox.inside")] == []
 
 
-def test_workers_of_other_pythons_import_nothing_of_forge():
+def test_workers_of_other_pythons_do_not_import_forge():
     files = sorted((SOURCE.parent / "forge_agents/workers").rglob("*.py"))
     assert len(files) > 2
     assert [name for file in files for name in imports(file) if name.split(".")[0].startswith("forge")] == []
 
 
-def test_lower_rooms_do_not_import_recipes():
+def test_lower_layers_do_not_import_recipes():
     top = ("recipes", "api", "cli", "__init__", "__main__")
     below = [path.stem for path in SOURCE.iterdir() if path.stem not in top]
     assert violations(below, ["forge.recipes", "forge.recipes.api", "forge.cli"]) == []
@@ -188,7 +188,7 @@ def test_losses_import_only_torch():
 
 
 @pytest.mark.processes
-def test_the_controller_of_a_recipe_imports_no_more_than_it_needs():
+def test_recipe_controller_imports_no_slow_modules():
     code = "import apps.grpo.main, sys; print(*sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     slow = {"torch.distributed.tensor", "sympy", "transformers.modeling_utils", "torch._dynamo", "pyarrow", "flask"}
@@ -197,7 +197,7 @@ def test_the_controller_of_a_recipe_imports_no_more_than_it_needs():
 
 
 @pytest.mark.processes
-def test_importing_forge_needs_nothing():
+def test_importing_forge_imports_no_dependency():
     code = "import sys, forge; print(sorted({'torch', 'numpy', 'transformers', 'monarch'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

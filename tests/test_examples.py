@@ -24,6 +24,6 @@ STARTS_A_PROCESS = {"forge.system.trial"}
     "module",
     [pytest.param(name, marks=[pytest.mark.processes] if name in STARTS_A_PROCESS else []) for name in MODULES],
 )
-def test_docstring_examples(module):
+def test_docstring_examples_pass(module):
     failed, _ = doctest.testmod(import_module(module))
     assert not failed

@@ -62,14 +62,14 @@ def run_python(env: dict[str, str], folder: Path, *words: str) -> subprocess.Com
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("extension", EXTENSIONS)
-def test_the_core_imports_without_an_extension(tmp_path: Path, extension: str):
+def test_core_imports_without_each_extension(tmp_path: Path, extension: str):
     env = copy_without(tmp_path, [extension])
     done = run_python(env, tmp_path, "-c", IMPORT_CORE)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.processes
-def test_the_core_trains_without_any_extension(tmp_path: Path):
+def test_core_trains_without_any_extension(tmp_path: Path):
     env = copy_without(tmp_path, EXTENSIONS)
     done = run_python(env, tmp_path, "-c", IMPORT_CORE)
     assert done.returncode == 0, done.stderr

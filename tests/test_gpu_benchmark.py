@@ -24,7 +24,7 @@ def script(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_part_that_fails_ends_or_exceeds_its_limit_is_a_failed_line():
+def test_failing_benchmark_parts_are_reported_as_failed():
     """Each of four parts, two at once: a figure beyond its limit, an exception, the end of its process, no end."""
     parts = """
         import os, sys, tempfile, time
@@ -65,7 +65,7 @@ def test_a_part_that_fails_ends_or_exceeds_its_limit_is_a_failed_line():
     ]
 
 
-def test_counts_of_the_emulated_device_keep_their_bounds():
+def test_documented_gpu_counts_hold_on_emulated_device():
     """What docs/benchmarks.md says of waits, launches and bytes."""
     counts = {row.what: row.now for row in gpu_counts.rows(packs=0)}
     assert counts["host waits of a micro-batch"] == "0"

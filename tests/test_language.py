@@ -47,7 +47,7 @@ def prose(source: str) -> list[tuple[int, str]]:
 FRAGMENT = re.compile(r"(?:Of|As|In the|Those|These|So that|Whose|What a|What is)\b")
 
 
-def test_a_docstring_begins_with_its_object():
+def test_docstrings_are_not_fragments():
     owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     fragments = []
     for path in FILES:
@@ -58,7 +58,7 @@ def test_a_docstring_begins_with_its_object():
     assert not fragments, "\n".join(fragments)
 
 
-def test_the_code_speaks_the_language_of_the_field():
+def test_code_text_uses_terms_of_the_field():
     wrong = [
         f"{path.relative_to(ROOT)}:{line}: {match.group()!r}"
         for path in FILES

@@ -66,7 +66,7 @@ def error_of(*overrides: str, config: str = TINY) -> str:
         pytest.param("[" * 2000, None, "nested too deeply", id="2000 brackets"),
     ],
 )
-def test_malformed_yaml(tmp_path, content, place, remedy):
+def test_malformed_yaml_error_names_line_and_fix(tmp_path, content, place, remedy):
     path = tmp_path / "run.yaml"
     path.write_text(content)
     text = error_of(config=str(path))
@@ -91,7 +91,7 @@ def test_malformed_yaml(tmp_path, content, place, remedy):
         ("indent", "indent.yaml"),
     ],
 )
-def test_a_missing_file_proposes_only_a_similar_name(tmp_path, name, proposal):
+def test_missing_file_error_suggests_only_similar_name(tmp_path, name, proposal):
     for file in ("ind.yaml", "indent.yaml", "quote.yaml", "old_style.yml"):
         (tmp_path / file).write_text("")
     text = error_of(config=str(tmp_path / name))
@@ -116,14 +116,14 @@ def test_a_missing_file_proposes_only_a_similar_name(tmp_path, name, proposal):
         ("--training.stesp 3", "'steps'"),
     ],
 )
-def test_an_unknown_name_proposes_only_a_close_one(words, proposal):
+def test_unknown_key_error_suggests_only_close_name(words, proposal):
     text = error_of(*words.split())
     assert text.partition("; did you mean ")[2] == (f"{proposal}?" if proposal else "")
     assert proposal or "; known here: " in text
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
-def test_a_taken_port_is_named_once_with_a_remedy(host):
+def test_taken_port_error_names_port_once_and_option(host):
     with bind_socket(host, 0) as taken:
         port = taken.getsockname()[1]
         at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -142,13 +142,13 @@ def test_a_taken_port_is_named_once_with_a_remedy(host):
         ("127.0.0.1", -1, r".*: choose a port from 0 to 65535$"),
     ],
 )
-def test_an_address_that_no_server_can_have(host, port, text):
+def test_unusable_listen_address_raises(host, port, text):
     with pytest.raises(OSError, match=rf"(?i)^cannot listen at {re.escape(f'{host}:{port}')}: {text}"):
         bind_socket(host, port)
 
 
 @pytest.mark.parametrize("root", ["file", "file/deeper", "missing-link"])
-def test_unwritable_root_is_named(tmp_path, root):
+def test_unwritable_run_root_is_named(tmp_path, root):
     (tmp_path / "file").write_text("")
     (tmp_path / "missing-link").symlink_to("/proc/nothing/here")
     folder = tmp_path / root / "run"
@@ -166,7 +166,7 @@ def test_unwritable_root_is_named(tmp_path, root):
         ),
     ],
 )
-def test_missing_gpus_name_the_flags_to_do_without(overrides, flags):
+def test_missing_gpus_error_names_with_gpus_flags(overrides, flags):
     gpus = ("--generator.with_gpus", "true", "--trainer.with_gpus", "true")
     cfg = load(RLConfig, ["--config", TINY, *gpus, *overrides])
     with pytest.raises(ValueError, match=re.escape(f"set with_gpus to false ({flags})")):
@@ -188,7 +188,7 @@ class Lazy(ForgeActor):
         return self.engine
 
 
-def test_a_component_in_this_process_asks_for_its_setup():
+def test_local_component_before_setup_raises_hint():
     with pytest.raises(AttributeError, match=r"^'Lazy' object has no attribute 'engine': call setup\(\) first"):
         Lazy().ask()
     with pytest.raises(AttributeError, match=r"no attribute 'engine': call setup"):

@@ -34,7 +34,7 @@ def test_removed_working_folder_raises_one_line(tmp_path: Path):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("closed", ["<&-", "1>&-", "2>&-", "<&- >&- 2>&-"])
-def test_closed_standard_files_stay_reserved(closed: str, tmp_path: Path):
+def test_closed_standard_streams_are_opened_to_dev_null(closed: str, tmp_path: Path):
     done = shell(f'exec "$@" {closed}', sys.executable, "-c", STANDARD, str(tmp_path / "said"))
     assert done.returncode == 0, done.stderr
     number, inheritable, files = (tmp_path / "said").read_text().split(" ", 2)

@@ -81,7 +81,7 @@ def cases(blocks: list[Block]) -> list:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_block_is_fenced_and_has_a_language(path):
+def test_code_blocks_are_fenced_and_name_a_language(path):
     unknown = {block.language for block in blocks_of(path)} - LANGUAGES
     assert not unknown, f"blocks are {', '.join(sorted(LANGUAGES))}"
     # Indented code would be checked by nothing. Indented paragraphs of lists, tabs and notes are no code.
@@ -91,7 +91,7 @@ def test_every_block_is_fenced_and_has_a_language(path):
 
 
 @pytest.mark.parametrize("block", cases(PYTHON))
-def test_python_parses_and_its_imports_exist(block):
+def test_python_blocks_parse_and_their_imports_exist(block):
     tree = compile(block.code, block.name, "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in {"forge", "forge_sandbox"}:
@@ -109,7 +109,7 @@ def test_python_parses_and_its_imports_exist(block):
         if not block.marked
     ],
 )
-def test_python_runs(block, tmp_path):
+def test_python_blocks_run(block, tmp_path):
     (tmp_path / "example.py").write_text(block.code)
     done = subprocess.run(
         [sys.executable, "example.py"], capture_output=True, text=True, timeout=400, cwd=tmp_path, check=False
@@ -118,7 +118,7 @@ def test_python_runs(block, tmp_path):
 
 
 @pytest.mark.parametrize("block", cases(YAML))
-def test_yaml_has_keys_that_exist(block):
+def test_yaml_blocks_use_existing_keys(block):
     values = yaml.load(block.code, Loader=Loader)
     sections = [*CONFIGS.values(), VerifiersConfig]
     if isinstance(values, dict) and values.keys() <= keys_of(VerifiersConfig).keys():
@@ -148,7 +148,7 @@ def _unknown(values: dict, section: type, where: str = "") -> str | None:
 
 
 @pytest.mark.parametrize("block", cases(BASH))
-def test_bash_is_understood(block, capsys):
+def test_bash_blocks_use_existing_commands_and_options(block, capsys):
     for line in block.code.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         commands: list[list[str]] = [[]]
@@ -243,7 +243,7 @@ def _check_configuration(recipe: str, words: list[str]) -> None:
             pytest.fail(f"{' '.join(words)}: {error}")
 
 
-def test_benchmarks_start_by_the_commands_that_are_written():
+def test_documented_benchmark_commands_can_start():
     """A script that imports another benchmark needs `python -m`: a path puts its own folder on the path only."""
     texts = [path.read_text() for path in [*PAGES, *sorted((ROOT / "benchmarks").glob("*.py"))]]
     commands = {match for text in texts for match in re.findall(r"python3? (-m )?benchmarks[/.](\w+)", text)}

@@ -9,19 +9,19 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-def test_make_targets_exist():
+def test_make_targets_in_readme_exist():
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"^make ([\w-]+)", README, re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
-def test_named_files_exist():
+def test_files_named_in_readme_exist():
     own = re.sub(r"https?://\S+", "", README)
     for path in re.findall(r"(?:apps|docs|src|benchmarks|tutorials)/[\w/.-]*\w", own):
         assert (ROOT / path).exists(), path
 
 
-def test_the_configuration_page_is_up_to_date():
+def test_configuration_page_is_up_to_date():
     spec = importlib.util.spec_from_file_location("make_configuration", ROOT / "docs/make_configuration.py")
     maker = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(maker)
@@ -29,7 +29,7 @@ def test_the_configuration_page_is_up_to_date():
     assert text == maker.page(text), "run python docs/make_configuration.py"
 
 
-def test_every_configuration_key_is_described():
+def test_every_configuration_key_has_a_description():
     from forge.config import keys_of, section_in
     from forge.recipes.dpo import DPOConfig
     from forge.recipes.rl_config import RLConfig

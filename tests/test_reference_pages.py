@@ -50,13 +50,13 @@ TEXTS = literals()
 
 
 @pytest.mark.parametrize("message", MESSAGES)
-def test_a_message_is_in_the_source(message):
+def test_documented_messages_occur_in_source(message):
     # What stands for names and numbers may be several parts of the source's text.
     pattern = "[^\n]*".join(re.escape(part) for part in message.split("…"))
     assert re.search(pattern, TEXTS), message
 
 
-def test_each_cited_paper_is_listed():
+def test_papers_cited_in_source_are_listed():
     cited = set()
     for path in sorted((ROOT / "src").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -71,13 +71,13 @@ def test_each_cited_paper_is_listed():
 
 
 @pytest.mark.parametrize("text", re.findall(r"```yaml\n(.*?)```", PAPERS, re.DOTALL))
-def test_the_configuration_of_a_paper_is_valid(text):
+def test_documented_paper_configs_are_valid(text):
     needed = {"model": "m", "dataset": {"path": "rows.jsonl"}, "run": {"name": "x"}, "eval": {"problems": 0}}
     config = build(RLConfig, needed | yaml.load(text, Loader=Loader))
     assert config.load_algorithm()
 
 
-def test_each_recorded_metric_is_described():
+def test_recorded_metrics_are_described():
     described = set(re.findall(r"`([\w/]+)`", (DOCS / "reference.md").read_text()))
     recorded = set()
     for path in (ROOT / "src").rglob("*.py"):
@@ -88,14 +88,14 @@ def test_each_recorded_metric_is_described():
     assert missing <= {"episode/{stop}"}
 
 
-def test_the_page_of_runs_describes_metrics_as_the_reference_does():
+def test_watch_page_metric_descriptions_match_reference():
     page = (DOCS / "reference.md").read_text()
     assert descriptions(page)["train/entropy"] == "train/entropy: of the policy at trained tokens, in nats"
     assert SCRIPT.read_text() == script(page), "run scripts/describe_metrics.py"
 
 
 @pytest.mark.parametrize("path", DIAGRAMS, ids=lambda path: path.name)
-def test_a_diagram_is_small_self_contained_and_shown(path):
+def test_diagrams_are_small_self_contained_and_referenced(path):
     root = ElementTree.parse(path).getroot()
     assert float(root.get("viewBox").split()[2]) <= 380, "wider than a narrow screen"
     assert root.find("{*}title") is not None

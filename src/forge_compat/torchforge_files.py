@@ -192,7 +192,7 @@ def _override_key(values: dict[str, Json], override: str) -> None:
 
 
 def leaf_values(prefix: str, values: Mapping[str, Json]) -> Iterator[tuple[str, Json]]:
-    """Yield the dotted path of each value that is no section, and the value."""
+    """Yield the dotted path of each value that is not a section, and the value."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from leaf_values(f"{prefix}{name}.", value)

@@ -47,7 +47,7 @@ async def generate_episode(dataloader, policy, reward, replay_buffer):
 
 
 @pytest.mark.full
-def test_documented_synchronous_loop(model, store):
+def test_documented_synchronous_loop_updates_generator_weights(model, store):
     async def synchronous_rl(batch_size):
         dataloader, policy, reward, buffer, trainer = await start(model, store, ReinforceLoss(clip_ratio=0.2), 2)
         version = 0
@@ -71,7 +71,7 @@ def test_documented_synchronous_loop(model, store):
 
 
 @pytest.mark.full
-def test_async_rl_loop(model, store):
+def test_documented_async_loop_trains_three_steps(model, store):
     async def main():
         dataloader, policy, reward, buffer, trainer = await start(model, store, SimpleGRPOLoss(beta=0.0))
         losses = []
@@ -104,7 +104,7 @@ def test_async_rl_loop(model, store):
     run(main())
 
 
-def test_the_two_loops_of_the_overview(model, store):
+def test_overview_rollout_and_training_loops_run_together(model, store):
     (code,) = re.findall(r"```text\n(async def rollout.*?)```", OVERVIEW, re.DOTALL)
 
     async def main():

@@ -25,7 +25,7 @@ class Sabotaged(Generator):
 
 
 @pytest.mark.full
-def test_its_process_ends_and_another_answers(model):
+def test_call_on_killed_replica_is_answered_by_another(model):
     async def main():
         policy = await Sabotaged.options(num_replicas=2).as_service(model, slots=4, max_tokens=4)
         before = await policy.pid.fanout()
@@ -42,7 +42,7 @@ def test_its_process_ends_and_another_answers(model):
     run(main())
 
 
-def test_stop_tokens_of_constructor_end_answers(model):
+def test_constructor_stop_tokens_end_completions(model):
     async def main():
         policy = await Generator.options().as_service(model, slots=4, max_tokens=16, stop_token_ids=tuple(range(3, 30)))
         completion = await policy.generate.route("abc>", seed=1, temperature=5.0)

@@ -96,7 +96,7 @@ async def step(policy, trainer, version: int) -> None:
 
 
 @pytest.mark.full
-def test_matching_identities_pass(model, store):
+def test_tokens_with_matching_weight_identity_are_trained(model, store):
     async def main():
         policy, trainer = await start(model, store, age=0)
         for version in range(3):
@@ -110,7 +110,7 @@ def test_matching_identities_pass(model, store):
 
 
 @pytest.mark.full
-def test_a_shard_that_was_not_written(model, store):
+def test_version_missing_a_shard_is_not_published(model, store):
     async def main():
         policy, trainer = await start(model, store, trainer=LossyTrainer, procs=2)
         with pytest.raises(IncompleteVersion, match=rf"tensor '{TENSOR}' is not whole: .* were not written"):
@@ -121,7 +121,7 @@ def test_a_shard_that_was_not_written(model, store):
 
 
 @pytest.mark.full
-def test_a_replica_that_missed_an_update_in_lock_step(model, store):
+def test_stale_replica_tokens_raise_in_lock_step(model, store):
     async def main():
         policy, trainer = await start(model, store, generator=DeafGenerator, age=0)
         await step(policy, trainer, 0)
@@ -133,7 +133,7 @@ def test_a_replica_that_missed_an_update_in_lock_step(model, store):
 
 
 @pytest.mark.full
-def test_a_swap_that_fails_half_way(model, store):
+def test_failed_weight_swap_keeps_previous_weights(model, store):
     async def main():
         policy, trainer = await start(model, store)
         before = await policy.generate.route("abc>", temperature=0.0)
@@ -207,7 +207,7 @@ def test_trainer_accepts_known_and_rejects_unknown_identities(store):
     assert known.recent(3, 1)[2] == {digests[2]}
 
 
-def test_policy_age_counts_each_token():
+def test_policy_age_is_measured_per_token():
     for versions, age in (([5, 5], 0), ([4, 5], 1), ([2, 5], 3)):
         Staleness(age).check(batch(versions, {}), 5)
         if age:

@@ -50,7 +50,7 @@ async def learn(learner: Trainer, policy: Generator, steps: int) -> None:
         assert await policy.update_weights(step + 1) == step + 1
 
 
-def test_a_generator_decodes_as_the_exported_model_does(model: str, store: VersionStore, tmp_path: Path):
+def test_generator_with_adapters_decodes_like_exported_model(model: str, store: VersionStore, tmp_path: Path):
     learner, policy = trainer(model, store, lora=LORA), generator(model, store)
 
     async def main():
@@ -78,7 +78,7 @@ def test_a_generator_decodes_as_the_exported_model_does(model: str, store: Versi
     assert any(a.token_ids != b.token_ids for a, b in zip(before, after, strict=True))
 
 
-def test_only_adapters_are_published(model: str, store: VersionStore):
+def test_lora_trainer_publishes_only_adapters(model: str, store: VersionStore):
     whole, low = trainer(model, store), trainer(model, store, lora=LORA)
     whole.push_weights(0)
     low.push_weights(1)
@@ -89,7 +89,7 @@ def test_only_adapters_are_published(model: str, store: VersionStore):
 
 
 @pytest.mark.full
-def test_two_ranks_publish_what_one_does(model: str, store: VersionStore):
+def test_two_ranks_publish_the_same_adapters_as_one(model: str, store: VersionStore):
     """Of a factor of one row the second rank holds nothing."""
     settings = {**SETTINGS, "lora": {"rank": 1, "alpha": 4.0}}
     batch = pack([Episode(prompt_ids=(4, 5, 6), response_ids=[7 + n, 8], advantage=float(n)) for n in range(4)])
@@ -116,7 +116,7 @@ def test_two_ranks_publish_what_one_does(model: str, store: VersionStore):
     assert any(tensor.any() for name, tensor in expected.items() if "lora_B" in name)
 
 
-def test_adapters_that_do_not_fit_leave_the_old_weights(model: str, store: VersionStore):
+def test_mismatched_adapters_raise_and_keep_old_weights(model: str, store: VersionStore):
     policy = generator(model, store)
     module = "model.layers.7.mlp.down_proj"
     pair = {f"{module}.lora_A.weight": torch.ones(2, 96), f"{module}.lora_B.weight": torch.ones(32, 2)}

@@ -59,7 +59,7 @@ def expected(model: Path) -> np.ndarray:
     [{}, *(pytest.param({f"{kind}_parallel_degree": 2}, marks=pytest.mark.slow) for kind in ("tensor", "context"))],
     ids=["shards", "tensor", "context"],
 )
-def test_two_processes_score_as_one_does(model: Path, degrees: dict[str, int]):
+def test_two_process_reference_scores_like_one_process(model: Path, degrees: dict[str, int]):
     batch = pack(episodes())
 
     async def main() -> None:
@@ -78,7 +78,7 @@ def test_two_processes_score_as_one_does(model: Path, degrees: dict[str, int]):
 
 @pytest.mark.full
 @pytest.mark.processes
-def test_a_killed_process_is_replaced(model: Path):
+def test_killed_reference_process_is_replaced(model: Path):
     batch = pack(episodes())
 
     class Known(ReferenceModel):

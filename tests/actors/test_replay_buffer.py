@@ -24,7 +24,7 @@ def name(item: Episode) -> int:
     order=st.sampled_from(["fifo", "random"]),
     batch=st.integers(1, 4),
 )
-def test_every_item_is_taken_once_or_dropped_for_a_reason(versions, age, order, batch):
+def test_items_are_sampled_once_or_counted_as_dropped(versions, age, order, batch):
     async def main():
         buffer = ReplayBuffer(100, max_policy_age=age, order=order, seed=1)
         for i, version in enumerate(versions):
@@ -44,7 +44,7 @@ def test_every_item_is_taken_once_or_dropped_for_a_reason(versions, age, order, 
     asyncio.run(main())
 
 
-def test_add_waits_for_room_and_sample_for_enough():
+def test_full_buffer_blocks_add_and_empty_blocks_sample():
     async def main():
         buffer = ReplayBuffer(2)
         waiting = asyncio.create_task(buffer.sample(0, 2))
@@ -64,7 +64,7 @@ def test_add_waits_for_room_and_sample_for_enough():
     asyncio.run(main())
 
 
-def test_expired_groups_are_reported_and_replaced():
+def test_expired_groups_are_dropped_and_counted():
     async def main():
         buffer = ReplayBuffer(10, max_policy_age=1)
         for version in (0, 0, 1, 2):
@@ -78,7 +78,7 @@ def test_expired_groups_are_reported_and_replaced():
     asyncio.run(main())
 
 
-def test_unscored_is_dropped_and_counted_never_zero():
+def test_unscored_episodes_are_dropped_and_counted():
     async def main():
         buffer = ReplayBuffer(10)
         assert not await buffer.add(episode(0, reward=None))
@@ -92,7 +92,7 @@ def test_unscored_is_dropped_and_counted_never_zero():
     asyncio.run(main())
 
 
-def test_state_comes_back():
+def test_restored_buffer_draws_the_same_samples():
     async def main():
         first, second = ReplayBuffer(10, order="random"), ReplayBuffer(10, order="random", seed=9)
         for i in range(8):
@@ -112,7 +112,7 @@ def test_batch_larger_than_capacity_raises():
 
 
 @pytest.mark.parametrize("age", [0, 1, 3])
-def test_rollouts_are_admitted_as_far_ahead_as_they_may_be_old(age: int):
+def test_max_policy_age_limits_rollouts_admitted_ahead(age: int):
     async def main():
         buffer = await ReplayBuffer.as_local(batch_size=2, max_policy_age=age, steps=age + 3)
         rollouts = [asyncio.create_task(buffer.admit.route()) for _ in range(2 * (age + 5))]

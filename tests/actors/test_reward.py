@@ -48,7 +48,7 @@ def rewards(actor, group=GROUP, target="cba"):
     return asyncio.run(actor.evaluate_group("abc>", group, target))
 
 
-def test_verifiers_add_up_on_their_own_scales_and_with_functions():
+def test_verifier_and_function_rewards_are_summed():
     assert rewards(started(RewardActor(verifiers=RULES))) == [2.0, 1.0, 0.0]
     both = started(RewardActor(["ExactMatch"], verifiers=RULES))
     assert rewards(both) == [3.0, 1.0, 0.0]
@@ -56,7 +56,7 @@ def test_verifiers_add_up_on_their_own_scales_and_with_functions():
 
 
 @pytest.mark.processes
-def test_degenerate_responses_cost_no_replica():
+def test_long_repetitive_responses_do_not_kill_reward_replicas():
     async def work():
         service = await RewardActor.options(num_replicas=2).as_service(["MathReward"])
         try:
@@ -113,7 +113,7 @@ class Short:
         (Short(), "the reward Short gave 2 scores for 3 responses"),
     ],
 )
-def test_invalid_scorers_raise(function, message):
+def test_invalid_reward_actor_scorers_raise(function, message):
     with pytest.raises(ValueError, match=message):
         rewards(started(RewardActor([function])))
 
@@ -125,7 +125,7 @@ def test_invalid_scorers_raise(function, message):
         ({"follow": 8}, "follow needs an ensemble of method online: this is BinnedDawidSkene"),
     ],
 )
-def test_an_ensemble_is_checked_before_anything_is_started(ensemble, tmp_path, settings, message):
+def test_invalid_ensemble_raises_before_start(ensemble, tmp_path, settings, message):
     checked(ensemble)
     with pytest.raises(ConfigError, match=message):
         checked(ensemble, **settings)
@@ -136,7 +136,7 @@ def test_an_ensemble_is_checked_before_anything_is_started(ensemble, tmp_path, s
         checked(tmp_path)
 
 
-def test_learned_state_is_restored(tmp_path):
+def test_restored_online_ensemble_continues_identically(tmp_path):
     """With the groups that it is still to learn from: both go on alike."""
     rng = np.random.default_rng(0)
     right = rng.random((100, 8, 1)) < 0.5
@@ -170,7 +170,7 @@ def test_learned_state_is_restored(tmp_path):
 
 
 @pytest.mark.processes
-def test_programs_are_run_in_the_sandbox():
+def test_code_verifier_in_reward_actor_runs_programs_in_sandbox():
     verifiers = VerifiersConfig(plugins=[{"use": "forge_sandbox:CodeVerifier", "credit": "share"}])
     verifiers.check_sources()
     actor = started(RewardActor(verifiers=verifiers))

@@ -127,7 +127,9 @@ moves = st.one_of(
     order=st.sampled_from(["fifo", "random"]),
     remember=st.sampled_from([None, 0, 2]),
 )
-def test_kills_and_resumes(history: list, batch: int, age: int, sync: int, order: Any, remember: int | None):
+def test_each_step_trains_full_batch_after_any_kills(
+    history: list, batch: int, age: int, sync: int, order: Any, remember: int | None
+):
     async def main() -> None:
         world = World(batch, age, 6, min(sync, age + 1), order, remember)
         for move, number in history:
@@ -159,7 +161,7 @@ def test_kills_and_resumes(history: list, batch: int, age: int, sync: int, order
     asyncio.run(main())
 
 
-def test_samples_in_flight_are_replayed_first():
+def test_resumed_dataset_replays_samples_in_flight_first():
     first = dataset()
     drawn = [first.sample() for _ in range(5)]
     seen = Seen(1, {3})
@@ -178,7 +180,7 @@ def test_lost_dataset_service_ends_run_with_resume_hint(component: Any):
         component.on_respawn()
 
 
-def test_a_group_that_comes_again_is_dropped_and_counted():
+def test_repeated_group_index_is_dropped_and_counted():
     async def main() -> None:
         buffer = ReplayBuffer()
         group = Group([episode(0), episode(1)], 4)
@@ -195,7 +197,7 @@ def test_a_group_that_comes_again_is_dropped_and_counted():
 @given(
     batch_size=st.integers(1, 5), age=st.integers(0, 4), steps=st.integers(1, 8), seed=st.randoms(use_true_random=False)
 )
-def test_rollout_age_is_bounded_without_surplus(batch_size: int, age: int, steps: int, seed: Any):
+def test_rollout_age_is_bounded_and_no_extra_rollout_starts(batch_size: int, age: int, steps: int, seed: Any):
     async def main() -> None:
         buffer = ReplayBuffer(batch_size=batch_size, max_policy_age=age, steps=steps)
         started: list[int] = []  # the version served when each rollout started

@@ -11,7 +11,7 @@ from forge.losses.reinforce_loss import ReinforceLoss
 
 @pytest.mark.parametrize("loss_fn", [SimpleGRPOLoss(beta=0.1), ReinforceLoss(clip_ratio=0.2)])
 @pytest.mark.parametrize("mask_dtype", [torch.float32, torch.bool, torch.int64])
-def test_the_four_tensors_of_the_documents(loss_fn: torch.nn.Module, mask_dtype: torch.dtype):
+def test_documented_four_tensor_call_gives_masked_gradient(loss_fn: torch.nn.Module, mask_dtype: torch.dtype):
     torch.manual_seed(0)
     logprobs = -torch.rand(4, 7)
     logprobs.requires_grad_()
@@ -45,7 +45,7 @@ def test_missing_loss_argument_is_named():
 
 
 @pytest.mark.parametrize("clips", [(-0.1, 0.2), (1.0, 0.2), (0.2, -0.1)])
-def test_invalid_clips_raise(clips: tuple[float, float]):
+def test_invalid_loss_clips_raise(clips: tuple[float, float]):
     with pytest.raises(ValueError, match="clip_low must be in"):
         GRPOLoss(*clips)
     with pytest.raises(ValueError, match="clip_ratio must be None or at least 0"):

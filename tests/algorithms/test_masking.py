@@ -59,7 +59,7 @@ def test_padding_values_do_not_change_loss(name: str, where: str, fill: float):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_every_trained_token_has_a_part(name: str):
+def test_trained_tokens_have_finite_nonzero_gradients(name: str):
     x = inputs(0.0)
     LOSSES[name](x).backward()
     assert x["logprobs"].grad is not None
@@ -69,7 +69,7 @@ def test_every_trained_token_has_a_part(name: str):
     assert (gradient != 0).sum() >= (1 if name == "grpo" else 3)
 
 
-def test_a_batch_without_trained_tokens_is_zero():
+def test_batch_without_trained_tokens_has_zero_loss():
     nothing = torch.zeros(2, 3)
     logprobs = torch.randn(2, 3, requires_grad=True)
     for loss_fn in (SimpleGRPOLoss(), ReinforceLoss(), ReinforceLoss(0.1)):

@@ -53,7 +53,7 @@ def test_algorithm_loads_by_name_with_nested_settings():
     assert load_algorithm("ppo").needs_critic
 
 
-def test_a_function_of_ones_own_has_the_advantages_of_grpo():
+def test_custom_loss_function_uses_grpo_advantages():
     algorithm = load_algorithm("my_losses:own_loss", scale=3.0)
     x = torch.tensor([-1.0, -2.0])
     assert algorithm(logprobs=x, advantages=torch.ones(2), weights=torch.ones(2)).item() == 9.0

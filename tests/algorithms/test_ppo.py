@@ -22,7 +22,7 @@ def by_definition(rewards: list[float], values: list[float], discount: float, tr
 
 
 @given(MASKS, st.floats(0, 1), st.floats(0, 1), st.integers(0, 100))
-def test_gae_passes_over_what_the_policy_did_not_write(masks, discount, trace, seed):
+def test_gae_skips_masked_tokens(masks, discount, trace, seed):
     torch.manual_seed(seed)
     mask = torch.tensor(masks)
     rewards, values = torch.randn(2, *mask.shape, dtype=torch.float64)
@@ -38,7 +38,7 @@ def test_gae_passes_over_what_the_policy_did_not_write(masks, discount, trace, s
     assert not returns[~mask].any()
 
 
-def test_gae_with_full_traces_is_the_return_and_without_one_step_ahead():
+def test_gae_trace_1_gives_returns_and_trace_0_one_step_errors():
     rewards = torch.tensor([[0.0, 0.0, 1.0]])
     values = torch.tensor([[0.2, 0.5, 0.9]])
     mask = torch.ones(1, 3)
@@ -50,14 +50,14 @@ def test_gae_with_full_traces_is_the_return_and_without_one_step_ahead():
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=5))
-def test_padding_and_back(counts):
+def test_pad_then_pack_restores_sequences(counts):
     values = torch.arange(1.0, sum(counts) + 1)
     rows = pad_sequences(values, counts)
     assert rows.shape == (len(counts), max(counts))
     assert torch.equal(pack_sequences(rows, counts), values)
 
 
-def test_whitening():
+def test_whitened_values_have_mean_0_and_std_1():
     values = torch.tensor([1.0, 2.0, 4.0, 9.0], dtype=torch.float64)
     white = whiten_values(values)
     assert white.mean().item() == pytest.approx(0.0, abs=1e-12)
@@ -66,7 +66,7 @@ def test_whitening():
     assert whiten_values(torch.full((5,), 2.0)).tolist() == [0.0] * 5
 
 
-def test_value_loss():
+def test_value_loss_matches_clipped_squared_error():
     torch.manual_seed(0)
     values, old, returns = torch.randn(3, 2, 5, dtype=torch.float64)
     weights = torch.tensor([[0.1, 0.2, 0.0, 0.3, 0.0], [0.1, 0.1, 0.1, 0.1, 0.0]], dtype=torch.float64)
@@ -84,7 +84,7 @@ def test_value_loss():
     assert plain.item() == pytest.approx(0.5 * (weights * (values - returns) ** 2).sum().item())
 
 
-def test_a_value_that_moved_far_enough_has_no_gradient_towards_its_return():
+def test_clipped_values_have_no_gradient():
     values = torch.tensor([1.0, 1.0], requires_grad=True)
     old, returns = torch.tensor([0.0, 0.95]), torch.tensor([5.0, 5.0])
     loss_fn = ValueLoss(0.2)

@@ -31,7 +31,7 @@ def dpo(sequences: list[list[oracle.Token]], beta: float, smooth: float) -> floa
 
 
 @pytest.mark.parametrize(("beta", "smooth"), [(0.1, 0.0), (0.7, 0.2)])
-def test_dpo(beta: float, smooth: float):
+def test_dpo_loss_matches_oracle(beta: float, smooth: float):
     sequences, x = oracle.batch(LENGTHS)
     loss = DPOLoss(beta, smooth)
     args = (x["logprobs"], x["ref_logprobs"], x["weights"], x["sequences"])
@@ -39,7 +39,7 @@ def test_dpo(beta: float, smooth: float):
     assert gradcheck(loss, args)
 
 
-def test_a_descent_step_widens_the_margin():
+def test_preference_gradient_widens_the_margin():
     x = torch.zeros(2, requires_grad=True)
     for loss in (
         DPOLoss(0.5)(x, torch.zeros(2), torch.full((2,), 0.5), torch.tensor([0, 1])),
@@ -50,7 +50,7 @@ def test_a_descent_step_widens_the_margin():
 
 
 @pytest.mark.parametrize("center", [0.0, 0.3])
-def test_bradley_terry(center: float):
+def test_bradley_terry_loss_and_metrics_match_formula(center: float):
     scores = torch.tensor([1.5, -0.5, 0.2, 0.9], dtype=torch.float64, requires_grad=True)
     weights = torch.full((4,), 0.25, dtype=torch.float64)
     order = torch.arange(4)
@@ -73,7 +73,7 @@ def pairs_of(loss_fn: torch.nn.Module, x: dict[str, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("loss_fn", [DPOLoss(0.3), BradleyTerryLoss(0.1)])
 @given(pairs=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=4), cut=st.integers(0, 4))
-def test_packed_is_padded_and_any_split_of_pairs_adds_up(loss_fn, pairs: list[tuple[int, int]], cut: int):
+def test_packed_preference_loss_is_split_invariant(loss_fn, pairs: list[tuple[int, int]], cut: int):
     # A score is read at one token of a sequence.
     lengths = [n if isinstance(loss_fn, DPOLoss) else 1 for pair in pairs for n in pair]
     _, x = oracle.batch(lengths)
@@ -89,7 +89,7 @@ def test_packed_is_padded_and_any_split_of_pairs_adds_up(loss_fn, pairs: list[tu
 
 
 @pytest.mark.parametrize("loss_fn", [DPOLoss(), BradleyTerryLoss()])
-def test_a_micro_batch_without_pairs_is_zero_and_stays_in_the_graph(loss_fn):
+def test_empty_micro_batch_has_zero_preference_loss_with_graph(loss_fn):
     _, x = oracle.batch([0, 0])
     value = pairs_of(loss_fn, x)
     assert value.item() == 0.0

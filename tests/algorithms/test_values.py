@@ -46,7 +46,7 @@ def gradient(loss: Tensor, x: dict[str, Tensor]) -> Tensor:
     return torch.autograd.grad(loss, x["logprobs"])[0]
 
 
-def test_simple_grpo():
+def test_simple_grpo_loss_matches_plain_loop():
     x, beta = tensors(), 0.1
     loss = SimpleGRPOLoss(beta)(x["logprobs"], x["ref_logprobs"], x["advantages"], MASK)
     value, expected = 0.0, torch.zeros(3, 4, dtype=torch.float64)
@@ -60,7 +60,7 @@ def test_simple_grpo():
 
 
 @pytest.mark.parametrize(("beta", "entropy_coef"), [(0.0, 0.0), (0.3, 0.0), (0.0, 0.2), (0.3, 0.2)])
-def test_grpo(beta: float, entropy_coef: float):
+def test_grpo_loss_matches_plain_loop(beta: float, entropy_coef: float):
     x = tensors()
     loss_fn = GRPOLoss(0.1, 0.3, beta=beta, entropy_coef=entropy_coef)
     names = ("logprobs", "behaviour_logprobs", "advantages", "weights", "ref_logprobs", "entropy")
@@ -77,7 +77,7 @@ def test_grpo(beta: float, entropy_coef: float):
 
 
 @pytest.mark.parametrize("clip_ratio", [None, 0.0, 0.2])
-def test_reinforce(clip_ratio: float | None):
+def test_reinforce_loss_matches_plain_loop(clip_ratio: float | None):
     x = tensors()
     loss = ReinforceLoss(clip_ratio)(
         logprobs=x["logprobs"],
@@ -95,7 +95,7 @@ def test_reinforce(clip_ratio: float | None):
     torch.testing.assert_close(gradient(loss, x), expected, rtol=1e-6, atol=1e-9)
 
 
-def test_sft():
+def test_sft_loss_is_weighted_negative_logprob():
     x = tensors()
     loss = SFTLoss()(x["logprobs"], x["weights"])
     assert loss.item() == pytest.approx(-sum(x["weights"][p].item() * x["logprobs"][p].item() for p in TRAINED))
@@ -107,7 +107,7 @@ def test_sft():
     ("ratio", "advantage", "clipped"),
     [(1.5, 1.0, True), (1.5, -1.0, False), (0.5, 1.0, False), (0.5, -1.0, True), (1.1, 1.0, False), (0.9, -1.0, False)],
 )
-def test_the_clip_removes_the_gradient_on_the_side_that_went_far_enough(ratio: float, advantage: float, clipped: bool):
+def test_clipped_ratio_has_zero_gradient(ratio: float, advantage: float, clipped: bool):
     behaviour = torch.tensor([-2.0])
     logprobs = (behaviour + math.log(ratio)).requires_grad_()
     advantages = torch.tensor([advantage])
@@ -120,7 +120,7 @@ def test_the_clip_removes_the_gradient_on_the_side_that_went_far_enough(ratio: f
 
 
 @given(st.floats(-15, 0), st.floats(-4, 4).map(lambda x: math.copysign(10 ** -abs(x), x)))
-def test_the_kl_estimate_is_exact_for_the_smallest_differences(logp: float, difference: float):
+def test_k3_kl_is_accurate_for_tiny_differences(logp: float, difference: float):
     """In float32 `exp(d) - d - 1` loses all digits (and its sign) below d = 1e-4, where on-policy training lives."""
     logprobs = torch.tensor(logp)
     ref = logprobs + difference
@@ -130,12 +130,12 @@ def test_the_kl_estimate_is_exact_for_the_smallest_differences(logp: float, diff
     assert got >= -1e-7 * abs(d)
 
 
-def test_ratios_never_overflow():
+def test_importance_ratio_is_capped_at_exp_20():
     ratio = importance_ratio(torch.tensor([0.0, -1e4]), torch.tensor([-1e4, 0.0]))
     assert ratio.tolist() == pytest.approx([math.exp(20), math.exp(-20)])
 
 
-def test_half_precision_is_raised_to_float32():
+def test_bfloat16_logprobs_give_float32_loss():
     logprobs = torch.tensor([-1.0, -2.0], dtype=torch.bfloat16, requires_grad=True)
     loss = GRPOLoss()(logprobs, torch.tensor([-1.001, -2.001]), torch.ones(2), torch.ones(2) / 2)
     assert loss.dtype == torch.float32

@@ -33,7 +33,7 @@ def tool(folder: Path, name: str, text: str) -> None:
 
 
 @no_gpu
-def test_a_machine_without_gpus_has_no_problem_with_them():
+def test_doctor_reports_no_gpu_problem_on_cpu_machine():
     code, output, problems = doctor()
     assert "GPUs" in output
     assert not [problem for problem in problems if "torch" in problem]
@@ -41,14 +41,14 @@ def test_a_machine_without_gpus_has_no_problem_with_them():
 
 
 @no_gpu
-def test_gpus_that_a_scheduler_names_and_torch_does_not_see():
+def test_doctor_reports_scheduled_gpus_torch_cannot_see():
     code, _, problems = doctor(CUDA_VISIBLE_DEVICES="0,1")
     assert code == 1
     assert any(problem.startswith("CUDA_VISIBLE_DEVICES names 2, and torch sees 0") for problem in problems)
 
 
 @no_gpu
-def test_gpus_that_the_driver_lists_and_torch_does_not_see(tmp_path: Path):
+def test_doctor_reports_driver_gpus_torch_cannot_see(tmp_path: Path):
     """With the driver's program only, and neither a compiler nor the headers that attention needs."""
     tool(tmp_path / "bin", "nvidia-smi", 'echo "NVIDIA H100 80GB HBM3, 81559 MiB, 580.159.04"')
     code, output, problems = doctor(PATH=str(tmp_path / "bin"))

@@ -36,7 +36,7 @@ def test_help_lists_every_command():
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_has_a_description_and_an_example_that_parses(name: str):
+def test_help_of_each_command_has_an_example_that_parses(name: str):
     parser = COMMANDS[name]
     assert parser.description
     assert parser.epilog.startswith(f"example: forge {name}")
@@ -48,7 +48,7 @@ def test_help_has_a_description_and_an_example_that_parses(name: str):
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_examples_of_launchers_run(launcher: str, capsys):
+def test_launch_help_examples_run(launcher: str, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["launch", launcher, "--help"])
     assert ended.value.code == 0
@@ -58,7 +58,7 @@ def test_examples_of_launchers_run(launcher: str, capsys):
     assert "gsm8k" in capsys.readouterr().out
 
 
-def test_version_matches_project(capsys):
+def test_version_command_prints_project_version(capsys):
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
@@ -69,7 +69,7 @@ def test_version_matches_project(capsys):
 
 
 @pytest.mark.processes
-def test_a_configuration_of_the_installed_recipes_is_found_from_elsewhere(tmp_path, monkeypatch):
+def test_installed_recipe_config_is_found_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match=r"error: model folder runs/quickstart-warmup/model does not exist"):
         main(["train", "apps/grpo/tiny.yaml"])

@@ -8,7 +8,7 @@ from forge.cli import main
 
 
 @pytest.mark.processes
-def test_modules_of_the_working_folder_are_found(tmp_path, monkeypatch):
+def test_train_imports_modules_of_working_folder(tmp_path, monkeypatch):
     (tmp_path / "losses_of_mine.py").write_text(
         "def loss(logprobs, weights):\n    return -(weights * logprobs).sum()\n"
     )
@@ -33,7 +33,7 @@ def test_modules_of_the_working_folder_are_found(tmp_path, monkeypatch):
         (["empty.yaml", "--seed"], "--seed needs a value"),
     ],
 )
-def test_unreadable_config_fails_before_imports(tmp_path, monkeypatch, command, words, message):
+def test_unreadable_config_fails_before_heavy_imports(tmp_path, monkeypatch, command, words, message):
     for name, text in {"tab": "a:\n\tb: 1\n", "list": "- a\n- b\n", "text": "hello\n", "empty": ""}.items():
         (tmp_path / f"{name}.yaml").write_text(text)
     monkeypatch.chdir(tmp_path)

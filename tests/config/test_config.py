@@ -80,14 +80,14 @@ def read(path, *overrides):
     return load(RLConfig, ["--config", str(path), *overrides])
 
 
-def test_the_documented_sections_load(config):
+def test_documented_config_sections_load(config):
     cfg = read(config)
     assert cfg.training.learning_rate == 1e-6
     assert cfg.services.ref_model.with_gpus
     assert cfg.grpo.clip_high == 0.28
 
 
-def test_a_section_that_is_given_in_part_keeps_the_rest_of_its_default(config):
+def test_partial_section_keeps_other_defaults(config):
     reward = read(config, "--reward.call_timeout", "60").services.reward
     assert (reward.share, reward.call_timeout) == (None, 60.0)
 
@@ -99,7 +99,7 @@ def test_a_section_that_is_given_in_part_keeps_the_rest_of_its_default(config):
     assert build(Shared, {"reward": {"share": None}}).reward.share is None
 
 
-def test_overrides(config):
+def test_command_line_overrides_change_config_values(config):
     cfg = read(config, "--trainer.procs", "4", "--generator.num_replicas=2", "--generator.slots", "64", "--seed", "7")
     assert (cfg.services.trainer.procs, cfg.services.generator.num_replicas) == (4, 2)
     assert cfg.generator.slots == 64
@@ -111,7 +111,7 @@ def test_overrides(config):
     assert read(config, "--dataset.difficulty", "[3, 7]").dataset.difficulty == [3, 7]
 
 
-def test_the_interval_of_weight_updates_sets_the_age(config):
+def test_max_policy_age_defaults_to_sync_interval(config):
     assert read(config).async_.max_policy_age == 1
     assert read(config, "--training.sync_interval", "10").async_.max_policy_age == 10
     together = [
@@ -122,7 +122,7 @@ def test_the_interval_of_weight_updates_sets_the_age(config):
     assert read(config, *together).async_.max_policy_age == 0
 
 
-def test_the_kl_without_a_reference_model_is_to_the_generator(config):
+def test_kl_without_reference_model_uses_generator_logprobs(config):
     cfg = read(config, *NO_REFERENCE)
     algorithm = cfg.load_algorithm()
     assert algorithm.needs_reference
@@ -228,13 +228,13 @@ def test_the_kl_without_a_reference_model_is_to_the_generator(config):
         (["--reward.verifiers", "{judges: [{url: a, model: b, no: x}]}"], r"judges\[0\].False'.*quote the key"),
     ],
 )
-def test_mistakes_are_named(config, overrides, message):
+def test_invalid_setting_combination_raises_one_line(config, overrides, message):
     with pytest.raises(ConfigError, match=message) as caught:
         read(config, *overrides)
     assert "\n" not in str(caught.value)
 
 
-def test_functions_are_added_to_verifiers_only_where_they_are_named(config):
+def test_verifiers_disable_default_reward_functions(config):
     """The truth must not leak into a reward that is to do without."""
     assert read(config).reward.settings()["functions"] == ["MathReward"]
     alone = ("--reward.accuracy", "ExactMatch", "--reward.verifiers", "{reward_models: [{path: x}]}")
@@ -244,7 +244,7 @@ def test_functions_are_added_to_verifiers_only_where_they_are_named(config):
     ]
 
 
-def test_algorithm_gets_only_set_values(config):
+def test_algorithm_receives_only_settings_that_are_set(config):
     cfg = read(config, "--grpo.loss", "{dual_clip: 5.0}", "--training.entropy_coef", "0.01")
     made = cfg.load_algorithm()
     assert (made.clip_low, made.clip_high, made.beta, made.dual_clip) == (0.2, 0.28, 0.1, 5.0)
@@ -275,7 +275,7 @@ def test_unreadable_config_files_raise(config, tmp_path):
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("apps/*/*.yaml")), ids=lambda p: f"{p.parent.name}-{p.stem}")
-def test_every_shipped_file_loads_and_round_trips(path):
+def test_shipped_configs_load_and_round_trip_through_yaml(path):
     warm_ups = dict.fromkeys(("warmup", "arithmetic_sft", "repair_warmup"), SFTConfig)
     trained = dict.fromkeys(("grpo", "qwen3_8b_grpo", "qwen3_32b_grpo"), RLConfig)
     cls = {**trained, **warm_ups}.get(path.stem, CONFIGS[path.parent.name])
@@ -295,7 +295,7 @@ class Cupboard(Section):
     spare: Shelf = Shelf(name="spare", width=9.0)
 
 
-def test_lists_of_sections_are_checked_and_written_down():
+def test_lists_of_sections_are_validated_and_round_trip():
     values = {"shelves": [{"name": "low", "width": 2}, {"name": "high"}], "names": ["a"]}
     cupboard = build(Cupboard, values)
     assert cupboard.shelves == [Shelf(name="low", width=2.0), Shelf(name="high")]
@@ -311,7 +311,7 @@ def test_lists_of_sections_are_checked_and_written_down():
     assert build(Cupboard, {"spare": {"name": "other"}}).spare == Shelf(name="other", width=9.0)
 
 
-def test_settings_made_in_python_have_the_same_errors():
+def test_invalid_sections_built_in_python_raise():
     with pytest.raises(ConfigError, match=r"^unknown key 'widht'; did you mean 'width'"):
         Shelf(name="low", widht=2.0)
     with pytest.raises(ConfigError, match=r"^width must be a number, got 'wide'$"):
@@ -343,7 +343,7 @@ def names_in_code():
 
 
 @pytest.mark.parametrize("cls", CONFIGS.values())
-def test_every_key_is_read_by_something(cls):
+def test_every_config_key_is_read_in_code(cls):
     """A key that nothing reads would be a setting that silently does nothing."""
     read_names, unpacked = names_in_code()
 

@@ -37,7 +37,7 @@ def read(path, *overrides):
     ],
 )
 @pytest.mark.parametrize("key", ["dataset.prompt_template", "dataset.system_prompt"])
-def test_an_override_of_text_is_the_text(config, key, text):
+def test_text_overrides_are_taken_verbatim(config, key, text):
     more = ("--dataset.chat_template", "true") if key == "dataset.system_prompt" else ()
     assert read(config, f"--{key}", text, *more).dataset[key.partition(".")[2]] == text
 
@@ -56,7 +56,7 @@ def test_an_override_of_text_is_the_text(config, key, text):
         ("training.learning_rate", "1", 1.0),
     ],
 )
-def test_an_override_has_the_type_of_its_setting(config, key, text, value):
+def test_overrides_are_parsed_to_the_type_of_their_setting(config, key, text, value):
     more = {
         "run.save_before": ("--checkpoint.every", "1"),
         "dataset.choices_field": ("--dataset.prompt_template", "{question} {choices}"),
@@ -69,7 +69,7 @@ def test_an_override_has_the_type_of_its_setting(config, key, text, value):
 
 
 @pytest.mark.parametrize(("key", "text"), [("seed", "one"), ("training.steps", "1.5"), ("eval", "yes")])
-def test_typed_overrides_are_checked(config, key, text):
+def test_overrides_of_wrong_type_raise(config, key, text):
     with pytest.raises(ConfigError, match=f"{key} must be"):
         read(config, f"--{key}", text)
 

@@ -50,7 +50,7 @@ def trained(tokenizer, tokens, mask):
 @pytest.mark.parametrize("template", END, ids=["chatml", "chatml marked", "llama3", "llama3 marked"])
 @given(conversation=conversations())
 @example(conversation=said("hi", " hello", "  ", " "))
-def test_the_mask_is_what_the_assistant_wrote(template, trim_offsets, conversation):
+def test_chat_mask_covers_exactly_assistant_text(template, trim_offsets, conversation):
     tokenizer = byte_pairs(trim_offsets)
     tokens, mask = ChatFormat(tokenizer, template).encode(conversation)
     whole = tokenizer.apply_chat_template(conversation, chat_template=template, tokenize=True, return_dict=True)
@@ -67,7 +67,7 @@ def test_the_mask_is_what_the_assistant_wrote(template, trim_offsets, conversati
 
 @pytest.mark.parametrize("template", END, ids=["chatml", "chatml marked", "llama3", "llama3 marked"])
 @given(conversation=conversations(), data=st.data())
-def test_only_the_last_turn_or_those_from_a_message_on(template, conversation, data):
+def test_train_on_last_and_since_limit_trained_turns(template, conversation, data):
     tokenizer = byte_pairs()
     encoder = ChatFormat(tokenizer, template)
     clean = str.strip if template in (LLAMA3, LLAMA3_MARKED) else str
@@ -81,7 +81,7 @@ def test_only_the_last_turn_or_those_from_a_message_on(template, conversation, d
 
 
 @given(conversation=conversations())
-def test_marks_are_read_as_transformers_reads_them(conversation):
+def test_generation_marks_give_the_mask_of_transformers(conversation):
     tokenizer = byte_pairs()
     theirs = tokenizer.apply_chat_template(
         conversation, chat_template=CHATML_MARKED, return_dict=True, return_assistant_tokens_mask=True
@@ -124,7 +124,7 @@ def test_rewriting_template_trains_only_last_turn(turns):
         ("{% if %}", said("a", "b"), "the chat template fails"),
     ],
 )
-def test_ambiguous_turn_bounds_raise(template, conversation, message):
+def test_template_with_ambiguous_turn_bounds_raises(template, conversation, message):
     with pytest.raises(ValueError, match=message) as caught:
         ChatFormat(byte_pairs(), template).encode(conversation)
     assert "\n" not in str(caught.value)
@@ -143,6 +143,6 @@ def test_ambiguous_turn_bounds_raise(template, conversation, message):
         ({"messages": [{"role": "user"}]}, "message 1 must have text as its content, not NoneType"),
     ],
 )
-def test_invalid_messages_name_the_fault(row, message):
+def test_invalid_chat_messages_name_the_fault(row, message):
     with pytest.raises(ValueError, match=message):
         read_messages(row, "messages")

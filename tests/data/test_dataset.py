@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("offline")
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("form", ["rows.json", "rows.jsonl", "rows.parquet", "saved", "splits", "folder"])
-def test_every_source_gives_the_same_rows(places, form, streaming):
+def test_every_file_format_yields_same_samples(places, form, streaming):
     data = make(places[form], streaming=streaming, shuffle=False, epochs=1, target_pattern=r"####\s*(.+)")
     samples = list(data)
     assert [(str(s.prompt), s.target, s.prompt.index) for s in samples] == [(f"q{i}", str(i), i) for i in range(23)]
@@ -27,7 +27,7 @@ def test_every_source_gives_the_same_rows(places, form, streaming):
 
 
 @pytest.mark.parametrize("form", ["splits", "folder"])
-def test_splits(places, form):
+def test_named_split_is_read_and_unknown_split_raises(places, form):
     assert len(list(make(places[form], split="test", epochs=1))) == 5
     with pytest.raises(ValueError, match="nosuch"):
         make(places[form], split="nosuch")
@@ -54,7 +54,7 @@ COSTLY = ("streamed", "streamed in order")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.full) if name in COSTLY else name for name in NAMES]
 )
-def test_resumes_exactly_at_every_position_across_epochs(places, name, monkeypatch):
+def test_dataset_resumes_exactly_at_every_position(places, name, monkeypatch):
     monkeypatch.setattr(StreamedRows.__init__, "__kwdefaults__", {"block": 7})
     new = sources(places)[name]
     data, states, samples = new(), [], []
@@ -87,7 +87,7 @@ def test_each_epoch_is_shuffled_differently(places, streaming):
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"shuffle": False}, {"split": "test"}])
-def test_position_of_other_data_raises(places, change, jsonl):
+def test_dataset_state_of_other_data_raises(places, change, jsonl):
     state = make(places["rows.jsonl"]).state_dict()
     with pytest.raises(ValueError, match=f"does not fit: {next(iter(change))} was"):
         make(places["rows.jsonl"], **change).load_state_dict(state)
@@ -95,7 +95,7 @@ def test_position_of_other_data_raises(places, change, jsonl):
         make(jsonl(ROWS[0])).load_state_dict(state)
 
 
-def test_held_out_split_is_fixed(places):
+def test_held_out_rows_are_fixed_and_do_not_move_position(places):
     for settings in ({"path": places["rows.jsonl"]}, {"path": places["folder"], "streaming": True}):
         data, other = make(**settings), make(**settings)
         first = [next(data) for _ in range(10)]
@@ -113,7 +113,7 @@ def test_too_long_prompts_are_skipped_and_counted(places):
     assert (data.skipped, data.served) == (13, 10)
 
 
-def test_bad_files(tmp_path, places):
+def test_unreadable_data_file_raises_with_its_path(tmp_path, places):
     (tmp_path / "train.jsonl").write_text("{}")
     with pytest.raises(FileNotFoundError, match=r"no such file: .*trian.jsonl .*did you mean .*/train.jsonl\?"):
         make(str(tmp_path / "trian.jsonl"))
@@ -138,19 +138,19 @@ def test_bad_files(tmp_path, places):
         make(places["folder"], target_field="label", streaming=True)
 
 
-def test_a_hub_id_without_the_datasets_package(monkeypatch):
+def test_hub_id_without_datasets_package_names_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match=r"'openai/gsm8k'.*pip install datasets"):
         make("openai/gsm8k")
 
 
-def test_a_hub_id_without_the_hub_names_the_dataset():
+def test_unreachable_hub_error_names_dataset():
     with pytest.raises(OSError, match="cannot load the dataset 'nobody/nothing'"):
         make("nobody/nothing")
 
 
 @pytest.mark.processes
-def test_importing_the_data_package_stays_light():
+def test_importing_data_package_does_not_import_torch():
     program = (
         "import sys; import forge.data.load, forge.rewards.rules, forge.models.tokenizer;"
         "print({'torch', 'monarch', 'transformers', 'datasets', 'math_verify', 'sympy'} & sys.modules.keys())"

@@ -56,7 +56,7 @@ def objects(*keys: str, **more):
 
 @pytest.mark.processes
 @given(response=texts, target=texts)
-def test_rewards_give_a_score_or_none(response, target):
+def test_rewards_of_arbitrary_text_stay_in_range(response, target):
     assert MathReward()("", response, target) in (0.0, 1.0, None)
     assert ThinkingReward()("", response, target) in (0.0, 0.2, 1.0)
     assert ExactMatch()("", response, target) in (0.0, 1.0)
@@ -65,7 +65,7 @@ def test_rewards_give_a_score_or_none(response, target):
 
 
 @given(text=texts, syntax=st.sampled_from(SYNTAXES), truncated=st.booleans())
-def test_tool_calls(text, syntax, truncated):
+def test_parsed_tool_calls_of_arbitrary_text_are_well_typed(text, syntax, truncated):
     action = read_action(text, syntax, TOOLS, truncated=truncated)
     for call in action.calls:
         assert isinstance(Parameters(TOOLS[0]["function"]).mismatch(call.arguments), str)
@@ -75,7 +75,7 @@ def test_tool_calls(text, syntax, truncated):
 
 
 @given(target=values.map(json.dumps) | texts)
-def test_test_cases(target):
+def test_code_cases_from_arbitrary_targets_raise_only_value_error(target):
     try:
         assert read_cases(target)
     except ValueError as error:
@@ -93,7 +93,7 @@ BODY = objects(
 
 
 @given(body=BODY | values, chat=st.booleans())
-def test_bodies_of_requests(body, chat):
+def test_arbitrary_request_bodies_raise_only_bad_request(body, chat):
     dialect = ChatDialect() if chat else CompletionsDialect()
     try:
         assert isinstance(dialect.read(body), ModelRequest)
@@ -105,7 +105,7 @@ REPLY = objects("observation", "reward", "done", "metadata", observation=objects
 
 
 @given(reply=REPLY)
-def test_replies_of_environments(reply):
+def test_arbitrary_environment_replies_give_a_step_or_infra_error(reply):
     try:
         step = step_from_reply(Reply.read(reply))
     except InfrastructureError:
@@ -123,7 +123,7 @@ BLOCK = objects("type", "text", "resource", "uri", type=st.sampled_from(["text",
 
 
 @given(result=st.fixed_dictionaries({"content": st.lists(BLOCK, max_size=3)}, optional={"structuredContent": values}))
-def test_results_of_tools(result):
+def test_arbitrary_tool_results_become_text(result):
     assert isinstance(text_of(result), str)
 
 
@@ -142,7 +142,7 @@ SENT = st.one_of(
 
 @pytest.mark.costly
 @given(messages=st.lists(SENT, max_size=8))
-def test_a_served_environment_answers_anything(messages):
+def test_served_environment_survives_arbitrary_messages(messages):
     async def main():
         async with serve(Counting) as url, aiohttp.ClientSession() as http:
             async with http.ws_connect(f"{url}/ws") as socket:
@@ -171,7 +171,7 @@ ANSWER = st.one_of(
 
 @pytest.mark.costly
 @given(answers=st.lists(ANSWER, min_size=1, max_size=6), mcp=st.booleans())
-def test_a_client_survives_any_server(answers, mcp):
+def test_environment_clients_survive_arbitrary_servers(answers, mcp):
     async def converse(request):
         socket = web.WebSocketResponse()
         await socket.prepare(request)
@@ -220,7 +220,7 @@ def saved(request, tmp_path_factory) -> tuple[Path, bytes]:
 
 
 @given(data=st.data())
-def test_damaged_tables(saved, data):
+def test_damaged_score_table_raises_error_with_file_name(saved, data):
     path, whole = saved
     damaged = bytearray(whole)
     for at in data.draw(st.lists(st.integers(0, len(whole) - 1), min_size=1, max_size=6)):

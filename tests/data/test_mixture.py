@@ -34,7 +34,7 @@ class Named:
 
 
 @given(weights=st.lists(st.integers(1, 50) | st.floats(0.01, 100), min_size=1, max_size=9))
-def test_every_source_is_within_one_of_its_share_at_every_moment(weights):
+def test_mixture_draws_stay_within_one_of_source_shares(weights):
     mixture = Mixture([Named(str(i)) for i in range(len(weights))], weights)
     shares = [Fraction(weight) / sum(map(Fraction, weights)) for weight in weights]
     counts = [0] * len(weights)
@@ -44,7 +44,7 @@ def test_every_source_is_within_one_of_its_share_at_every_moment(weights):
         assert all(abs(count - share * k) < 1 for count, share in zip(counts, shares, strict=True))
 
 
-def test_mixture_ends_with_first_source_and_sums_skipped():
+def test_mixture_ends_with_first_exhausted_source():
     mixture = Mixture([Named("a"), Named("b", end=2)], [2, 1])
     assert [name for name, _ in mixture].count("b") == 2
     assert mixture.skipped == 4
@@ -70,7 +70,7 @@ def test_mixture_resumes_at_every_position(kind):
         assert sum("+" in str(sample.prompt) for sample in items) == pytest.approx(40 * 3 / 5.5, abs=1)
 
 
-def test_held_out_keeps_source_shares():
+def test_held_out_rows_of_mixture_keep_source_shares():
     data, other = (load_data(TOKENIZER, sources=SOURCES) for _ in "ab")
     first = list(islice(data, 5))
     held = data.held_out(110)
@@ -119,7 +119,7 @@ def test_invalid_mixture_names_the_fault(settings, message):
         load_data(TOKENIZER, **settings)
 
 
-def test_position_of_other_shares_raises():
+def test_mixture_state_of_other_weights_raises():
     state = load_data(TOKENIZER, sources=SOURCES).state_dict()
     for sources in (SOURCES[:2], [{**SOURCES[0], "weight": 4}, *SOURCES[1:]]):
         with pytest.raises(ValueError, match="does not fit: the mixture's shares were"):

@@ -40,7 +40,9 @@ def rows_of(batch: Batch) -> list[tuple]:
 
 
 @given(LENGTHS, RANKS, st.integers(16, 60), st.integers(1, 3))
-def test_every_sequence_lands_exactly_once(lengths: list[tuple[int, int]], ranks: int, max_tokens: int, at_least: int):
+def test_split_batch_places_each_sequence_once(
+    lengths: list[tuple[int, int]], ranks: int, max_tokens: int, at_least: int
+):
     batch = example(0, lengths)
     shares = split_batch(batch, ranks=ranks, max_tokens=max_tokens, at_least=at_least)
     assert len(shares) == ranks
@@ -54,7 +56,7 @@ def test_every_sequence_lands_exactly_once(lengths: list[tuple[int, int]], ranks
 
 
 @given(LENGTHS)
-def test_weights_give_tokens_or_episodes_equal_shares(lengths: list[tuple[int, int]]):
+def test_aggregation_weighs_tokens_or_episodes_equally(lengths: list[tuple[int, int]]):
     responses = [response for _, response in lengths]
     token = pack(episodes(lengths), aggregation="token_mean")
     np.testing.assert_allclose(token.weights[token.mask], 1 / sum(responses), rtol=1e-6)
@@ -104,7 +106,7 @@ def packed_loss(policy: Policy, micro: Batch) -> torch.Tensor:
 
 @given(LENGTHS, RANKS, st.integers(16, 60), AGGREGATION)
 @settings(max_examples=20)
-def test_any_split_has_the_loss_and_gradient_of_the_padded_batch(
+def test_packed_split_matches_padded_loss_and_gradient(
     lengths: list[tuple[int, int]], ranks: int, max_tokens: int, aggregation: Aggregation
 ):
     batch = example(1, lengths, aggregation=aggregation)
@@ -125,7 +127,7 @@ def test_any_split_has_the_loss_and_gradient_of_the_padded_batch(
         torch.testing.assert_close(gradients[name].grad, parameter.grad, rtol=1e-5, atol=1e-5, msg=name)
 
 
-def test_an_idle_micro_batch_takes_part_and_adds_exactly_nothing():
+def test_idle_micro_batch_has_zero_loss_and_zero_gradients():
     batch = example(0, [(3, 4)])
     working, idle = (share[0] for share in split_batch(batch, ranks=2, max_tokens=16))
     assert rows_of(working) == rows_of(batch)
@@ -140,20 +142,20 @@ def test_an_idle_micro_batch_takes_part_and_adds_exactly_nothing():
     assert batch.mask.any()  # the batch that it was made from is as it was
 
 
-def test_ranks_get_about_the_same_number_of_tokens():
+def test_split_batch_balances_tokens_over_ranks():
     lengths = [(1, n) for n in (40, 3, 17, 25, 8, 31, 12, 5, 22, 9)]
     loads = [sum(len(m.tokens) for m in share) for share in split_batch(example(0, lengths), ranks=2, max_tokens=64)]
     assert max(loads) <= 1.1 * sum(loads) / 2
 
 
-def test_an_unknown_behaviour_policy_is_nan_where_the_policy_wrote():
+def test_missing_behaviour_logprobs_are_nan_on_trained_tokens():
     batch = pack([Episode(prompt_ids=(1, 2), response_ids=[3, 4], advantage=1.0)])
     np.testing.assert_array_equal(batch.logprobs, [0.0, 0.0, math.nan, math.nan])
     assert batch.versions.tolist() == [-1] * 4
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
-def test_an_episode_whose_tokens_are_all_masked_counts_for_nothing(aggregation: Aggregation):
+def test_fully_masked_episode_has_zero_weight(aggregation: Aggregation):
     known = episodes([(2, 3), (2, 2)])
     known[1].mask = [False] * 4
     batch = pack(known, aggregation=aggregation)
@@ -162,7 +164,7 @@ def test_an_episode_whose_tokens_are_all_masked_counts_for_nothing(aggregation: 
     assert pack(known[1:], aggregation=aggregation).weights.tolist() == [0.0] * 4
 
 
-def test_unpackable_episode_is_named():
+def test_unpackable_episode_raises_with_its_number():
     scored = episodes([(2, 2), (2, 2)])
     unscored = Episode(prompt_ids=(1,), response_ids=[2], reward=1.0)
     with pytest.raises(ValueError, match="empty list"):
@@ -177,7 +179,7 @@ def test_unpackable_episode_is_named():
         split_batch(example(0, [(2, 3), (4, 5)]), ranks=1, max_tokens=8)
 
 
-def test_inconsistent_episode_raises():
+def test_inconsistent_episode_arguments_raise():
     with pytest.raises(ValueError, match="from a completion or from prompt_ids"):
         Episode()
     with pytest.raises(ValueError, match="at least one response token"):
@@ -202,7 +204,7 @@ def tensors() -> tuple[dict, dict]:
     return inputs, targets
 
 
-def test_dicts_of_tensors_are_packed_without_their_padding():
+def test_pack_tensors_drops_padding():
     inputs, targets = tensors()
     batch = pack_tensors([inputs], [targets])
     assert batch.tokens.tolist() == [3, 5, 6, 1, 4, 3, 7, 8, 9, 1]
@@ -221,7 +223,7 @@ def test_dicts_of_tensors_are_packed_without_their_padding():
 
 @pytest.mark.parametrize("masked", [[0], [1], [0, 3], [1, 2, 3], [0, 2]])
 @pytest.mark.parametrize("padded", [False, True])
-def test_rows_that_are_masked_whole_count_as_in_the_loss_itself(masked: list[int], padded: bool):
+def test_packed_fully_masked_rows_match_padded_loss(masked: list[int], padded: bool):
     """Against the losses of the documents, called on the tensors themselves."""
     generator = torch.Generator().manual_seed(len(masked))
     tokens = torch.randint(3, 20, (4, 7), generator=generator)

@@ -71,13 +71,13 @@ WHOLE = {"chosen": said("hi", "yes"), "rejected": said("hi", "no")}
         ({"chosen": "hello", "rejected": "hell"}, {}, ("hell", "o<eos>", "<eos>")),
     ],
 )  # fmt: skip
-def test_forms(jsonl, row, settings, expected):
+def test_preference_row_formats_give_expected_pairs(jsonl, row, settings, expected):
     assert read(next(prefer(jsonl(row), **settings))) == expected
 
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_MARKED])
 @pytest.mark.parametrize("row", [WHOLE, {"prompt": "hi", "chosen": "yes", "rejected": "no"}], ids=["whole", "texts"])
-def test_chat_answers_end_with_the_turn_in_every_form(jsonl, template, row):
+def test_chat_preference_answers_end_with_end_of_turn(jsonl, template, row):
     settings = {"tokenizer": byte_pairs(), "chat_template": template}
     pair = next(prefer(jsonl(row), **settings))
     context = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
@@ -104,7 +104,7 @@ ALIKE = [
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(("rows", "settings"), ALIKE)
-def test_pairs_of_equal_answers_are_left_out_and_counted(jsonl, rows, settings, streaming):
+def test_pairs_with_equal_answers_are_skipped_and_counted(jsonl, rows, settings, streaming):
     data = prefer(jsonl(*rows), streaming=streaming, shuffle=False, epochs=1, **settings)
     assert [read(pair) for pair in data] == [read(data.held_out(1)[0])] * 2
     assert (data.served, data.skipped) == (2, 1)
@@ -114,7 +114,7 @@ def test_pairs_of_equal_answers_are_left_out_and_counted(jsonl, rows, settings, 
         prefer(jsonl(rows[1], rows[1]), streaming=streaming, **settings)
 
 
-def test_scores_are_read_at_the_last_token(jsonl):
+def test_scored_pairs_mask_only_last_token(jsonl):
     plain, scored = (next(prefer(jsonl(WHOLE), chat_template=TALK, as_scores=on)) for on in (False, True))
     for one, other in zip(plain, scored, strict=True):
         assert one.tokens == other.tokens
@@ -122,13 +122,13 @@ def test_scores_are_read_at_the_last_token(jsonl):
         assert other.tokens[-1] == TOKENIZER.eos_token_id
 
 
-def test_pairs_pack_in_twos(jsonl):
+def test_preference_pairs_are_packed_as_units_of_two(jsonl):
     data = prefer(task="apps.toys.words:Reverse", prompt_template="{question}>")
     batch = pack([episode for pair in islice(data, 5) for episode in pair], unit=2)
     assert (len(batch), batch.unit) == (10, 2)
 
 
-def test_a_pair_is_too_long_if_one_of_it_is(jsonl):
+def test_pair_with_one_long_answer_is_skipped(jsonl):
     rows = [{"prompt": "q", "chosen": "a" * n, "rejected": "b" * m} for n, m in ((2, 2), (5, 2), (2, 5))]
     data = prefer(jsonl(*rows), max_tokens=4, epochs=1)
     assert [read(pair) for pair in data] == [("q", "aa<eos>", "bb<eos>")]
@@ -138,7 +138,7 @@ def test_a_pair_is_too_long_if_one_of_it_is(jsonl):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_a_task_answers_right_and_almost_right(task):
+def test_preference_tasks_pair_right_answers_with_near_misses(task):
     data = prefer(task=task, difficulty=3, seed=5, prompt_template="{question}=")
     pairs = [read(pair) for pair in islice(data, 200)]
     rows = list(islice(load_task(task).rows(difficulty=3, seed=5), 200))
@@ -165,7 +165,7 @@ def edits(word: str) -> set[str]:
 @given(
     answer=st.text("abcxyz0019", min_size=1, max_size=8) | st.text("0123", min_size=1, max_size=4), seed=st.integers()
 )
-def test_a_mistake_is_one_slip_and_never_right(answer, seed):
+def test_mistake_is_one_edit_and_never_right(answer, seed):
     wrong = mistake(answer, Random(seed))
     assert wrong
     assert wrong in edits(answer)
@@ -175,7 +175,7 @@ def test_a_mistake_is_one_slip_and_never_right(answer, seed):
 
 
 @pytest.mark.parametrize("settings", [{}, {"streaming": True}, {"shuffle": False, "max_tokens": 5}])
-def test_pairs_resume_at_every_position(jsonl, settings):
+def test_preference_pairs_resume_at_every_position(jsonl, settings):
     path = jsonl(*({"prompt": f"q{i}", "chosen": "yes"[: 1 + i % 3], "rejected": "no"} for i in range(9)))
     data, states, pairs = prefer(path, **settings), [], []
     for _ in range(25):
@@ -220,7 +220,7 @@ def test_pairs_resume_at_every_position(jsonl, settings):
         ([TEXTS], {"too_long": "truncate"}, "too_long must be one of skip, error; got 'truncate'"),
     ],
 )  # fmt: skip
-def test_invalid_pair_names_the_fault(jsonl, rows, settings, message):
+def test_invalid_preference_pair_names_the_fault(jsonl, rows, settings, message):
     with pytest.raises(ValueError, match=message) as caught:
         prefer(jsonl(*rows), **settings)
     assert "\n" not in str(caught.value)

@@ -33,7 +33,7 @@ def first(row: dict[str, Any], template: str | None = CHATML, **settings: Any) -
     return next(PromptDataset(Rows([row]), tokenizer=tokenizer(template), **settings))
 
 
-def test_a_prompt_may_be_a_conversation():
+def test_conversation_prompts_are_rendered_with_chat_template():
     sample = first({"prompt": TALK, "answer": "stop", "level": 2})
     assert sample.prompt.text == RENDERED
     assert tokenizer().decode(sample.prompt.token_ids) == RENDERED
@@ -45,7 +45,7 @@ def test_a_prompt_may_be_a_conversation():
     assert first({"prompt": "2+2", "answer": "4"}).prompt.stop_ids == ()
 
 
-def test_a_row_may_offer_tools():
+def test_row_tools_are_rendered_into_prompt():
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     assert (
         first({"prompt": TALK, "answer": "", "tools": tools}, TOOLS, target_field=None).prompt.text
@@ -81,7 +81,7 @@ def learnt(row: dict[str, Any], **settings: Any) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("completion", ["It is 12.", [{"role": "assistant", "content": "It is 12."}]])
-def test_supervised_rows_of_prompt_and_completion(completion):
+def test_prompt_completion_rows_train_only_completion(completion):
     assert learnt({"prompt": TALK, "completion": completion}) == (RENDERED, "It is 12.<|im_end|>")
     if isinstance(completion, str):
         assert learnt({"prompt": "7 + 5 =", "completion": " 12"}) == ("7 + 5 =", " 12<eos>")

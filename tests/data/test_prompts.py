@@ -16,7 +16,7 @@ GSM8K = Path(__file__).parents[2].parent / "shared" / "data" / "gsm8k"
 CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]{{ opening or '' }}"
 
 
-def test_templates_fields_and_numbers(jsonl):
+def test_prompt_template_fills_fields_and_formats_numbers(jsonl):
     path = jsonl({"problem": "2+2", "hint": "even", "solution": 4}, {"problem": "3", "hint": 1, "solution": 2.5})
     data = make(path, target_field="solution", prompt_template="{hint}: {question} {{x}}\n", shuffle=False)
     assert [(str(s.prompt), s.target) for s in data.held_out(2)] == [("even: 2+2 {x}\n", "4"), ("1: 3 {x}\n", "2.5")]
@@ -26,7 +26,7 @@ def test_templates_fields_and_numbers(jsonl):
     )
 
 
-def test_chat_template(jsonl):
+def test_chat_template_setting_renders_prompts(jsonl):
     tokenizer = character_tokenizer()
     tokenizer.chat_template = CHAT
     settings = {"tokenizer": tokenizer, "chat_template": True}
@@ -51,7 +51,7 @@ def test_answered_prompts_end_with_eos():
         PromptFormat(endless, "{question}=").answered("1+2=", "3")
 
 
-def test_multiple_choice(jsonl):
+def test_multiple_choice_prompts_list_options_and_letter_targets(jsonl):
     asks = {"prompt_template": "{question}\n{choices}\n", "shuffle": False}
     listed = [{"question": "q", "options": ["x", "y", 3], "answer": answer} for answer in ("B", 2, "x", "3")]
     data = make(jsonl(*listed), choices_field="options", **asks).held_out(4)
@@ -117,14 +117,14 @@ def test_invalid_prompt_row_names_the_fault(jsonl, rows, settings, message):
 
 
 @pytest.mark.skipif(not GSM8K.exists(), reason="no GSM8K in ../shared/data")
-def test_gsm8k():
+def test_gsm8k_targets_are_accepted_by_math_reward():
     data = make(str(GSM8K / "test.jsonl"), target_pattern=r"####\s*(.+)", max_prompt_tokens=300)
     for sample in data.held_out(200):
         assert len(sample.prompt.token_ids) <= 300
         assert MathReward()(str(sample.prompt), f"The answer is {sample.target}.", sample.target) == 1.0
 
 
-def test_answers_end_where_the_templates_of_their_prompts_end_a_turn():
+def test_stop_ids_are_end_of_turn_tokens_of_chat_templates():
     tokenizer = character_tokenizer()
     ends = "{% for m in messages %}{{ m.content }}{{ '<pad>' if m.role == 'assistant' }}{% endfor %}"
     own = "{% for m in messages %}{{ m.content }}{{ '<unk>' if m.role == 'assistant' }}{% endfor %}"

@@ -80,9 +80,7 @@ TOOLS = {"tokenizer": byte_pairs(), "chat_template": CALLS.replace("FORM", "c.fu
     ],
 )
 @pytest.mark.parametrize("form", ["rows", "jsonl"])
-def test_a_stored_row_that_cannot_be_trained_is_an_error_with_its_number(
-    jsonl, kind, good, bad, settings, message, form
-):
+def test_untrainable_stored_row_raises_with_its_number(jsonl, kind, good, bad, settings, message, form):
     rows = [good] * 9 + [bad]
     path = Rows(rows) if form == "rows" else jsonl(*rows)
     with pytest.raises(ValueError, match=message) as caught:
@@ -99,7 +97,7 @@ CALLED = [
 
 
 @pytest.mark.parametrize("form", ["parquet", "saved", "folder", "streamed", "dataset"])
-def test_keys_of_other_rows_are_absent_in_columns(offline, tmp_path, form):
+def test_columnar_rows_do_not_gain_keys_of_other_rows(offline, tmp_path, form):
     from datasets import Dataset
 
     columns = Dataset.from_list(CALLED)
@@ -140,7 +138,7 @@ def stream(monkeypatch):
     "bad",
     [{"question": " ", "answer": 1}, {"question": "q", "answer": None}, {"q": 1}, {"question": LONE, "answer": 1}],
 )
-def test_a_bad_row_of_a_stream_is_left_out_counted_and_named(stream, caplog, bad):
+def test_invalid_stream_row_is_skipped_counted_and_logged(stream, caplog, bad):
     data = PromptDataset(**stream([GOOD, GOOD, bad, GOOD]), epochs=2)
     assert len(list(data)) == 6
     assert (data.served, data.skipped) == (6, 2)
@@ -156,7 +154,7 @@ def test_stream_of_invalid_rows_raises_at_start(stream):
     ("questions", "count", "first"),
     [(["ab", "añb"], "1 of 2", 2), (["XY"] * 3, "3 of 3", 1), (["a b"], "1 of 1", 1), (["a\n"], "1 of 1", 1)],
 )
-def test_prompts_with_unknown_characters_are_warned(caplog, questions, count, first):
+def test_prompts_with_characters_without_a_token_warn(caplog, questions, count, first):
     rows = [{"question": question, "answer": "a"} for question in questions]
     PromptDataset(Rows(rows), tokenizer=character_tokenizer("ab"))
     [record] = [record for record in caplog.records if "without a token" in record.message]
@@ -168,7 +166,7 @@ def test_prompts_with_unknown_characters_are_warned(caplog, questions, count, fi
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
 @pytest.mark.parametrize("streaming", [False, True])
-def test_byte_order_mark_is_skipped(offline, tmp_path, encoding, name, streaming):
+def test_byte_order_mark_of_jsonl_is_skipped(offline, tmp_path, encoding, name, streaming):
     rows = [{"question": "größer", "answer": "ß"}, GOOD]
     text = json.dumps(rows) if name == "rows.json" else "\n".join(json.dumps(r, ensure_ascii=False) for r in rows)
     (tmp_path / name).write_text(text, encoding=encoding)
@@ -187,7 +185,7 @@ def test_byte_order_mark_is_skipped(offline, tmp_path, encoding, name, streaming
         ("utf-32", "it is in UTF-16"),
     ],
 )
-def test_wrong_encoding_is_named_with_its_line(tmp_path, name, encoding, fault):
+def test_file_that_is_not_utf8_raises_with_line_number(tmp_path, name, encoding, fault):
     word = "漢" if encoding == "shift_jis" else "größer"
     (tmp_path / name).write_text(f'{json.dumps(GOOD)}\n{{"question": "{word}", "answer": ""}}\n', encoding=encoding)
     line = 1 if encoding in ("utf-16", "utf-32") else 2
@@ -195,7 +193,7 @@ def test_wrong_encoding_is_named_with_its_line(tmp_path, name, encoding, fault):
         PromptDataset(str(tmp_path / name), tokenizer=TOKENIZER)
 
 
-def test_size_counts_items_of_epochs(jsonl):
+def test_dataset_size_counts_items_of_all_epochs(jsonl):
     rows = jsonl(*[{"question": f"q{i}", "answer": i} for i in range(7)])
     learn = {"tokenizer": TOKENIZER, "epochs": 3}
     assert SupervisedDataset(rows, **learn).size == 21

@@ -31,7 +31,7 @@ def read(episode, tokenizer=TOKENIZER):
     return tokenizer.decode(episode.tokens[:start]), tokenizer.decode(learnt)
 
 
-def test_prompt_rows_match_prompt_dataset(places):
+def test_supervised_prompts_equal_prompt_dataset_prompts(places):
     settings = {"target_pattern": r"####\s*(.+)", "prompt_template": "{question}: ", "seed": 3}
     episodes, samples = learn(places["rows.jsonl"], **settings), make(places["rows.jsonl"], **settings)
     for episode, sample in islice(zip(episodes, samples, strict=True), 50):
@@ -42,7 +42,7 @@ def test_prompt_rows_match_prompt_dataset(places):
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_MARKED, LLAMA3, LLAMA3_MARKED, THINKING])
 @pytest.mark.parametrize("system", [None, "Be brief."])
-def test_a_prompt_with_an_answer_is_the_conversation_of_both(jsonl, template, system):
+def test_prompt_answer_row_equals_two_message_conversation(jsonl, template, system):
     tokenizer, settings = byte_pairs(), {"tokenizer": byte_pairs(), "chat_template": template}
     talk = [{"role": "user", "content": "how are you?"}, {"role": "assistant", "content": "I am well"}]
     talk = [{"role": "system", "content": system}, *talk] if system else talk
@@ -55,7 +55,7 @@ def test_a_prompt_with_an_answer_is_the_conversation_of_both(jsonl, template, sy
     assert tuple(one.tokens[: one.mask.index(True)]) == next(make(jsonl(row), **prompts)).prompt.token_ids
 
 
-def test_supervised_conversations_are_masked(jsonl):
+def test_supervised_conversations_train_only_assistant_turns(jsonl):
     path = jsonl(*CHATS)
     for train_on, first in (("assistant", ("u3>", "a3<eos>a3<eos>")), ("last", ("u3>a3<eos>u3>", "a3<eos>"))):
         data = learn(path, chat_template=TALK, train_on=train_on, shuffle=False)
@@ -66,7 +66,7 @@ def test_supervised_conversations_are_masked(jsonl):
     assert read(next(learn(named, chat_template=TALK, messages_field="talk"))) == ("u1>", "a1<eos>a1<eos>")
 
 
-def test_a_conversation_ends_with_its_last_learnt_token(jsonl):
+def test_conversation_is_cut_after_last_trained_token(jsonl):
     conversation = [*CHATS[0]["messages"], {"role": "user", "content": "bye"}]
     whole, _ = ChatFormat(byte_pairs(), CHATML).encode(conversation)
     episode = next(learn(jsonl({"messages": conversation}), tokenizer=byte_pairs(), chat_template=CHATML))
@@ -76,13 +76,13 @@ def test_a_conversation_ends_with_its_last_learnt_token(jsonl):
 
 
 @pytest.mark.parametrize("form", ["rows.jsonl", "rows.parquet", "saved", "folder"])
-def test_plain_text_learns_all_but_its_first_token(places, form):
+def test_plain_text_rows_train_all_but_first_token(places, form):
     data = learn(places[form], text_field="answer", epochs=1)
     read_ = sorted(read(episode) for episode in data)
     assert read_ == sorted(("s", f"tep\n#### {i}<eos>") for i in range(23))
 
 
-def test_long_rows_are_skipped_or_cut(jsonl):
+def test_too_long_supervised_rows_are_skipped_or_cut(jsonl):
     rows = [{"question": "q" * n, "answer": "abc"} for n in (2, 3, 4, 9)]
     skipping = learn(jsonl(*rows), max_tokens=7, shuffle=False, epochs=1)
     assert [read(e) for e in skipping] == [("qq", "abc<eos>"), ("qqq", "abc<eos>")]
@@ -103,7 +103,7 @@ def test_long_rows_are_skipped_or_cut(jsonl):
         {"text_field": "share"},
     ],
 )
-def test_rows_resume_at_every_position(jsonl, settings):
+def test_supervised_rows_resume_at_every_position(jsonl, settings):
     path = jsonl(*CHATS)
     data, states, episodes = learn(path, **settings), [], []
     for _ in range(30):

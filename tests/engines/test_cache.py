@@ -51,7 +51,7 @@ def played(engine: EmbeddedEngine, sizes: list, vocab: int) -> tuple[list, int]:
     "name",
     [pytest.param(name, marks=pytest.mark.slow) if name != "odd" else name for name in ("odd", "experts", "tall")],
 )
-def test_a_budget_is_kept_and_changes_no_bit(tmp_path: Path, name: str):
+def test_cache_budget_is_kept_and_tokens_are_identical(tmp_path: Path, name: str):
     save(tmp_path, name)
     vocab = MODELS[name][-1]
     common: dict[str, Any] = {"device": "cpu", "max_seq_len": LONGEST}
@@ -78,7 +78,7 @@ def test_a_budget_is_kept_and_changes_no_bit(tmp_path: Path, name: str):
             engine.close()
 
 
-def test_rows_come_back_when_long_answers_have_ended(tmp_path: Path):
+def test_cache_rows_are_regained_after_long_completions(tmp_path: Path):
     """Four of 640 tokens fit, or 15 of 128: after a long one, short ones run side by side again."""
     save(tmp_path, "odd")
     vocab = MODELS["odd"][-1]

@@ -34,7 +34,7 @@ def test_logprobs_and_greedy_tokens_match_transformers(make: Make, family: str, 
 
 
 @pytest.mark.parametrize("budget", [1, 7, 40])
-def test_any_prefill_budget_gives_the_same_numbers(make: Make, budget: int) -> None:
+def test_logprobs_match_transformers_at_any_prefill_budget(make: Make, budget: int) -> None:
     folder, model = make("llama-scaled")
     with EmbeddedEngine(folder, slots=8, prefill_tokens=budget) as engine:
         futures = [engine.submit(p, Sampling(max_tokens=9, seed=2)) for p in PROMPTS]
@@ -42,14 +42,14 @@ def test_any_prefill_budget_gives_the_same_numbers(make: Make, budget: int) -> N
         assert engine.stats()["prefilled_tokens"] == sum(len(p) - 1 for p in PROMPTS)
 
 
-def test_bfloat16_is_close(make: Make) -> None:
+def test_bfloat16_logprobs_are_close_to_float32(make: Make) -> None:
     folder, model = make("qwen3")
     with EmbeddedEngine(folder, slots=4, dtype="bfloat16") as engine:
         (completion,) = engine.submit(PROMPTS[2], Sampling(max_tokens=8, seed=0)).result(30)
         assert error_of(model, completion) < 1.0
 
 
-def test_sharded_checkpoints_load(make: Make) -> None:
+def test_sharded_checkpoint_loads_and_missing_shard_raises(make: Make) -> None:
     folder, model = make("qwen2")
     (folder / "model.safetensors").unlink()
     model.save_pretrained(folder, max_shard_size="10KB")
@@ -89,14 +89,14 @@ def test_unsupported_model_raises(make: Make, change: dict[str, object], message
         EmbeddedEngine(folder)
 
 
-def test_longrope_ends_where_its_long_factors_begin(make: Make) -> None:
+def test_max_seq_len_beyond_longrope_short_factors_raises(make: Make) -> None:
     folder, _ = make("phi3-long")
     with pytest.raises(ValueError, match="max_seq_len must be 2 to 72 for this model, got 73"):
         EmbeddedEngine(folder, max_seq_len=73)
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3", "phi3"])
-def test_prompts_of_many_windows_give_the_same_numbers(tmp_path: Path, family: str) -> None:
+def test_prompts_longer_than_window_match_transformers(tmp_path: Path, family: str) -> None:
     model = random_model(family)
     model.config.max_position_embeddings = 400
     model.save_pretrained(tmp_path)

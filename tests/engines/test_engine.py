@@ -17,7 +17,7 @@ from forge.types import Sampling
 from .conftest import EOS, VOCAB, Make, check_shape, error_of, random_model
 
 
-def test_a_group_is_prefilled_once_even_when_it_is_admitted_in_parts(make: Make) -> None:
+def test_group_is_prefilled_once_when_admitted_in_parts(make: Make) -> None:
     folder, model = make("llama")
     with EmbeddedEngine(folder, slots=4) as engine:
         completions = engine.submit(list(range(20)), Sampling(n=11, max_tokens=6, seed=0)).result(30)
@@ -30,7 +30,7 @@ def test_a_group_is_prefilled_once_even_when_it_is_admitted_in_parts(make: Make)
     assert stats["running"] == stats["waiting"] == 0
 
 
-def test_a_failing_thread_fails_every_caller(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_engine_thread_fails_every_caller(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, _ = make()
     with EmbeddedEngine(folder, slots=2) as engine:
         decode = engine._batch.decoder.decode
@@ -72,7 +72,7 @@ mixes = st.lists(
 
 
 @pytest.mark.costly
-def test_any_mix_of_requests(make: Make) -> None:
+def test_mixed_requests_match_transformers(make: Make) -> None:
     folder, model = make("qwen3", eos=EOS)
 
     with EmbeddedEngine(folder, slots=5, prefill_tokens=24) as engine:
@@ -95,6 +95,6 @@ def test_any_mix_of_requests(make: Make) -> None:
 
 
 @pytest.mark.processes
-def test_importing_the_package_does_not_import_torch() -> None:
+def test_importing_engines_does_not_import_torch() -> None:
     code = "import sys, forge.engines; assert 'torch' not in sys.modules, 'torch was imported'"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -31,7 +31,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulation]:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-def test_captured_steps_draw_the_tokens_of_the_cpu(family: str, folders: dict[str, Path], device: Emulation):
+def test_cuda_graph_steps_draw_the_tokens_of_the_cpu(family: str, folders: dict[str, Path], device: Emulation):
     """Requests of all kinds, a growing cache, updates, a release: what a graph could not hold would fail the engine."""
     expected = decode(folders[family], device="cpu")
     assert_equal(decode(folders[family], cuda_graphs=True), expected)
@@ -61,7 +61,7 @@ def steps(
         (2, LAUNCHES + 6, {"listener": lambda *_: None}),
     ],
 )
-def test_a_step_is_one_graph_and_one_wait(
+def test_decode_step_is_one_graph_launch_and_one_wait(
     waits_a_step: int, launches_a_step: int, how: dict[str, Any], folders: dict[str, Path], device: Emulation
 ):
     few = steps(folders["qwen3"], device, 20, **how)
@@ -77,7 +77,7 @@ def test_top_logprobs_decode_without_a_graph(folders: dict[str, Path], device: E
     assert steps(folders["qwen3"], device, 20, top_logprobs=2)[:2] == (20, 0)
 
 
-def test_graphs_on_cpu_raise(folders: dict[str, Path]):
+def test_cuda_graphs_on_cpu_raise(folders: dict[str, Path]):
     with pytest.raises(ValueError, match="cuda_graphs needs a GPU of NVIDIA or AMD, and this engine computes on cpu"):
         EmbeddedEngine(folders["qwen3"], cuda_graphs=True, device="cpu")
     with pytest.raises(ValueError, match="does not support mixtures of experts"):

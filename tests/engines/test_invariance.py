@@ -95,7 +95,7 @@ def prompt_of(length: int, seed: int, vocab: int) -> list[int]:
 @pytest.mark.parametrize(
     "name", ["odd", *(pytest.param(name, marks=pytest.mark.full) for name in MODELS if name != "odd")]
 )
-def test_a_request_depends_on_nothing_but_itself(tmp_path: Path, name: str) -> None:
+def test_tokens_are_bit_identical_in_any_batch(tmp_path: Path, name: str) -> None:
     save(tmp_path, name)
     vocab = MODELS[name][-1]
     alone = EmbeddedEngine(tmp_path, slots=1, device="cpu")
@@ -123,7 +123,7 @@ def test_a_request_depends_on_nothing_but_itself(tmp_path: Path, name: str) -> N
             engine.close()
 
 
-def test_a_cache_that_grows_changes_nothing(tmp_path: Path) -> None:
+def test_cache_growth_changes_no_bit(tmp_path: Path) -> None:
     save(tmp_path, "wide")
     with EmbeddedEngine(tmp_path, slots=2, device="cpu") as one, EmbeddedEngine(tmp_path, slots=2, device="cpu") as two:
         short = Sampling(max_tokens=200, seed=1)
@@ -135,7 +135,7 @@ def test_a_cache_that_grows_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["finish", pytest.param("recompute", marks=pytest.mark.full)])
-def test_a_version_gives_the_same_bits_however_it_came_into_use(tmp_path: Path, mode: str) -> None:
+def test_weight_version_gives_same_bits_after_any_update_path(tmp_path: Path, mode: str) -> None:
     first = save(tmp_path, "even")
     second = save(tmp_path, "even", seed=2)
     wanted = [([i, i + 1, 5] * (1 + 9 * i), Sampling(n=3, max_tokens=25, top_p=0.9, seed=i)) for i in range(6)]

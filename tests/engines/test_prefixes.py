@@ -47,7 +47,7 @@ def prompts_of(tree: list, vocab: int) -> list[list[int]]:
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("joint", "partial", "tall")),
     ],
 )
-def test_reuse_changes_no_bit(tmp_path: Path, name: str):
+def test_prefix_reuse_changes_no_bit(tmp_path: Path, name: str):
     save(tmp_path, name)
     vocab = MODELS[name][-1]
     how: dict[str, Any] = {"device": "cpu", "router_replay": name == "experts"}
@@ -82,7 +82,7 @@ def test_reuse_changes_no_bit(tmp_path: Path, name: str):
 
 
 @pytest.mark.parametrize("prefill_tokens", [4096, 20])
-def test_an_episode_computes_each_prompt_token_once(tmp_path: Path, prefill_tokens: int):
+def test_multi_turn_episode_prefills_each_token_once(tmp_path: Path, prefill_tokens: int):
     save(tmp_path, "even")
     with EmbeddedEngine(tmp_path, slots=2, device="cpu", prefill_tokens=prefill_tokens) as engine:
         prompt = prompt_of(50, 0, 61)
@@ -97,7 +97,7 @@ def test_an_episode_computes_each_prompt_token_once(tmp_path: Path, prefill_toke
             prompt = [*prompt, *answer.token_ids, *prompt_of(20, turn + 1, 61)]
 
 
-def test_a_prompt_that_is_known_is_not_computed(tmp_path: Path):
+def test_repeated_prompt_is_not_prefilled(tmp_path: Path):
     save(tmp_path, "even")
     with EmbeddedEngine(tmp_path, slots=4, device="cpu") as engine:
         prompt = prompt_of(4 * TOKENS + 1, 0, 61)
@@ -107,7 +107,7 @@ def test_a_prompt_that_is_known_is_not_computed(tmp_path: Path):
 
 
 @pytest.mark.parametrize("mode", ["continue", "finish", "recompute"])
-def test_new_weights_reuse_nothing_of_the_old(tmp_path: Path, mode: str):
+def test_no_prefix_is_reused_after_weight_update(tmp_path: Path, mode: str):
     save(tmp_path, "even")
     second = save(tmp_path, "even", seed=2)
     prompt, sampling = prompt_of(70, 0, 61), Sampling(max_tokens=10, seed=3)
@@ -123,7 +123,7 @@ def test_new_weights_reuse_nothing_of_the_old(tmp_path: Path, mode: str):
         assert engine.stats()["reused_tokens"] == 0
 
 
-def test_the_least_recently_used_is_dropped_first():
+def test_prefix_cache_evicts_least_recently_used():
     cache = PrefixCache(3 * 8 * TOKENS)
     value = torch.zeros(1, 1, 2 * TOKENS, 1)
     first, second, third = ([n] * TOKENS for n in range(3))

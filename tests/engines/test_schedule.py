@@ -76,7 +76,7 @@ def replayed(
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", range(4))
-def test_a_schedule_draws_the_same_tokens_again(models: Models, mode: str, seed: int) -> None:
+def test_schedule_reproduces_tokens_with_any_slots(models: Models, mode: str, seed: int) -> None:
     requests = requests_of(random.Random(seed), 12)
     before = recorded(models, mode, requests, seed)
     assert len({version for group in before for c in group for version in c.versions}) > 1
@@ -86,7 +86,7 @@ def test_a_schedule_draws_the_same_tokens_again(models: Models, mode: str, seed:
         assert replayed(models, mode, requests, before, slots) == before
 
 
-def test_weights_that_were_passed_over_are_an_error_that_names_them(models: Models) -> None:
+def test_schedule_of_skipped_weights_raises_with_versions(models: Models) -> None:
     folder, by_version = models
     with EmbeddedEngine(folder, slots=2) as engine:
         waits = engine.submit([1, 2], Sampling(2, 20, seed=4, schedule=(((0, 3), (1, 5)), ((2, 5),))))
@@ -104,6 +104,6 @@ def test_weights_that_were_passed_over_are_an_error_that_names_them(models: Mode
 @pytest.mark.parametrize(
     "schedule", [(((0, 3),),), (((1, 3), (0, 2)), ((0, 1),)), ((), ((0, 1),)), (((0, 0),), ((0, 1),))]
 )
-def test_a_schedule_that_fits_no_sample_is_an_error(schedule: Any) -> None:
+def test_invalid_schedule_spans_raise(schedule: Any) -> None:
     with pytest.raises(ValueError, match="schedule must have the spans of each of the 2 samples"):
         Sampling(2, schedule=schedule)

@@ -65,7 +65,9 @@ def test_nan_weights_fail_only_their_requests(settings: dict[str, object], model
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["model.layers.0.mlp.down_proj.weight", "lm_head.weight"])
-def test_weights_that_are_damaged_for_all(name: str, value: float, model: torch.nn.Module, folder: Path):
+def test_fully_damaged_weights_fail_requests_without_pieces(
+    name: str, value: float, model: torch.nn.Module, folder: Path
+):
     with EmbeddedEngine(folder, device="cpu") as engine:
         engine.update_weights(damaged(model, name, value).items(), 1, "x").result(60)
         pieces: list[Completion] = []

@@ -32,7 +32,7 @@ def check_draws(models: dict[int, PreTrainedModel], completion: Completion, seed
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("budget", [16, pytest.param(4096, marks=pytest.mark.full)])
-def test_every_token_is_of_the_weights_it_names(
+def test_each_token_is_drawn_from_the_weights_it_names(
     models: tuple[Path, dict[int, PreTrainedModel]], mode: str, budget: int
 ) -> None:
     folder, by_version = models
@@ -62,7 +62,7 @@ def test_every_token_is_of_the_weights_it_names(
         assert engine.stats()["running"] == engine.stats()["waiting"] == 0
 
 
-def test_finish_admits_nothing_until_the_running_ones_end(models: tuple[Path, dict[int, PreTrainedModel]]) -> None:
+def test_finish_mode_updates_after_running_requests_end(models: tuple[Path, dict[int, PreTrainedModel]]) -> None:
     folder, by_version = models
     order: list[str] = []
     with EmbeddedEngine(folder, slots=4, on_update="finish") as engine:
@@ -88,7 +88,7 @@ def test_finish_admits_nothing_until_the_running_ones_end(models: tuple[Path, di
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_cancelling_around_an_update(models: tuple[Path, dict[int, PreTrainedModel]], mode: str) -> None:
+def test_cancelled_request_does_not_disturb_update(models: tuple[Path, dict[int, PreTrainedModel]], mode: str) -> None:
     folder, by_version = models
     with EmbeddedEngine(folder, slots=4, on_update=mode, prefill_tokens=8) as engine:
         futures: list[Any] = []

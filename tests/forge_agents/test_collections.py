@@ -45,13 +45,13 @@ def play(agent, target):
 
 
 @pytest.mark.parametrize("reward", ["null", "true", '"1"', "NaN", "Infinity"])
-def test_a_reward_that_is_not_a_number_is_not_0(odd, reward):
+def test_non_numeric_collection_reward_loses_episode(odd, reward):
     outcome = play(odd, f'{{"reward": {reward}}}')
     assert (outcome.reward, outcome.stop, outcome.is_lost) == (None, "infrastructure", True)
     assert "not a finite number" in outcome.info["error"]
 
 
-def test_rows_are_held_out_by_their_question():
+def test_hold_out_splits_rows_by_question():
     rows = [{"question": f"{n % 40}?", "answer": {"n": n}} for n in range(80)]
     train, held_out = hold_out(rows, 0.25)
     assert len(train) + len(held_out) == 80
@@ -76,7 +76,7 @@ def configured(tmp_path, agent, **settings):
     return file
 
 
-def test_rows_go_to_the_files_of_the_configuration(tmp_path, odd):
+def test_write_rows_splits_into_configured_files(tmp_path, odd):
     file = configured(tmp_path, {"collection": ODD})
     assert write_rows(file) == f"4 rows in {tmp_path}/rows/train.jsonl, 1 rows in {tmp_path}/rows/eval.jsonl"
     row = json.loads((tmp_path / "rows/train.jsonl").read_text().splitlines()[1])

@@ -101,7 +101,7 @@ def wait_for(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def test_a_program_has_the_environment_of_clients_and_no_other(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agent_program_environment_has_only_client_variables(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORGE_SECRET", "hidden")
     command = python(
         "import json, os, sys; print(json.dumps([dict(os.environ), os.getcwd(), sys.argv[1:]]))",
@@ -121,7 +121,7 @@ def test_a_program_has_the_environment_of_clients_and_no_other(url: str, monkeyp
     assert not {name for name in env if name.startswith("FORGE_")} - {"FORGE_TASK"}
 
 
-def test_program_status_and_output(tmp_path: Path) -> None:
+def test_agent_result_has_exit_status_output_and_files(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "in.txt").write_text("from the folder")
     (tmp_path / "data" / "run.sh").write_text("#!/bin/sh\ncat data/in.txt more/text > out.txt\nexit 3\n")
@@ -153,7 +153,7 @@ def test_program_status_and_output(tmp_path: Path) -> None:
     assert (tmp_path / "data" / "in.txt").read_text() == "from the folder"
 
 
-def test_links_of_an_agent_lead_nowhere_outside(tmp_path: Path) -> None:
+def test_symlinks_of_agent_do_not_reach_outside_folder(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("hidden")
 
@@ -178,9 +178,7 @@ def test_links_of_an_agent_lead_nowhere_outside(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_a_program_sees_nothing_of_the_machine_and_of_other_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_agent_program_cannot_see_machine_or_other_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     secret = tmp_path / "secret"
     secret.write_text("hidden")
     secret.chmod(0o644)
@@ -200,7 +198,7 @@ def test_a_program_sees_nothing_of_the_machine_and_of_other_runs(
     assert view == {"file": [""] * 4, "environ": False, "processes": [1, 2], "writable": [], "runs": []}
 
 
-def test_the_gateway_is_the_only_network(url: str) -> None:
+def test_agent_program_reaches_only_the_gateway(url: str) -> None:
     name = uuid.uuid4().hex
     with socket.create_server(("127.0.0.1", 0)) as other, socket.socket(socket.AF_UNIX) as abstract:
         abstract.bind(f"\0{name}")
@@ -218,7 +216,7 @@ def test_the_gateway_is_the_only_network(url: str) -> None:
     assert (view["answers"], view["loopback"], view["abstract"]) == (answers, True, True)
 
 
-def test_a_program_has_no_privileges_and_none_of_the_kernel_calls_of_escapes() -> None:
+def test_agent_program_has_no_capabilities_or_escape_syscalls() -> None:
     (result,) = play(python(KERNEL))
     assert (result.stdout, result.stderr) == (f"{['0' * 16, '0' * 16, '1', '2']}\n", "")
 
@@ -252,7 +250,7 @@ def test_a_program_has_no_privileges_and_none_of_the_kernel_calls_of_escapes() -
     ],
     ids=["sleep", "no signals", "memory", "memory of several", "output", "errors", "forks", "kill"],
 )
-def test_a_limit_ends_a_program_with_all_its_processes(
+def test_exceeded_limit_ends_agent_and_its_children(
     code: str, settings: dict[str, Any], status: str, reason: str
 ) -> None:
     mark = uuid.uuid4().hex
@@ -264,7 +262,7 @@ def test_a_limit_ends_a_program_with_all_its_processes(
     assert gone(mark)
 
 
-def test_a_cancelled_run_ends_its_program() -> None:
+def test_cancelled_run_ends_agent_program() -> None:
     mark = uuid.uuid4().hex
 
     async def run() -> None:
@@ -338,7 +336,7 @@ def play_as_user(connection: Any, url: str, secret: str) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
-def test_unprivileged_user_confines_programs(url: str, tmp_path: Path) -> None:
+def test_programs_of_unprivileged_user_are_confined(url: str, tmp_path: Path) -> None:
     if not os.access("/usr/bin/python3", os.X_OK):
         pytest.skip("no Python that another user can start")
     secret = tmp_path / "secret"
@@ -357,7 +355,7 @@ def test_unprivileged_user_confines_programs(url: str, tmp_path: Path) -> None:
     assert forking.status in ("timeout", "exited")
 
 
-def test_without_namespaces_programs_are_rejected_unless_that_is_accepted() -> None:
+def test_programs_are_rejected_without_namespaces_by_default() -> None:
     mark = uuid.uuid4().hex
     limit = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"'
     words = ["unshare", "--map-root-user", "sh", "-c", limit, "sh", sys.executable, "-c", FORBIDDEN, mark]
@@ -383,6 +381,6 @@ def test_without_namespaces_programs_are_rejected_unless_that_is_accepted() -> N
         ({"readable": ["/"]}, "root folder"),
     ],
 )
-def test_bad_settings_are_errors(settings: dict[str, Any], message: str) -> None:
+def test_invalid_agent_command_settings_raise(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AgentCommand(**{"command": ["true"], **settings})

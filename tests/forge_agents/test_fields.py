@@ -119,7 +119,7 @@ REJECTED = [
 
 
 @pytest.mark.parametrize(("dialect", "fields", "message"), REJECTED)
-def test_unsupported_fields_are_named(dialect, fields, message):
+def test_unsupported_request_fields_are_named(dialect, fields, message):
     with pytest.raises(BadRequest) as error:
         read(dialect, **fields)
     assert str(error.value).startswith(message)
@@ -127,7 +127,7 @@ def test_unsupported_fields_are_named(dialect, fields, message):
     assert error.value.status == 400
 
 
-def test_settings_of_sampling_are_the_runs():
+def test_requested_sampling_settings_are_reported_as_overridden():
     assert read("chat", temperature=0.2, seed=1, top_p=None).overridden == {"temperature": 0.2, "seed": 1}
     request = read("responses", reasoning={"effort": "low"}, text={"verbosity": "low"})
     assert request.overridden == {"reasoning": {"effort": "low"}, "verbosity": "low"}
@@ -135,7 +135,7 @@ def test_settings_of_sampling_are_the_runs():
     assert request.overridden == {"thinking": {"type": "adaptive"}, "top_k": 5, "effort": "high"}
 
 
-def test_tools_are_the_same_in_every_dialect():
+def test_tools_are_read_alike_in_every_dialect():
     tools = [
         read("chat", tools=[CHAT_TOOL]).tools,
         read("responses", tools=[FLAT_TOOL]).tools,
@@ -160,7 +160,7 @@ CHOICES = [
 
 
 @pytest.mark.parametrize(("dialect", "tool", "choice", "expected"), CHOICES)
-def test_tool_choice_is_read(dialect, tool, choice, expected):
+def test_tool_choice_is_read_in_every_dialect(dialect, tool, choice, expected):
     assert read(dialect, tools=[tool], tool_choice=choice).tool_choice == expected
     assert read(dialect, tools=[tool], tool_choice=None).tool_choice == "auto"
 
@@ -243,7 +243,7 @@ def replaced(value, path, new):
 
 @pytest.mark.parametrize("dialect", BODIES)
 @given(data=st.data())
-def test_any_other_value_is_read_or_named(dialect, data):
+def test_arbitrary_field_value_is_read_or_raises_bad_request(dialect, data):
     body = {"model": "m", **BODIES[dialect]}
     path = data.draw(st.sampled_from(list(places(body))))
     try:

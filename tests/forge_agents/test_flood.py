@@ -70,7 +70,7 @@ async def flood(gateway, run, gate):
     return rejected, quick, answers, patience, [run(gateway.close(key)) for key in keys]
 
 
-def test_requests_beyond_limits_are_rejected_one_by_one(gated):
+def test_requests_beyond_limits_get_rate_limit_errors(gated):
     rejected, quick, answers, patience, (record, other) = asyncio.run(flood(*gated))
     for error in rejected:
         assert isinstance(error, openai.RateLimitError)

@@ -274,5 +274,5 @@ def check(policy, tokenizer, count):
     assert totals["trained"] > 0.5 * totals["sampled"]
 
 
-def test_a_hostile_client_loses_and_doubles_nothing(forced_policy, bpe):
+def test_token_account_is_exact_for_hostile_client(forced_policy, bpe):
     check(forced_policy, bpe, 40)

@@ -69,7 +69,7 @@ async def chat(client, sample):
     return float(len(content) % 2)
 
 
-def test_a_program_plays_a_run_and_a_test_scores_its_folder(tmp_path):
+def test_agent_program_run_is_scored_by_test_command(tmp_path):
     files = tmp_path / "files"
     files.mkdir()
     (files / "program.py").write_text(PROGRAM)
@@ -81,7 +81,7 @@ def test_a_program_plays_a_run_and_a_test_scores_its_folder(tmp_path):
     assert all(row.get("episode/infrastructure", 0) == 0 for row in metrics)
 
 
-def test_the_account_of_a_run_counts_no_step_twice(tmp_path):
+def test_token_account_of_resumed_run_counts_steps_once(tmp_path):
     plays = itertools.count()
     marker = tmp_path / "failed"  # what a closure holds is copied into each run
 
@@ -121,7 +121,7 @@ def test_the_account_of_a_run_counts_no_step_twice(tmp_path):
     assert text in (tmp_path / "run/report.html").read_text()
 
 
-def test_an_account_that_does_not_add_up_says_so():
+def test_unbalanced_token_account_is_reported():
     row = {"certificate/sampled": 10, "certificate/trained": 6, "certificate/orphan": 3, "certificate/batch": 4}
     assert account_text(token_account([row, row])) == (
         "20 sampled is not 12 trained + 6 orphan (2 tokens too few); of the trained 8 in a step, 4 in groups that were "
@@ -129,7 +129,7 @@ def test_an_account_that_does_not_add_up_says_so():
     )
 
 
-def test_missing_program_ends_run_with_one_line(tmp_path):
+def test_missing_agent_program_ends_run_with_one_line(tmp_path):
     with pytest.raises(ConfigError, match=r"episode\.agent\.command: \./no-such-agent cannot be executed .*readable"):
         run(tmp_path, {"command": ["./no-such-agent"], "reward": "ExactMatch"})
 
@@ -155,7 +155,7 @@ def test_invalid_agent_settings_raise(tmp_path, agent, problem):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_that_loses_each_of_its_processes_trains_every_token_once(tmp_path):
+def test_run_with_killed_processes_trains_each_token_once(tmp_path):
     numbers = itertools.count()
     victims = {5: "trainer", 40: "generator", 70: "gateway"}
     of_other_tests = descendants(os.getpid())

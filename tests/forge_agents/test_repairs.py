@@ -54,7 +54,7 @@ def pytest_runtest_makereport(item, call):
         ("pytest.ini", "[pytest]\naddopts=--collect-only"),
     ],
 )
-def test_the_pytest_of_the_documentation_obeys_no_file_of_an_agent(name, content, tmp_path):
+def test_documented_pytest_command_ignores_agent_files(name, content, tmp_path):
     block = (ROOT / "docs/agent_gateway.md").read_text().split("```yaml\n")[1].split("```")[0]
     test = yaml.safe_load(block)["episode"]["agent"]["test"]
     words = [sys.executable if word == "python" else word for word in test["command"]]
@@ -92,7 +92,7 @@ def play(served, *, row=ROW, **settings):
     return asyncio.run(run_agent())
 
 
-def test_a_repair_is_paid_and_its_conversation_is_the_recorded_one(served, forced_policy):
+def test_correct_repair_scores_1_and_records_conversation(served, forced_policy):
     forced_policy.script = spoken(f"cat {repairs.FILE}", REPAIR, repairs.SUBMIT)
     outcome, record = play(served)
     assert (outcome.reward, outcome.stop) == (1.0, "exited"), outcome.info
@@ -125,7 +125,7 @@ def test_broken_repair_scores_zero(served, forced_policy, commands):
     assert (outcome.reward, outcome.is_lost) == (0.0, False), outcome.info
 
 
-def test_a_repair_that_never_returns_is_paid_0_in_seconds(served, forced_policy):
+def test_endless_repair_times_out_with_score_0(served, forced_policy):
     endless = f"echo 'while True: pass' > {repairs.FILE}"
     forced_policy.script = spoken(endless, repairs.SUBMIT)
     outcome, _ = play(served)

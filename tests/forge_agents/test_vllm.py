@@ -92,7 +92,7 @@ def model(bpe, tmp_path):  # noqa: F811
     return model
 
 
-def test_every_sampled_token_is_in_the_record(bpe, model, tmp_path):  # noqa: F811
+def test_gateway_records_every_token_vllm_samples(bpe, model, tmp_path):  # noqa: F811
 
     async def main():
         policy = await Generator.as_service(str(tmp_path), engine="vllm", slots=8)

@@ -42,7 +42,7 @@ def exists(pid):
     return True
 
 
-def test_worker_plays_episodes_concurrently(tmp_path):
+def test_collection_worker_plays_episodes_concurrently(tmp_path):
     async def use(worker):
         slow = asyncio.create_task(play(worker, act="wait", seconds=1.0))
         quick = await play(worker)
@@ -58,7 +58,7 @@ def test_worker_plays_episodes_concurrently(tmp_path):
     assert not exists(slow["metrics"]["pid"])
 
 
-def test_a_worker_that_dies_loses_its_episodes_and_is_started_again(tmp_path):
+def test_dead_worker_loses_its_episodes_and_restarts(tmp_path):
     async def use(worker):
         other = asyncio.create_task(play(worker, act="wait"))
         await asyncio.sleep(0)
@@ -72,7 +72,7 @@ def test_a_worker_that_dies_loses_its_episodes_and_is_started_again(tmp_path):
     assert with_worker(use) == (1.0, 2)
 
 
-def test_a_worker_that_hangs_is_killed():
+def test_hung_worker_is_killed_and_its_episodes_lost():
     async def use(worker):
         pid = (await play(worker))["metrics"]["pid"]
         other = asyncio.create_task(play(worker, act="wait"))
@@ -91,7 +91,7 @@ def test_a_worker_that_hangs_is_killed():
     assert not lives
 
 
-def test_a_worker_ends_with_its_controller(tmp_path):
+def test_collection_worker_ends_with_its_controller(tmp_path):
     program = f"""
 import asyncio, os, signal, sys
 from forge_agents.collection import Worker

@@ -40,29 +40,29 @@ async def exchange(server: Credentials, client: Credentials) -> dict | None:
             writer.close()
 
 
-def test_peers_with_the_same_secret_talk(tmp_path):
+def test_peers_with_same_secret_connect(tmp_path):
     found = asyncio.run(exchange(made(tmp_path, "a"), made(tmp_path, "b", addresses=["10.1.2.3", "node-7"])))
     assert found == {"got": {"do": "x"}}
 
 
-def test_peers_with_another_secret_do_not(tmp_path):
+def test_peer_with_other_secret_is_rejected(tmp_path):
     with pytest.raises(ConnectionError, match="has another secret, or something else listens there"):
         asyncio.run(exchange(made(tmp_path, "a"), made(tmp_path, "b", SECRET + "!")))
 
 
-def test_an_expired_server_is_named(tmp_path):
+def test_expired_certificate_is_reported(tmp_path):
     old = made(tmp_path, "a", lifetime=-datetime.timedelta(hours=1))
     with pytest.raises(ConnectionError, match="a certificate has expired; start the workers again"):
         asyncio.run(exchange(old, made(tmp_path, "b")))
 
 
-def test_keys_are_private(tmp_path):
+def test_key_files_are_private_and_without_secret(tmp_path):
     own = made(tmp_path, "a")
     assert {path.stat().st_mode & 0o777 for path in (own.ca, own.certificate, own.key)} == {0o600}
     assert SECRET not in own.key.read_text()
 
 
-def test_a_secret_is_read_from_a_private_file(tmp_path, monkeypatch):
+def test_secret_is_read_only_from_private_file(tmp_path, monkeypatch):
     monkeypatch.delenv(credentials.SECRET, raising=False)
     assert read_secret() is None
     monkeypatch.setenv(credentials.SECRET, SECRET)

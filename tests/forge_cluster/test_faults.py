@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.full]
 OURS = "[b]ootstrap_main|[f]orge.runtime.controller.child"
 
 
-def test_a_machine_that_is_lost_is_replaced_and_taken_up_again(lab):
+def test_replicas_leave_lost_host_and_it_is_used_when_back(lab):
     controller = Controller(lab[0], "replicas", "2", "2", hosts="m2,m3")
     controller.read("ready")
     assert [host for _, host, _ in controller.ask("where")] == ["m2", "m3"]
@@ -36,7 +36,7 @@ def test_a_machine_that_is_lost_is_replaced_and_taken_up_again(lab):
     controller.end()
 
 
-def test_a_machine_that_was_cut_off_ends_its_processes_and_comes_back(lab):
+def test_disconnected_host_ends_its_processes_and_rejoins(lab):
     controller = Controller(lab[0], "replicas", "2", "2", hosts="m2,m3")
     controller.read("ready")
     before = controller.ask("where")
@@ -55,7 +55,7 @@ def test_a_machine_that_was_cut_off_ends_its_processes_and_comes_back(lab):
     controller.end()
 
 
-def test_a_daemon_or_a_worker_that_is_killed_takes_its_processes_along(lab):
+def test_killed_daemon_or_worker_ends_its_processes(lab):
     controller = Controller(lab[0], "replicas", "2", "2", hosts="m2,m3")
     controller.read("ready")
     lab[1].run(["pkill", "-9", "-f", "[f]orge.@@CL@@.worker"])
@@ -69,7 +69,7 @@ def test_a_daemon_or_a_worker_that_is_killed_takes_its_processes_along(lab):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lab", [4], indirect=True)
-def test_a_training_run_survives_the_loss_of_any_host(lab, tmp_path):
+def test_lost_hosts_do_not_change_trained_weights(lab, tmp_path):
     """In lock-step, every group trained once means the same weights, whatever was lost meanwhile."""
     config = [sys.executable, "-m", "forge", "train", "tests/forge_cluster/tiny.yaml", "--training.steps", "40"]
     calm = [*config, "--run.root", str(tmp_path / "calm")]

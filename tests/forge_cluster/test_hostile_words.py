@@ -100,7 +100,7 @@ def recorded(script: str, folder: Path, **variables: str) -> list[list[str]]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
-def test_bash_gives_the_programs_of_a_slurm_job_their_words(text: str, tmp_path: Path):
+def test_slurm_script_preserves_hostile_arguments(text: str, tmp_path: Path):
     place = tmp_path / (re.sub(r"/", "", text)[:80] or "x")
     place.mkdir()
     job = SlurmJob("run", [["forge", "train", text]], place, tmp_path / "runs")
@@ -115,7 +115,7 @@ def test_bash_gives_the_programs_of_a_slurm_job_their_words(text: str, tmp_path:
 
 @examples
 @given(st.text())
-def test_kubernetes_gives_the_controller_its_words(text: str):
+def test_kubernetes_manifest_preserves_hostile_arguments(text: str):
     job = KubernetesJob("run", ["python", "-m", "forge", text], "registry.example/forge:1", claim="shared")
     if "\0" in text or re.search("[\ud800-\udfff]", text):
         with pytest.raises(ValueError, match=ONE_LINE):
@@ -132,7 +132,7 @@ def test_invalid_kubernetes_name_raises_one_line(name: str):
         KubernetesJob(name, ["forge"], "r/forge:1").manifests()
 
 
-def test_pods_have_as_few_rights_as_they_need():
+def test_kubernetes_pods_drop_privileges():
     manifests = KubernetesJob("run", ["forge"], "r/forge:1", claim="shared").manifests("of-the-run")
     pods = [m["spec"]["template"]["spec"] for m in manifests if m["kind"] in ("Job", "StatefulSet")]
     assert len(pods) == 2
@@ -181,7 +181,7 @@ def test_host_is_not_read_as_ssh_option(text: str):
         (["slurm", "--partition", "x\n#SBATCH --wrap=id"], "line break"),
     ],
 )
-def test_unsupported_launcher_words_raise_one_line(words, named, capsys):
+def test_unsupported_launcher_arguments_raise_one_line(words, named, capsys):
     with pytest.raises(SystemExit) as caught:
         main(["launch", words[0], "tests/forge_cluster/tiny.yaml", "--dry-run", *words[1:]])
     said = str(caught.value.code) if isinstance(caught.value.code, str) else capsys.readouterr().err.splitlines()[-1]
@@ -191,7 +191,7 @@ def test_unsupported_launcher_words_raise_one_line(words, named, capsys):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
-def test_the_machine_that_ssh_reaches_gets_the_folder_and_the_python(text: str, tmp_path: Path, monkeypatch):
+def test_ssh_command_preserves_hostile_folder_and_python(text: str, tmp_path: Path, monkeypatch):
     """A stand-in of ssh hands the command to a shell, as sshd does."""
     place = tmp_path / (re.sub("/", "", text)[:80] or "x")
     place.mkdir()

@@ -23,7 +23,7 @@ CONFIG = "tests/forge_cluster/tiny.yaml"
 FORGE = [sys.executable, "-m", "forge"]
 
 
-def test_manifests_are_valid():
+def test_kubernetes_manifests_match_schema():
     validate = pytest.importorskip("kubernetes_validate")
     job = KubernetesJob("x", ["python", "-m", "forge"], "registry.example/forge:1", 2, 8, claim="shared")
     for manifest in job.manifests():
@@ -38,7 +38,7 @@ def test_manifests_are_valid():
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_run_on_kubernetes(machines_missing, tmp_path):
+def test_kubernetes_launch_finishes_after_resume(machines_missing, tmp_path):
     pytest.importorskip("kubernetes")
     pytest.importorskip("kubernetes_validate")
     if machines_missing:
@@ -69,7 +69,7 @@ def test_a_run_on_kubernetes(machines_missing, tmp_path):
 
 @pytest.mark.processes
 @pytest.mark.full
-def test_a_run_by_ssh(machines_missing, tmp_path):
+def test_ssh_launch_finishes_run(machines_missing, tmp_path):
     if machines_missing:
         pytest.skip(machines_missing)
     if shutil.which("sshd", path="/usr/sbin:/usr/bin") is None:
@@ -143,7 +143,7 @@ def torchx(tmp_path: Path, scheduler: str, *options: str) -> subprocess.Complete
 
 
 @pytest.mark.processes
-def test_a_slurm_script_is_valid_shell():
+def test_slurm_dry_run_prints_valid_script():
     command = [
         *FORGE,
         "launch",

@@ -13,7 +13,7 @@ def layout(*overrides: tuple[str, str]):
     return chosen.data_parallel_replicate_degree, chosen.data_parallel_shard_degree, chosen.tensor_parallel_degree
 
 
-def test_shards_stay_within_hosts():
+def test_default_layout_keeps_shards_within_hosts():
     assert layout() == (2, 4, 1)
     assert layout(("services.trainer.hosts", "4")) == (4, 2, 1)
     assert layout(("services.trainer.hosts", "1")) == (1, 8, 1)
@@ -22,7 +22,7 @@ def test_shards_stay_within_hosts():
     assert layout(("parallelism.tensor_parallel_degree", "2")) == (2, 2, 2)
 
 
-def test_only_trainer_divides_experts():
+def test_critic_ignores_expert_parallel_degree():
     overrides = [("trainer.backend", "titan"), ("parallelism.expert_parallel_degree", "4")]
     cfg = read(RLConfig, CONFIG, [("services.trainer.procs", "8"), *overrides])
     assert cfg.layout("trainer").expert_parallel_degree == 4

@@ -43,7 +43,7 @@ def work(folder: Path, root: Path) -> subprocess.Popen:
 
 
 @pytest.mark.slow
-def test_replicas_live_at_hosts_that_come_and_go(workers, tmp_path):
+def test_replicas_follow_hosts_that_join_and_leave(workers, tmp_path):
     controller = Controller(Here(), "replicas", "2", "2", hosts=str(tmp_path / "list"))
     controller.read("ready")
     assert daemons(controller) == {process.pid for process in workers}
@@ -61,7 +61,7 @@ def test_replicas_live_at_hosts_that_come_and_go(workers, tmp_path):
         third.wait(20)
 
 
-def test_a_lost_controller_leaves_no_process(workers, tmp_path):
+def test_killed_controller_leaves_no_replica_processes(workers, tmp_path):
     controller = Controller(Here(), "replicas", "2", "2", hosts=str(tmp_path / "list"))
     controller.read("ready")
     pids = [pid for _, _, pid in controller.ask("where")]
@@ -69,7 +69,7 @@ def test_a_lost_controller_leaves_no_process(workers, tmp_path):
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 10, "its processes end")
 
 
-def test_the_doctor_examines_them(workers, tmp_path):
+def test_cluster_doctor_reports_each_host(workers, tmp_path):
     command = [sys.executable, "-m", "forge", "doctor", "cluster", "--hosts", str(tmp_path / "list")]
     done = subprocess.run(
         [*command, "--folder", str(tmp_path)], env=environment(), capture_output=True, text=True, timeout=120

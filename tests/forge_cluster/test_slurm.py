@@ -71,14 +71,14 @@ class Submitted:
             time.sleep(0.5)
 
 
-def test_a_job_runs_to_its_end(slurm, tmp_path, undisturbed):
+def test_slurm_job_trains_like_undisturbed_run(slurm, tmp_path, undisturbed):
     job = Submitted(slurm, tmp_path, "--nodes", "2")
     job.ends()
     assert trained(tmp_path / "tiny") == undisturbed
     assert not list(tmp_path.glob("hosts-*"))
 
 
-def test_preempted_job_saves_and_resumes(slurm, tmp_path, undisturbed):
+def test_preempted_slurm_job_saves_and_resumes(slurm, tmp_path, undisturbed):
     job = Submitted(slurm, tmp_path, "--nodes", "2")
     job.step(2)
     other = slurm.say("sbatch", "--parsable", "--partition=high", "--nodes=3", "--exclusive", "--wrap", "sleep 2")
@@ -88,7 +88,7 @@ def test_preempted_job_saves_and_resumes(slurm, tmp_path, undisturbed):
     assert trained(tmp_path / "tiny") == undisturbed
 
 
-def test_a_lost_node_costs_the_job_nothing(slurm, tmp_path, undisturbed):
+def test_slurm_job_survives_lost_node(slurm, tmp_path, undisturbed):
     job = Submitted(slurm, tmp_path, "--nodes", "3")
     job.step(2)
     slurm[2].kill()  # the second of three: the first runs the controller

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.full]
 
 
 @pytest.mark.parametrize("lab", [4], indirect=True)
-def test_ranks_of_several_machines_compute_together(lab):
+def test_ranks_on_several_hosts_all_reduce(lab):
     controller = Controller(lab[0], "ranks", "6", "3", hosts="m2,m3,m4")
     controller.read("ready")
     where = [host for _, host, _ in controller.ask("where")]
@@ -25,7 +25,7 @@ def test_ranks_of_several_machines_compute_together(lab):
 
 
 @pytest.mark.parametrize("writer", ["m2:7070", pytest.param("home", marks=pytest.mark.slow)])
-def test_weights_reach_every_host(lab, writer):
+def test_store_weights_reach_every_host_intact(lab, writer):
     controller = Controller(lab[0], "weights", writer, hosts="m2,m3")
     controller.read("ready")
     size = 20_000_000  # 80 MB: several chunks

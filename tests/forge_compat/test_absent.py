@@ -21,14 +21,14 @@ class Service(Handle):
 
 
 @pytest.mark.parametrize("name", ABSENT)
-def test_a_module_of_upstream_names_what_has_its_contents(name: str):
+def test_absent_torchforge_module_error_names_replacement(name: str):
     with pytest.raises(
         ModuleNotFoundError, match=r"is a module of Meta's torchforge; here: forge.* \(docs/start/from_t"
     ):
         importlib.import_module(name)
 
 
-def test_replacement_names_exist():
+def test_replacements_of_absent_modules_exist():
     for here in ABSENT.values():
         for word in here.replace(",", "").replace(";", "").split():
             module, _, attribute = word.rpartition(".")
@@ -39,7 +39,7 @@ def test_replacement_names_exist():
 
 
 @pytest.mark.parametrize("name", ENDPOINTS)
-def test_an_endpoint_of_upstream_names_ours(name: str):
+def test_torchforge_endpoint_error_names_replacement(name: str):
     service = Service("policy", frozenset({"generate", "logprobs"}))
     with pytest.raises(AttributeError, match=f"torchforge's {name} is .* here"):
         getattr(service, name)

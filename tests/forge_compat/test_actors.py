@@ -35,7 +35,7 @@ def collated(parts):
     return [[episode.number for episode in part] for part in parts]
 
 
-def test_the_buffer_gives_each_rank_its_part_or_none():
+def test_replay_buffer_sample_is_split_over_dp_ranks():
     async def main():
         buffer = await ReplayBuffer.as_local(batch_size=2, dp_size=2, max_policy_age=1, collate=collated)
         assert await buffer.sample.call_one(curr_policy_version=0) is None
@@ -78,7 +78,7 @@ def test_reference_forward_matches_transformers(model):
 
 
 @pytest.mark.processes
-def test_versions_of_the_generators(model, store):
+def test_generator_reports_version_after_update_weights(model, store):
     async def main():
         policy, trainer = await asyncio.gather(
             Generator.as_service(str(model), store=store, max_tokens=4),
@@ -94,7 +94,7 @@ def test_versions_of_the_generators(model, store):
     run(main())
 
 
-def test_torchforges_sections_are_arguments_of_the_trainer():
+def test_torchforge_sections_configure_trainer():
     trainer = TitanTrainer(
         model={"name": "qwen3", "flavor": "1.7B", "hf_assets_path": "hf://Qwen/Qwen3-1.7B"},
         optimizer={"name": "AdamW", "lr": 1e-5, "eps": 1e-7},
@@ -130,7 +130,7 @@ def titan(**settings):
     return TitanTrainer(**{"model": "m", "loss": ReinforceLoss(clip_ratio=0.2), **settings})
 
 
-def test_torchforge_sections_are_honoured_or_raise():
+def test_unsupported_torchforge_sections_raise():
     for name, value in (("SGD", "'SGD'"), ("Adam", "'Adam'"), (3, "3")):
         with pytest.raises(ValueError, match=f"^optimizer.name must be AdamW, got {value}: others are optimizer="):
             titan(optimizer={"name": name, "lr": 1e-5})
@@ -184,7 +184,7 @@ LOSS = {"model": "m", "loss": ReinforceLoss(clip_ratio=0.2)}
         ),
     ],
 )
-def test_wrong_settings_are_errors_of_the_call_before_anything_starts(component, settings, error, message):
+def test_invalid_actor_settings_raise_before_start(component, settings, error, message):
     for start in (component.options(procs=1).as_service, component.options(procs=1).as_actor):
         with pytest.raises(error, match=message) as caught:
             start(**settings)  # not awaited, and without an event loop: nothing can have started
@@ -208,7 +208,7 @@ def test_subclass_constructor_runs_only_in_its_process():
     assert not constructed
 
 
-def test_logprobs_of_a_response():
+def test_compute_logprobs_matches_cross_entropy():
     logits = torch.randn(2, 6, 9, generator=torch.Generator().manual_seed(0))
     tokens = torch.tensor([[1, 2, 3], [4, 5, 8]])
     # By cross entropy, which is another way to the same number.
@@ -229,7 +229,7 @@ class Recorder(ReplayBuffer):
 
 
 @pytest.mark.processes
-def test_the_metric_logger_merges_all_processes(caplog):
+def test_metric_logger_merges_values_of_all_processes(caplog):
     async def main():
         logger = await get_or_create_metric_logger(process_name="Controller")
         assert await get_or_create_metric_logger() is logger
@@ -252,7 +252,7 @@ def test_the_metric_logger_merges_all_processes(caplog):
     run(main())
 
 
-def test_a_program_with_a_configuration_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_parse_decorator_passes_resolved_config_to_main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     file = tmp_path / "c.yaml"
     file.write_text("model: m\nsize: 2\ntrainer: {model: {hf_assets_path: 'hf://${model}'}, steps: '${size}', x: 1}\n")
     seen = []

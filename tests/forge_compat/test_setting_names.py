@@ -32,7 +32,7 @@ def has_key(path: str) -> bool:
     return False
 
 
-def test_every_key_that_is_named_exists():
+def test_keys_named_as_replacements_exist():
     named = [here.partition("=")[0] for table in TABLES.values() for here in table.values() if " " not in here]
     assert len(named) > 50
     assert [key for key in named if re.fullmatch(r"[a-z_.0-9]+", key) and not has_key(key)] == []
@@ -42,12 +42,12 @@ def test_every_key_that_is_named_exists():
     ("name", "says"),
     [("num_generations", "TRL's num_generations is grpo.n_samples here"), ("rollout", "rollout is now grpo")],
 )
-def test_an_unknown_key_says_what_stands_for_it(name: str, says: str):
+def test_foreign_config_key_error_names_our_key(name: str, says: str):
     with pytest.raises(ConfigError, match=re.escape(says)):
         build(RLConfig, {"model": "x", "dataset": {"path": "y"}, name: 1})
     assert says in explain_names([name])
 
 
-def test_an_argument_says_what_stands_for_it_before_anything_starts():
+def test_foreign_train_argument_error_names_our_key():
     with pytest.raises(ConfigError, match=r"TRL's per_device_train_batch_size"):
         forge.train("nowhere", dataset=[{"question": "a"}], reward="ExactMatch", per_device_train_batch_size=4)

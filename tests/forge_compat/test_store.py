@@ -27,7 +27,7 @@ def stored(work):
     return asyncio.run(main())
 
 
-def test_tensors_and_plain_values():
+def test_store_puts_and_gets_tensors_and_plain_values():
     async def work():
         await ts.put("a", torch.arange(4))
         await ts.put("b", {"step": 3, "rows": [torch.ones(2), "x"]})
@@ -44,7 +44,7 @@ def test_tensors_and_plain_values():
     stored(work)
 
 
-def test_batches_are_read_as_a_whole_or_not_at_all():
+def test_get_batch_reads_all_keys_or_none():
     async def work():
         await ts.put_batch({"x": torch.ones(2), "y": {"n": 1}})
         target = torch.zeros(2)
@@ -60,7 +60,7 @@ def test_batches_are_read_as_a_whole_or_not_at_all():
     stored(work)
 
 
-def test_state_dicts():
+def test_state_dicts_are_stored_cast_and_filled_in_place():
     async def work():
         model, serving = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
         state = {"model": model.state_dict(), "step": 7}
@@ -88,7 +88,7 @@ class Reader(ForgeActor):
         return value.tolist()
 
 
-def test_processes_share_one_store():
+def test_actor_process_shares_store_of_controller():
     async def main():
         await ts.initialize()
         reader = await Reader.as_actor()

@@ -155,7 +155,7 @@ def written(folder: Path, values: dict[str, Any], name: str = "qwen3.yaml") -> P
     return path
 
 
-def test_the_file_of_grpo_loads_with_all_that_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_torchforge_grpo_file_converts_with_its_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = written(tmp_path, SMALL)
     main(["convert", "upstream", str(file)])
     printed = capsys.readouterr().out
@@ -182,7 +182,7 @@ def test_the_file_of_grpo_loads_with_all_that_it_says(tmp_path: Path, capsys: py
 
 
 @pytest.mark.parametrize("values", [SMALL, LARGE, SFT], ids=["small", "large", "sft"])
-def test_every_key_is_converted_or_has_a_comment(tmp_path: Path, values: dict[str, Any]):
+def test_torchforge_keys_are_converted_or_commented(tmp_path: Path, values: dict[str, Any]):
     resolved = read_upstream(written(tmp_path, values))
     converted = convert_config(resolved)
     text = converted.text("qwen3.yaml")
@@ -201,7 +201,7 @@ def test_every_key_is_converted_or_has_a_comment(tmp_path: Path, values: dict[st
     assert not any(note == NOTES[""] for _, _, note in converted.notes)
 
 
-def test_the_file_of_sft_loads(tmp_path: Path):
+def test_torchforge_sft_file_converts_with_its_values(tmp_path: Path):
     converted = convert_config(read_upstream(written(tmp_path, SFT)), "llama")
     ours = tmp_path / "ours.yaml"
     ours.write_text(converted.text("llama3_8b.yaml"))
@@ -214,7 +214,7 @@ def test_the_file_of_sft_loads(tmp_path: Path):
     assert config.dataset.path == "yahma/alpaca-cleaned"
 
 
-def test_a_key_that_the_table_does_not_have_is_said_to_have_no_equivalent():
+def test_unknown_torchforge_key_is_noted_without_equivalent():
     converted = convert_config({"group_size": 2, "unheard": {"of": 3}})
     assert converted.notes == [("unheard.of", 3, "no equivalent")]
     assert "#   unheard.of: 3  # no equivalent" in converted.text("x.yaml")
@@ -240,7 +240,7 @@ def test_unreadable_torchforge_files_raise_one_line(tmp_path: Path, text: str, m
         main(["convert", "upstream", str(file)])
 
 
-def test_interpolations_keep_types(tmp_path: Path):
+def test_config_interpolations_keep_types(tmp_path: Path):
     file = tmp_path / "c.yaml"
     file.write_text("n: 3\nflag: true\na: {b: '${n}', c: 'x${n}', d: ['${flag}'], e: '${oc.env:NEVER_SET, z}'}\n")
     values = Settings(read_upstream(file))
@@ -249,7 +249,7 @@ def test_interpolations_keep_types(tmp_path: Path):
         values.absent  # noqa: B018
 
 
-def test_arguments_of_vllm_are_kept_but_for_those_that_other_keys_say():
+def test_vllm_arguments_are_kept_unless_other_keys_set_them():
     engine = {
         "model": "a/b",
         "tensor_parallel_size": 1,
@@ -339,7 +339,7 @@ def test_invalid_torchforge_values_name_the_key(
     assert not capsys.readouterr().out
 
 
-def test_switches_of_checkpoints_and_activations():
+def test_checkpoint_and_activation_switches_are_converted():
     def converted(**sections: Any) -> dict[str, Any]:
         return convert_config(RL | {"trainer": sections}).values
 

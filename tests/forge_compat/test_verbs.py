@@ -37,7 +37,7 @@ class Asker(ForgeActor):
 
 
 @pytest.mark.processes
-def test_sessions_metrics_and_calls_by_the_names_of_torchforge():
+def test_torchforge_session_metric_and_call_verbs_work():
     async def main():
         service = await Counter.options(num_replicas=2).as_service(start=10)
         session = await service.start_session()
@@ -69,7 +69,7 @@ def test_sessions_metrics_and_calls_by_the_names_of_torchforge():
     run(main())
 
 
-def test_an_endpoint_has_a_name_of_torchforges_first():
+def test_own_endpoint_shadows_torchforge_verb():
     async def main() -> None:
         local = await Asker.as_local(None)
         try:
@@ -84,13 +84,13 @@ def test_an_endpoint_has_a_name_of_torchforges_first():
     asyncio.run(main())
 
 
-def test_arguments_of_torchforges_are_answered():
+def test_torchforge_service_argument_raises_with_hint():
     with pytest.raises(TypeError, match="unexpected keyword argument 'engine_args': tor"):
         Counter.as_service(engine_args={})
 
 
 @pytest.mark.processes  # the first of a test process makes the folder of runs
-def test_a_provisioner_of_torchforges_is_for_this_machine():
+def test_provisioner_is_local_and_other_launchers_raise():
     from forge.controller.provisioner import init_provisioner
 
     from forge.types import LauncherConfig, ProvisionerConfig

@@ -33,7 +33,7 @@ def test_curriculum_advances_when_level_is_solved():
     assert ROWS[sampler.draw()]["level"] == 2  # the last one stays
 
 
-def test_frontier_prefers_sometimes_solved_rows():
+def test_frontier_sampler_prefers_sometimes_solved_rows():
     sampler = Frontier(ROWS, 0, floor=0.01)
     for _ in range(10):
         for row in range(12):
@@ -52,7 +52,7 @@ def test_frontier_prefers_sometimes_solved_rows():
         lambda rows: Retire(rows, 3),
     ],
 )
-def test_a_saved_sampler_draws_what_the_first_would_have(make):
+def test_resumed_sampler_draws_the_same_rows(make):
     """Whatever was drawn and observed before, and with outcomes that are known only later."""
 
     def play(source, first, last):

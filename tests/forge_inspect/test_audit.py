@@ -51,7 +51,7 @@ def rewrite(folder, target, change):
 
 
 @pytest.mark.processes
-def test_a_clean_run_is_sound(folder, capsys):
+def test_audit_of_clean_run_has_no_faults(folder, capsys):
     result = audit_run(folder)
     assert result.faults == []
     assert result.counts["groups trained"] == 8 * 4
@@ -107,7 +107,7 @@ def other_weights(rows):
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_seeded_fault_is_named(folder, tmp_path, change, fault):
+def test_audit_names_each_seeded_fault(folder, tmp_path, change, fault):
     result = audit_run(rewrite(folder, tmp_path / "run", change))
     assert any(fault in text for text in result.faults), result.faults
     with pytest.raises(SystemExit, match=r"^1$"):
@@ -115,7 +115,7 @@ def test_a_seeded_fault_is_named(folder, tmp_path, change, fault):
 
 
 @pytest.mark.processes
-def test_an_edited_file_is_named_by_its_checksum(folder, tmp_path):
+def test_audit_names_edited_file(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "run")
     text = (tmp_path / "run/metrics.jsonl").read_text()
     (tmp_path / "run/metrics.jsonl").write_text(text.replace('"reward"', '"rewarf"', 1))
@@ -124,7 +124,7 @@ def test_an_edited_file_is_named_by_its_checksum(folder, tmp_path):
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_runs_that_are_resumed_and_lose_processes_are_sound(tmp_path):
+def test_audit_of_interrupted_run_has_no_faults(tmp_path):
     """Twenty interruptions: by an error in the controller, with deaths of generator and trainer in between."""
     numbers = itertools.count(1)
 
@@ -150,7 +150,7 @@ def test_unauditable_run_raises(words):
 
 
 @pytest.mark.processes
-def test_a_schedule_is_audited_as_recorded_rollouts_are(folder, tmp_path):
+def test_audit_by_schedule_equals_audit_by_rollouts(folder, tmp_path):
     by_rollouts = audit_run(folder)
     by_schedule = audit_run(folder, by_schedule=True)
     assert by_schedule.faults == []
@@ -160,7 +160,7 @@ def test_a_schedule_is_audited_as_recorded_rollouts_are(folder, tmp_path):
 
 
 @pytest.mark.processes
-def test_a_run_that_records_nothing_has_its_audit(tmp_path):
+def test_run_without_rollouts_is_audited_by_schedule(tmp_path):
     folder = train(tmp_path, metrics={"rollouts": 0})
     assert audit_run(folder).faults == []
     assert audit_run(folder).counts["groups trained"] == 8 * 4

@@ -32,7 +32,7 @@ def clean(processes, fork_server, tmp_path_factory):
     ).folder
 
 
-def test_a_run_with_processes_is_sound(clean):
+def test_mismatch_of_clean_run_has_no_faults(clean):
     verdict = compare_batch(clean)
     assert verdict.faults == []
     assert (verdict.step, verdict.version) == (3, 2)
@@ -41,7 +41,7 @@ def test_a_run_with_processes_is_sound(clean):
     assert max(link.worst for link in verdict.links) < 2e-5
 
 
-def test_another_forward_pass_is_placed_in_the_trainer(clean, monkeypatch):
+def test_mismatch_locates_changed_forward_pass_in_trainer(clean, monkeypatch):
     token_logprobs = training_policy.token_logprobs
     monkeypatch.setattr(
         training_policy, "token_logprobs", lambda hidden, *args, **kwargs: token_logprobs(hidden * 0.9, *args, **kwargs)
@@ -52,7 +52,7 @@ def test_another_forward_pass_is_placed_in_the_trainer(clean, monkeypatch):
     assert [link.component for link in differing] == ["the trainer's forward pass", "the trainer as it trained"]
 
 
-def test_the_command_says_so_and_leaves_it_for_the_page(clean, tmp_path, capsys):
+def test_mismatch_command_prints_and_saves_verdict(clean, tmp_path, capsys):
     folder = shutil.copytree(clean.parent, tmp_path / "runs") / "run"  # with the model that it began with
     main(["mismatch", str(folder)])
     assert "no fault: engine and trainer agree on" in capsys.readouterr().out

@@ -34,12 +34,12 @@ NEAR = 0.1  # of those with several
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", ALONE, ids=str)
-def test_the_plan_is_what_one_process_holds(case: Case, tmp_path: Path):
+def test_planned_memory_matches_one_process(case: Case, tmp_path: Path):
     model = write_model(case, tmp_path / "model")
     assert plan(case, model) == pytest.approx(measure(case, model, tmp_path), rel=CLOSE)
 
 
-def test_the_plan_is_what_two_micro_batches_hold(tmp_path: Path):
+def test_planned_memory_matches_two_micro_batches(tmp_path: Path):
     case = Case(updates=2)
     model = write_model(case, tmp_path / "model")
     assert plan(case, model) == pytest.approx(measure(case, model, tmp_path), rel=CLOSE)
@@ -47,7 +47,7 @@ def test_the_plan_is_what_two_micro_batches_hold(tmp_path: Path):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("case", SHARED, ids=str)
-def test_the_plan_is_near_what_ranks_hold(case: Case, tmp_path: Path):
+def test_planned_memory_is_close_to_measured_ranks(case: Case, tmp_path: Path):
     model = write_model(case, tmp_path / "model")
     planned_bytes = plan(case, model)
     measured = measure(case, model, tmp_path)
@@ -57,7 +57,7 @@ def test_the_plan_is_near_what_ranks_hold(case: Case, tmp_path: Path):
     assert measured <= planned_bytes * (1 + NEAR) + 2 * 4 * elements
 
 
-def test_more_of_anything_is_never_less_memory(tmp_path: Path):
+def test_larger_models_never_need_less_memory(tmp_path: Path):
     model = write_model(Case(), tmp_path / "model")
     base = Case(updates=2)
     more = [replace(base, shape={"num_hidden_layers": 8}), replace(base, shape={"vocab_size": 8192})]
@@ -71,7 +71,7 @@ GPU_RECIPES = [path for path in sorted(APPS.glob("*/*.yaml")) if "with_gpus: tru
 
 
 @pytest.mark.parametrize("recipe", GPU_RECIPES)
-def test_every_recipe_for_gpus_fits_them(recipe: Path):
+def test_gpu_recipes_fit_their_gpus(recipe: Path):
     if "collect:" in recipe.read_text():
         pytest.skip("it collects answers, and trains nothing")
     gpus = "32xH100" if "32b_grpo" in recipe.stem else "8xH100"
@@ -79,7 +79,7 @@ def test_every_recipe_for_gpus_fits_them(recipe: Path):
     assert plan_of_recipe.fits, "\n".join(plan_lines(plan_of_recipe))
 
 
-def test_oversized_plan_names_remedy(capsys: pytest.CaptureFixture[str]):
+def test_oversized_plan_names_settings_that_fit(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as ended:
         main(["plan", "apps/sft/qwen3_8b.yaml", "--gpus", "2xA100-40"])
     assert ended.value.code == 1
@@ -115,7 +115,7 @@ def test_invalid_plan_input_raises_one_line(words: list[str], message: str, monk
     assert "\n" not in str(ended.value.code)
 
 
-def test_machines():
+def test_machine_descriptions_are_parsed():
     assert parse_machines("8xh100", CPU) == Machines("H100", DEVICES["H100"], 8)
     assert parse_machines("A100-40", CPU) == Machines("A100-40", DEVICES["A100-40"], 1)
     assert parse_machines("CPU", CPU) == CPU
@@ -124,7 +124,7 @@ def test_machines():
             parse_machines(text, CPU)
 
 
-def test_shapes_of_public_models_have_their_parameters(tmp_path: Path):
+def test_public_model_shapes_have_published_parameter_counts(tmp_path: Path):
     """The numbers that their cards name, in billions."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -155,7 +155,7 @@ def small_scorer(folder: Path, kind: str) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "modernbert"])
-def test_the_plan_of_a_reward_model_is_what_it_holds(kind: str, tmp_path: Path):
+def test_planned_memory_matches_reward_model(kind: str, tmp_path: Path):
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     from forge_verifiers.config import RewardModelSettings
@@ -174,7 +174,7 @@ def test_the_plan_of_a_reward_model_is_what_it_holds(kind: str, tmp_path: Path):
     assert activations == pytest.approx(measured_peak(score), rel=CLOSE)
 
 
-def test_each_component_is_planned_by_its_own_model(tmp_path: Path):
+def test_components_are_planned_with_their_own_models(tmp_path: Path):
     words = ["--algorithm", "ppo", "--critic.model", "Qwen/Qwen3-8B", "--grpo.beta", "0.1"]
     words += ["--grpo.reference", "Qwen/Qwen3-4B", "--services.ref_model.with_gpus", "true"]
     words += ["--services.critic.with_gpus", "true"]

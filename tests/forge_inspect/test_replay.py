@@ -93,7 +93,7 @@ def copied(run: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize("replicas", ["1", "3"])
-def test_a_replay_has_the_bits_of_the_run(run: Path, replicas: str) -> None:
+def test_replay_reproduces_run_bit_for_bit(run: Path, replicas: str) -> None:
     code, output = forge("replay", str(run), "--replicas", replicas)
     assert code == 0, output
     assert f"steps 1 to {STEPS} are those of the run, bit for bit" in output
@@ -109,7 +109,7 @@ def test_a_replay_has_the_bits_of_the_run(run: Path, replicas: str) -> None:
         pytest.param(6, ("numbers", "train/loss"), 0.25, "step 6: train/loss was 0.25", marks=pytest.mark.slow),
     ],
 )
-def test_an_edited_entry_is_named_at_its_step(
+def test_replay_names_step_of_edited_entry(
     run: Path, step: int, path: tuple[Any, ...], value: Any, message: str
 ) -> None:
     folder = copied(run, f"edited{step}")
@@ -131,7 +131,7 @@ def test_an_edited_entry_is_named_at_its_step(
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_and_resumed_is_replayed(tmp_path: Path) -> None:
+def test_killed_and_resumed_run_is_replayed(tmp_path: Path) -> None:
     config = ASYNCHRONOUS | {"checkpoint": {"every": 3, "keep": STEPS}, "generator": {"slots": 2}}
     path = tmp_path / "test.yaml"
     path.write_text(yaml.safe_dump(config | {"run": {"name": "test", "root": str(tmp_path / "runs")}}))
@@ -151,7 +151,7 @@ def test_a_run_that_was_killed_and_resumed_is_replayed(tmp_path: Path) -> None:
     assert len(states(tmp_path / "runs/test")) == 3
 
 
-def test_turns_with_an_environment_are_replayed(tmp_path: Path) -> None:
+def test_environment_episodes_are_replayed(tmp_path: Path) -> None:
     config = ASYNCHRONOUS | {
         "environment": "tests.forge_inspect.test_replay:Echo",
         "episode": {"max_turns": 3, "max_tokens": 100, "template": "plain"},

@@ -96,14 +96,14 @@ def rewards(tmp_path, monkeypatch):
         ("ranked", "fault", "order", "depend on the order"),
     ],
 )
-def test_each_fault_has_its_name(rewards, name, severity, kind, text):
+def test_reward_doctor_names_each_fault(rewards, name, severity, kind, text):
     result = examine(f"{rewards}:{name}", CASES, limit=1.0)
     findings = [finding for finding in result.findings if finding.kind == kind and text in finding.text]
     assert findings, [finding.line for finding in result.findings]
     assert findings[0].severity == severity
 
 
-def test_good_reward_has_no_findings(rewards):
+def test_reward_doctor_finds_nothing_in_good_reward(rewards):
     result = examine(f"{rewards}:good", CASES)
     assert [finding.line for finding in result.findings if finding.severity != "note"] == []
     assert (result.right, result.wrong) == (1.0, 0.0)
@@ -111,14 +111,14 @@ def test_good_reward_has_no_findings(rewards):
     assert {finding.kind for finding in result.findings} <= {"form"}
 
 
-def test_a_process_that_hangs_is_ended_and_replaced(rewards):
+def test_hung_reward_process_is_replaced(rewards):
     with RewardProcess(f"{rewards}:hangs", limit=0.5) as process:
         assert process.call(CASES[0], ["#### 7"]).rewards == (1.0,)
         assert "no answer within" in process.call(CASES[0], ["9" * 200_000]).error
         assert process.call(CASES[0], ["#### 7", "#### 8"]).rewards == (1.0, 0.0)
 
 
-def test_on_the_command_line(rewards, tmp_path, capsys):
+def test_doctor_reward_command_reports_faults(rewards, tmp_path, capsys):
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(f'{{"question": "What is {a} + {b}?", "answer": "{a + b}"}}\n' for a, b in SUMS))
     main(["doctor", "reward", f"{rewards}:good", "--data", str(rows)])

@@ -216,20 +216,20 @@ SAME = {
 
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", DIFFERENT)
-def test_values_that_differ_are_not_equal(kind):
+def test_different_values_of_each_kind_are_unequal(kind):
     pairs = [pair for one, other in DIFFERENT[kind] for pair in ((one, other), (other, one))]
     assert [pair for pair in pairs if MathReward()("", rf"\boxed{{{pair[0]}}}", pair[1]) != 0.0] == []
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", SAME)
-def test_values_that_are_the_same_are_equal(kind):
+def test_same_values_of_each_kind_are_equal(kind):
     assert [pair for pair in SAME[kind] if MathReward()("", rf"\boxed{{{pair[0]}}}", pair[1]) != 1.0] == []
 
 
 @pytest.mark.processes
 @pytest.mark.costly
-def test_pairs_of_answers():
+def test_collected_answer_pairs_get_expected_verdicts():
     reward = MathReward()
     assert [pair for pair in answer_pairs.SAME if reward("", rf"\boxed{{{pair[0]}}}", pair[1]) != 1.0] == []
     both_ways = [order for one, other in answer_pairs.DIFFERENT for order in ((one, other), (other, one))]
@@ -237,7 +237,7 @@ def test_pairs_of_answers():
 
 
 @pytest.mark.processes
-def test_answer_readers_agree():
+def test_reward_verifier_and_frequency_agree():
     """The reward, the verifier and the frequency of answers give one verdict."""
     for (one, other), same in [
         *((pair, False) for pair in DIFFERENT["exponent"]),
@@ -253,12 +253,12 @@ SIDES = st.text(alphabet="abxyXY0123456789(),+-*/ ", max_size=8)
 
 
 @given(SIDES, st.sampled_from(["!", "'", "^", "_", "!!", "^2", "_2"]), SIDES)
-def test_marks_are_never_lost(before, mark, after):
+def test_text_comparison_keeps_mathematical_marks(before, mark, after):
     assert not same_text(f"a{before}{mark}{after}b", f"a{before}{after}b")
 
 
 @given(SIDES.filter(lambda text: not any(token.kind == "word" for token in tokenize_answer(text))))
-def test_the_case_of_symbols_is_never_lost(text):
+def test_text_comparison_keeps_case(text):
     assert text.swapcase() == text or not same_text(text, text.swapcase())
 
 
@@ -277,7 +277,7 @@ def test_the_case_of_symbols_is_never_lost(text):
         ("Option A is wrong, so choice **D** is the right one of 4.", "D"),
     ],
 )
-def test_a_choice_needs_no_marker(response, answer):
+def test_choice_letter_is_read_without_marker(response, answer):
     assert final_answer(response) == answer
 
 
@@ -296,7 +296,7 @@ THOUGHTS = [
 
 
 @pytest.mark.parametrize(("text", "answer"), THOUGHTS)
-def test_every_reward_reads_what_comes_after_the_thoughts(text, answer):
+def test_rewards_read_only_text_after_thoughts(text, answer):
     assert without_thoughts(text) == answer
     assert ExactMatch()("", text, "2") == float(answer == "2")
     assert MathReward()("", text, "2") == float(answer == "2")
@@ -310,7 +310,7 @@ def test_unclosed_thought_is_not_an_answer():
     assert ExactMatch()("<think>", "2", "2") == 1.0  # the target as it is needs no reading
 
 
-def test_an_answer_that_is_ambiguous_with_digits_in_groups_is_one_number():
+def test_grouped_digits_are_one_number():
     assert are_equal("1,234", "1234", 0.0)
     assert not are_equal("(1,234)", "1234", 0.0)
     assert are_equal("(1,234)", "(1, 234)", 0.0)
@@ -319,7 +319,7 @@ def test_an_answer_that_is_ambiguous_with_digits_in_groups_is_one_number():
 @pytest.mark.processes
 @pytest.mark.costly
 @pytest.mark.skipif(not TARGETS.exists(), reason="no targets of MATH in ../shared/data")
-def test_targets_of_math_equal_themselves_and_not_their_neighbours():
+def test_math_targets_equal_themselves_but_not_neighbours():
     """A part of benchmarks/answers.py."""
     from benchmarks import answers
 
@@ -371,5 +371,5 @@ def test_targets_of_math_equal_themselves_and_not_their_neighbours():
     ],
 )
 @pytest.mark.processes
-def test_an_answer_is_whole_and_not_taken_back(response, target, right):
+def test_retracted_or_partial_answers_are_wrong(response, target, right):
     assert MathReward()("", response, target) == float(right)

@@ -60,7 +60,7 @@ def warm_helper(processes):
         (r"\boxed{\{1,2\}}", r"\{2,1\}"),
     ],
 )
-def test_equal_answers_are_correct(response, target):
+def test_math_reward_accepts_equal_answers(response, target):
     assert reward("q", response, target) == 1.0
 
 
@@ -88,7 +88,7 @@ def test_equal_answers_are_correct(response, target):
         (r"\boxed{5 é}", "5"),
     ],
 )
-def test_other_answers_are_not(response, target):
+def test_math_reward_rejects_unequal_answers(response, target):
     assert reward("q", response, target) == 0.0
 
 
@@ -119,7 +119,7 @@ def test_other_answers_are_not(response, target):
     ids=lambda text: text[:12].encode("ascii", "replace").decode(),
 )
 @pytest.mark.timeout(60)
-def test_hostile_responses_are_quickly_wrong(response):
+def test_hostile_expressions_are_wrong_within_seconds(response):
     start = time.thread_time()
     assert reward("q", response, "5") == 0.0
     assert time.thread_time() - start < 3.0
@@ -130,25 +130,25 @@ MATHS = st.text(alphabet="0123456789.,/%$-+=^*x é{}()\\e ", max_size=12)
 
 @pytest.mark.usefixtures("warm_helper")
 @given(MATHS, MATHS)
-def test_any_mathematical_noise_gets_a_verdict(response, target):
+def test_arbitrary_math_gets_a_verdict(response, target):
     assert reward("", rf"\boxed{{{response}}}", target) in (0.0, 1.0)
 
 
 @pytest.mark.usefixtures("warm_helper")
 @given(st.text(max_size=80), st.text(max_size=20).filter(str.strip))
-def test_any_text_gets_a_verdict(response, target):
+def test_arbitrary_text_gets_a_math_verdict(response, target):
     assert reward("", response, target) in (0.0, 1.0)
 
 
 @pytest.mark.usefixtures("warm_helper")
 @given(st.fractions(max_denominator=999), st.sampled_from(["{}", r"\boxed{{{}}}", "#### {}", "The answer is {}."]))
-def test_a_fraction_equals_itself_and_no_neighbour(value, form):
+def test_fraction_equals_itself_but_not_neighbour(value, form):
     assert reward("", form.format(value), str(value)) == 1.0
     assert reward("", form.format(value + Fraction(1, 1000)), str(value)) == 0.0
 
 
 @pytest.mark.usefixtures("warm_helper")
-def test_settings_and_threads():
+def test_math_reward_settings_apply_in_threads():
     odd = pickle.loads(pickle.dumps(MathReward(tolerance=0.1, correct=2.0, incorrect=-1.0)))
     assert (odd("", "0.52", "0.5"), odd("", "0.6", "0.5")) == (2.0, -1.0)
     for bad in (-1.0, float("nan"), float("inf")):
@@ -168,7 +168,7 @@ def test_settings_and_threads():
 
 
 @pytest.mark.processes
-def test_the_helper_is_replaced_after_a_kill_and_ends_with_its_owner():
+def test_killed_sympy_helper_is_replaced():
     assert symbolic.helper.process is not None
     os.kill(symbolic.helper.process.pid, signal.SIGKILL)
     assert reward("", r"\boxed{2+x}", "x+2") == 1.0
@@ -189,7 +189,7 @@ def test_the_helper_is_replaced_after_a_kill_and_ends_with_its_owner():
 
 @pytest.mark.usefixtures("warm_helper")
 @pytest.mark.skipif(not GSM8K.exists(), reason="no GSM8K in ../shared/data")
-def test_agrees_with_the_human_verdicts_on_gsm8k():
+def test_math_reward_agrees_with_human_gsm8k_verdicts():
     wrong, total = [], 0
     for line in (GSM8K / "model_solutions_dev.jsonl").read_text().splitlines():
         problem = json.loads(line)
@@ -204,7 +204,7 @@ def test_agrees_with_the_human_verdicts_on_gsm8k():
 
 
 @pytest.mark.skipif(not GSM8K.exists(), reason="no GSM8K in ../shared/data")
-def test_reads_every_gsm8k_target():
+def test_math_reward_accepts_every_gsm8k_target():
     for line in (GSM8K / "test.jsonl").read_text().splitlines():
         answer = json.loads(line)["answer"]
         assert reward("", answer, answer.rpartition("#### ")[2]) == 1.0

@@ -21,7 +21,7 @@ def sandbox(level, user, sandboxes):
 
 
 @pytest.mark.parametrize(("level", "user"), CASES)
-def test_cpu_time_of_children_that_are_not_waited_for(level, user):
+def test_cpu_time_of_unreaped_children_counts(level, user):
     """Their time would be counted nowhere if the program could ignore their end, and they are too short to be seen."""
     program = """
         import ctypes, os, signal, time
@@ -54,7 +54,7 @@ def test_cpu_time_of_children_that_are_not_waited_for(level, user):
 
 
 @each_level
-def test_program_has_no_capabilities(sandbox, level, user):
+def test_sandboxed_program_has_no_capabilities(sandbox, level, user):
     bounds = "import ctypes\nprint(sum(ctypes.CDLL(None).prctl(23, n, 0, 0, 0) > 0 for n in range(64)))"
     assert run(sandbox, bounds).stdout == "0\n"
     sets = "print([line.split()[1] for line in open('/proc/self/status') if line.startswith('Cap')])"
@@ -62,13 +62,13 @@ def test_program_has_no_capabilities(sandbox, level, user):
 
 
 @each_level
-def test_the_machine_is_hidden(sandbox, level, user):
+def test_sandbox_hides_kernel_and_cgroup_details(sandbox, level, user):
     for path in ("/proc/cmdline", "/proc/version", "/proc/keys"):
         assert "Error" in run(sandbox, f"open({path!r}).read()").stderr
     assert run(sandbox, "print({line.split(':')[2] for line in open('/proc/self/cgroup')})").stdout == "{'/\\n'}\n"
 
 
-def test_limits_of_all_processes_where_proc_is_masked():
+def test_limits_hold_where_proc_is_masked():
     """As in containers, which mount something over parts of it: programs have no /proc then."""
     if os.geteuid():
         pytest.skip("takes root")

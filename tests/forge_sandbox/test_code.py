@@ -54,7 +54,7 @@ def score(responses, cases, **settings):
 DOUBLE = [{"stdin": "3\n", "stdout": "6"}, {"stdin": "5", "stdout": "10"}]
 
 
-def test_input_and_output():
+def test_programs_are_scored_by_stdout():
     programs = [
         block("print(2 * int(input()))"),
         block("print(9)", "") + block("print(2 * int(input()), ' ')", ""),
@@ -66,12 +66,12 @@ def test_input_and_output():
     assert score(programs[:3], DOUBLE, credit="share").values[:, 0].tolist() == [1, 1, 0.5]
 
 
-def test_a_program_that_does_not_end_fails():
+def test_endless_program_scores_0():
     found = score([block("while True: pass"), block("print(2 * int(input()))")], DOUBLE[:1], time_limit=0.5)
     assert found.values[0, 0] == 0.0
 
 
-def test_failures_that_are_not_the_programs_own_are_no_scores():
+def test_sandbox_failures_leave_responses_unscored():
     found = score([block("BROKEN"), block("print(2 * int(input()))")], DOUBLE[:1])
     assert found.values[1, 0] == 1.0
     assert found.reasons == {(0, 0): "the sandbox failed (OSError: no room for a sandbox)"}

@@ -39,7 +39,7 @@ def score(sandbox, program, cases=CASES, **settings):
     return float(found.values[0, 0])
 
 
-def test_calls_share_one_execution(sandbox):
+def test_call_cases_share_one_execution(sandbox):
     assert score(sandbox, RIGHT) == 1.0
     assert sandbox.runs == 1
     assert score(sandbox, "def f(x):\n    return x * x if x > 2 else 1 / 0") == 6 / 8
@@ -55,7 +55,7 @@ def test_exiting_call_fails_only_its_case(sandbox):
     assert sandbox.runs == 5
 
 
-def test_time_and_output_are_each_calls_own(sandbox):
+def test_time_and_output_limits_apply_per_call(sandbox):
     """Together they are more than one execution may have."""
     slow = "import time\ndef f(x):\n    time.sleep(0.4)\n    return x * x"
     assert score(sandbox, slow, CASES[:3], time_limit=1.0) == 1.0
@@ -65,7 +65,7 @@ def test_time_and_output_are_each_calls_own(sandbox):
     assert score(sandbox, chatter, long) == 19 / 20
 
 
-def test_kinds_of_cases_together(sandbox):
+def test_mixed_case_kinds_are_scored_together(sandbox):
     cases = [
         {"stdin": "4", "stdout": "16"},
         {"call": "f(3)", "value": "9"},
@@ -96,7 +96,7 @@ def test_kinds_of_cases_together(sandbox):
         ("2 ** 200", str(2**200)),
     ],
 )
-def test_values_are_compared_as_python_would(returned, value, sandbox):
+def test_returned_values_are_compared_like_python(returned, value, sandbox):
     assert score(sandbox, f"def f(): return {returned}", [{"call": "f()", "value": value}]) == 1.0
     assert score(sandbox, f"def f(): return [{returned}, 0]", [{"call": "f()", "value": value}]) == 0.0
 
@@ -129,7 +129,7 @@ EQUAL_TO_ALL = (
         ("assert f(5) == 25 and f(2) <= 25\nassert f(1) != 3 and f(3)", "25"),
     ],
 )
-def test_asserts_are_judged_by_values(test, right, sandbox):
+def test_asserts_are_judged_outside_the_program(test, right, sandbox):
     assert score(sandbox, f"def f(*a): return {right}", [{"test": test}]) == 1.0
     assert score(sandbox, EQUAL_TO_ALL, [{"test": test}]) == 0.0
     assert (
@@ -163,13 +163,13 @@ CHEATS = {
 
 
 @pytest.mark.parametrize("name", CHEATS)
-def test_cheats_gain_nothing(name, sandbox):
+def test_cheating_programs_score_0(name, sandbox):
     assert score(sandbox, CHEATS[name], CASES[:3]) == 0.0
     tests = [{"test": f"assert f({x}) == {x * x}"} for x in (1, 2)]
     assert score(sandbox, CHEATS[name], tests) == 0.0
 
 
-def test_a_mark_that_was_found_is_worth_no_more_than_the_values(sandbox):
+def test_program_forging_result_lines_gains_nothing(sandbox):
     """A program can see the mark in its callers, and tell values behind it. It does not know which are right."""
     cheat = """
 import os, sys
@@ -184,7 +184,7 @@ os._exit(0)
     assert score(sandbox, cheat.replace('["0", "0"]', '["4", "4"]')) == 1 / 8
 
 
-def test_the_expected_values_are_not_in_the_process(sandbox):
+def test_expected_values_are_not_in_program_memory(sandbox):
     search = """
 import gc, sys
 def f(x):
@@ -240,14 +240,14 @@ EQUAL = EQUAL_TO_ALL + "\n" + EQUAL_TO_ALL.replace("class E:", "class E(int):").
 
 
 @pytest.mark.parametrize("name", TESTS)
-def test_only_right_programs_pass(name, sandbox):
+def test_only_right_programs_pass_each_test_style(name, sandbox):
     case = {"test": TESTS[name]}
     assert score(sandbox, SQUARE, [case]) == 1.0
     for program in ("def f(x):\n    return x + x + 1", EQUAL_TO_ALL, EQUAL, "1 / 0", "import os; os._exit(0)"):
         assert score(sandbox, program, [case]) == 0.0
 
 
-def test_a_data_set_with_tests_that_can_be_forged_is_named():
+def test_forgeable_tests_of_dataset_are_warned():
     decided_outside = ["assert f(1) == 1", "assert f(1)", "assert not f(1)", "f(1)", "import os", "assert f("]
     inside = [TESTS[name] for name in ("check", "unittest", "all", "statements", "raise")]
     assert [forgeable(Case(test=test)) for test in inside] == [True] * len(inside)

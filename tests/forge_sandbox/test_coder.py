@@ -12,7 +12,7 @@ from forge_sandbox import SandboxedPythonCoder
 pytestmark = pytest.mark.processes
 
 
-def test_programs_run_in_replicas_and_outlive_one():
+def test_coder_replicas_run_programs_and_survive_kill():
     async def main():
         coder = await SandboxedPythonCoder.options(num_replicas=2).as_service(workers=1)
         results = await asyncio.gather(*(coder.execute.route(f"print({n} * 2)") for n in range(6)))

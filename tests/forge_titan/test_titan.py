@@ -50,16 +50,14 @@ def outcomes(
 @needs_titan
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True}], ids=["plain", "checkpointed"])
-def test_one_process_matches_default_backend(models: dict[str, Path], family: str, settings: Any):
+def test_titan_on_one_process_matches_default_backend(models: dict[str, Path], family: str, settings: Any):
     theirs = ranks.five_steps(join_ranks(), models[family], backend="titan", **settings)
     assert_as_one([theirs], ranks.five_steps(join_ranks(), models[family], **settings))
 
 
 @needs_titan
 @pytest.mark.parametrize("name", [name for names in BY_SIZE.values() for name in names])
-def test_a_layout_trains_as_one_process_of_the_default_backend(
-    outcomes: dict[int, Outcome], models: dict[str, Path], name: str
-):
+def test_titan_layouts_match_default_backend(outcomes: dict[int, Outcome], models: dict[str, Path], name: str):
     layout, family = name.rsplit(", ", 1)
     results = outcomes[layouts.world(layout)](name)
     steps = layouts.EXPERTS if family == "qwen3_moe" else layouts.STEPS
@@ -71,7 +69,7 @@ def test_a_layout_trains_as_one_process_of_the_default_backend(
 
 @needs_titan
 @pytest.mark.parametrize("family", FAMILIES)
-def test_checkpoint_resumes_and_exports_to_transformers(outcomes: dict[int, Outcome], family: str):
+def test_titan_checkpoint_resumes_and_exports_to_transformers(outcomes: dict[int, Outcome], family: str):
     results = outcomes[4](f"saved, {family}")
     for result in results:
         assert result["again"] == result["after"]
@@ -88,7 +86,7 @@ def test_checkpoint_resumes_and_exports_to_transformers(outcomes: dict[int, Outc
 
 
 @needs_titan
-def test_replayed_experts_compute_as_in_the_default_backend(models: dict[str, Path]):
+def test_titan_replayed_experts_match_default_backend(models: dict[str, Path]):
     batch = example(0)
     drawn = np.random.default_rng(0).integers(0, 6, (len(batch.tokens), 2, 1))
     experts = np.concatenate([drawn, (drawn + 1) % 6], -1).astype(np.uint8)
@@ -101,7 +99,7 @@ def test_replayed_experts_compute_as_in_the_default_backend(models: dict[str, Pa
 
 
 @needs_titan
-def test_an_export_stops_where_its_start_did(models: dict[str, Path], tmp_path: Path):
+def test_titan_export_keeps_generation_config(models: dict[str, Path], tmp_path: Path):
     start = tmp_path / "start"
     shutil.copytree(models["qwen3"], start)
     GenerationConfig(eos_token_id=[1, 2], temperature=0.5, do_sample=True).save_pretrained(start)
@@ -110,7 +108,7 @@ def test_an_export_stops_where_its_start_did(models: dict[str, Path], tmp_path: 
 
 
 @needs_titan
-def test_scaled_rotary_matches_transformers(tmp_path: Path):
+def test_titan_scaled_rotary_matches_transformers(tmp_path: Path):
     scaled = {
         "rope_type": "llama3",
         "rope_theta": 10_000.0,
@@ -128,7 +126,7 @@ def test_scaled_rotary_matches_transformers(tmp_path: Path):
 
 @needs_titan
 @pytest.mark.parametrize("settings", [{"head": "value"}, {"lora": {"rank": 2, "alpha": 4.0}}], ids=["head", "lora"])
-def test_unsupported_settings_raise(models: dict[str, Path], settings: dict[str, Any]):
+def test_unsupported_titan_settings_raise(models: dict[str, Path], settings: dict[str, Any]):
     with pytest.raises(ValueError, match="use fsdp"):
         make_trainer(models["qwen3"], backend="titan", **settings)
 
@@ -144,6 +142,6 @@ def test_unsupported_settings_raise(models: dict[str, Path], settings: dict[str,
     ],
     ids=["family", "without hidden_act", "biases", "windows", "activation"],
 )
-def test_a_model_that_it_does_not_have_is_named(config: Any, says: str):
+def test_unsupported_titan_model_raises(config: Any, says: str):
     with pytest.raises(ValueError, match=says):
         check_model(config)

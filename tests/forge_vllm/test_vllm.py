@@ -58,7 +58,7 @@ def test_invalid_vllm_options_raise(tmp_path: Path, options: dict, message: str)
         EngineSettings(engine="vllm", vllm=options).check_installed()
 
 
-def test_options_of_other_engine_raise(tmp_path: Path) -> None:
+def test_embedded_engine_options_raise_with_vllm(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"generator\.vllm is of the other engine"):
         load_engine("embedded", tmp_path, vllm={"seed": 1})
     with pytest.raises(ConfigError, match=r"generator\.vllm is of the other engine"):
@@ -78,7 +78,9 @@ def test_missing_vllm_names_install_command(tmp_path: Path) -> None:
 
 
 @installed
-def test_untied_embeddings_and_a_process_that_dies(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_untied_model_matches_and_dead_vllm_process_fails_calls(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     before, model, new = processes(), build("llama"), build("llama", seed=1)
     model.save_pretrained(tmp_path)
     capfd.readouterr()
@@ -104,7 +106,7 @@ def test_untied_embeddings_and_a_process_that_dies(tmp_path: Path, capfd: pytest
 
 
 @installed
-def test_a_mixture_of_experts(tmp_path: Path) -> None:
+def test_vllm_mixture_of_experts_matches_after_updates(tmp_path: Path) -> None:
     """Its experts have a size that vLLM pads, and packs, at the start and at each update."""
     sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
     models = [random_model("qwen3-moe", tied=True, seed=seed, eos=EOS, spread=0.2, **sizes) for seed in (0, 1)]
@@ -120,7 +122,7 @@ def test_a_mixture_of_experts(tmp_path: Path) -> None:
 
 
 @installed
-def test_short_of_cache_nothing_that_has_begun_is_left_out(tmp_path: Path) -> None:
+def test_preempted_vllm_sequences_finish_on_their_weights(tmp_path: Path) -> None:
     before, models = processes(), [build(seed=seed) for seed in range(4)]
     models[0].save_pretrained(tmp_path)
     # 7 blocks of 128 tokens, and one that vLLM keeps, for sequences of up to 4: most of them are preempted.
@@ -172,7 +174,7 @@ def test_vllm_processes_end_with_killed_owner(tmp_path: Path) -> None:
 
 
 @installed
-def test_tensor_parallel_model_matches(tmp_path: Path) -> None:
+def test_tensor_parallel_vllm_matches_transformers(tmp_path: Path) -> None:
     """Tensor parallelism by `procs`: the tokens of the embedded engine, before and after an update."""
     from forge.actors import PolicyActor
     from forge.engines.weights import read_checkpoint

@@ -76,7 +76,7 @@ def table() -> ScoreTable:
 
 @quiet
 @every
-def test_a_file_holds_all_there_is(make: Callable[[], Aggregator], table: ScoreTable, tmp_path: Path):
+def test_saved_aggregator_predicts_identically(make: Callable[[], Aggregator], table: ScoreTable, tmp_path: Path):
     fitted = make().fit(table)
     fitted.save(tmp_path / "fit.npz")
     again = load(tmp_path / "fit.npz")
@@ -92,7 +92,7 @@ def test_a_file_holds_all_there_is(make: Callable[[], Aggregator], table: ScoreT
         assert fitted.report.problems == 50
 
 
-def test_files_that_are_no_aggregators(table: ScoreTable, tmp_path: Path):
+def test_invalid_aggregator_file_raises(table: ScoreTable, tmp_path: Path):
     with pytest.raises(FileNotFoundError, match="no such aggregator"):
         load(tmp_path / "none.npz")
     table.save(tmp_path / "table.npz")
@@ -111,7 +111,7 @@ def test_files_that_are_no_aggregators(table: ScoreTable, tmp_path: Path):
 
 @quiet
 @every
-def test_verifiers_are_found_by_name(make: Callable[[], Aggregator], table: ScoreTable):
+def test_aggregator_matches_verifiers_by_name(make: Callable[[], Aggregator], table: ScoreTable):
     fitted = make().fit(table)
     turned = table.select(table.verifiers[::-1])
     np.testing.assert_array_equal(fitted.predict_proba(turned), fitted.predict_proba(table))
@@ -128,7 +128,7 @@ UNSUPERVISED = [maker for maker in MAKERS if not isinstance(maker(), AnchoredLog
 
 @quiet
 @pytest.mark.parametrize("make", UNSUPERVISED, ids=lambda make: type(make()).__name__)
-def test_labels_are_not_looked_at(make: Callable[[], Aggregator], table: ScoreTable):
+def test_unsupervised_fit_ignores_labels(make: Callable[[], Aggregator], table: ScoreTable):
     blind = table.with_labels_of([])
     guess = dataclasses.replace(table, labels=1 - table.labels)
     if isinstance(make(), Auto):
@@ -142,7 +142,7 @@ def test_labels_are_not_looked_at(make: Callable[[], Aggregator], table: ScoreTa
 @quiet
 @settings(max_examples=4)
 @given(st.integers(0, 10_000), st.sampled_from([0.02, 0.1, 0.3, 0.6, 0.8, 0.98]), st.booleans())
-def test_the_classes_never_swap(seed: int, balance: float, verdicts: bool):
+def test_right_and_wrong_classes_never_swap(seed: int, balance: float, verdicts: bool):
     """Whatever the seed, what all verifiers call better is more probable."""
     truth = generate(40, 8, 9, balance=balance, verdicts=verdicts, seed=seed, areas=(0.6, 0.85))
     hidden = truth.table.with_labels_of([])
@@ -162,13 +162,13 @@ def rates(fitted: Aggregator, truth: Truth) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("missing", [0.0, 0.2])
 @pytest.mark.parametrize("balance", [0.3, 0.6])
-def test_rates_are_recovered_without_labels(balance: float, missing: float):
+def test_dawid_skene_recovers_rates_without_labels(balance: float, missing: float):
     truth = generate(200, 50, 20, balance=balance, missing=missing, verdicts=True, seed=1)
     estimated, true = rates(DawidSkene().fit(truth.table.with_labels_of([])), truth)
     assert np.abs(estimated - true).mean() < 0.01
 
 
-def test_a_verifier_worse_than_chance_counts_the_other_way():
+def test_verifier_worse_than_chance_is_inverted():
     truth = generate(100, 20, 9, verdicts=True, seed=0, areas=(0.7, 0.85))
     scores = truth.table.scores.copy()
     scores[..., 0] = 1 - scores[..., 0]
@@ -178,7 +178,7 @@ def test_a_verifier_worse_than_chance_counts_the_other_way():
     assert auc(fitted.predict_proba(dataclasses.replace(truth.table, scores=scores)), truth.table.labels) > 0.9
 
 
-def test_the_published_model_needs_three_verifiers_and_counts_holes():
+def test_published_model_needs_three_verifiers():
     made = generate(50, 10, 6, verdicts=True, seed=0).table
     scores = made.scores.copy()
     scores[..., 0] = np.random.default_rng(0).random((50, 10)) < 0.95
@@ -190,7 +190,7 @@ def test_the_published_model_needs_three_verifiers_and_counts_holes():
     assert "counted as rejections" in warned.report.warnings[0]
 
 
-def test_few_labels_improve_selection():
+def test_ten_labels_improve_selection():
     """Ten labelled problems of the correlated scenario beat the rank mean on the others, and are calibrated."""
     found = []
     for seed in range(3):
@@ -207,7 +207,7 @@ def test_few_labels_improve_selection():
 
 
 @pytest.mark.full
-def test_auto_selects_by_labels_then_independence(table: ScoreTable):
+def test_auto_chooses_method_by_labels_and_independence(table: ScoreTable):
     hard = scenario("hard", 0, problems=100).table
     labelled = Auto(agreement=1.0).fit(hard.with_labels_of(range(10)))
     assert labelled.report.method == "Auto: AnchoredLogistic"
@@ -233,7 +233,7 @@ def test_auto_selects_by_labels_then_independence(table: ScoreTable):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_auto_makes_nothing_up_from_one_or_two_verifiers(count: int):
+def test_auto_with_one_or_two_verifiers_warns_and_ranks(count: int):
     made = generate(100, 16, count, areas=(0.8, 0.8), seed=0).table
     hidden = made.with_labels_of([])
     with pytest.warns(UserWarning, match="nothing can be inferred without labels.* no more than a guess"):
@@ -244,7 +244,7 @@ def test_auto_makes_nothing_up_from_one_or_two_verifiers(count: int):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_single_verifier_learns_from_one_right_response(count: int):
+def test_one_right_prior_works_with_one_or_two_verifiers(count: int):
     rng = np.random.default_rng(0)
     right = np.eye(6)[rng.integers(0, 6, 200)]
     made = ScoreTable(2 * right[..., None] + rng.normal(size=(200, 6, count)), tuple("ab"[:count]), labels=right)
@@ -254,7 +254,7 @@ def test_single_verifier_learns_from_one_right_response(count: int):
     assert ece(p, right) < 0.06
 
 
-def test_one_right_response_per_problem():
+def test_one_right_prior_improves_selection():
     """Scores that hard problems move altogether: what to go by is that one of six is right."""
     rng = np.random.default_rng(0)
     right = np.eye(6)[rng.integers(0, 6, 300)]
@@ -279,7 +279,7 @@ def only(table: ScoreTable, mask: np.ndarray) -> ScoreTable:
 
 @quiet
 @every
-def test_unscored_responses_are_not_learned(make: Callable[[], Aggregator], table: ScoreTable):
+def test_aggregators_ignore_unscored_responses(make: Callable[[], Aggregator], table: ScoreTable):
     if isinstance(make(), Auto):
         return
     plain = dataclasses.replace(table.take(range(30)), families=None)
@@ -303,7 +303,7 @@ def test_unscored_responses_are_not_learned(make: Callable[[], Aggregator], tabl
     assert fitted.report.to_dict() == report
 
 
-def test_published_posterior_uses_all_entries():
+def test_published_posterior_matches_its_formula():
     made = generate(60, 10, 6, verdicts=True, seed=0).table.with_labels_of([])
     fitted = PublishedWeaver(class_balance=0.3).fit(made)
     said, mu = made.flat, np.clip(fitted.mu, 0.01, 0.99)

@@ -17,14 +17,14 @@ def table() -> ScoreTable:
     return scenario("independent", 0, problems=20, responses=4, verifiers=4).table
 
 
-def test_labels_that_are_not_there(tmp_path, table):
+def test_missing_labels_raise_in_weaver_fit(tmp_path, table):
     scores = tmp_path / "scores.npz"
     table.with_labels_of(range(5, 20)).save(scores)
     with pytest.raises(SystemExit, match="labelled is 5, and there are no labels of these problems"):
         forge(["weaver", "fit", str(scores), "--labelled", "5", "--out", str(tmp_path / "fitted.npz")])
 
 
-def test_names_are_checked_before_anything_is_scored(tmp_path, monkeypatch):
+def test_invalid_weaver_names_raise_before_scoring(tmp_path, monkeypatch):
     (tmp_path / "responses.jsonl").write_text('{"prompt": "p", "responses": ["a"]}\n')
     monkeypatch.chdir(tmp_path)
     for name, out, said in (
@@ -38,7 +38,7 @@ def test_names_are_checked_before_anything_is_scored(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["binned", "online"])
-def test_a_method_that_is_too_sure_of_copies_says_so(tmp_path, capsys, method):
+def test_overconfident_method_warns_about_correlated_verifiers(tmp_path, capsys, method):
     table = scenario("independent", 0, problems=100, responses=8, verifiers=4).table
     scores = tmp_path / "scores.npz"
     for made, warned in ((table, False), (copies(table), True)):

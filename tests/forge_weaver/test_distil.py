@@ -58,7 +58,7 @@ def made(encoder, taught, tmp_path_factory):
     return folder, found, lines
 
 
-def test_distilled_model_generalises_ensemble(made):
+def test_distilled_model_agrees_with_ensemble_on_new_problems(made):
     _, found, lines = made
     assert found.agreement > 0.9
     assert found.error < 0.15
@@ -72,7 +72,7 @@ def test_distilled_model_generalises_ensemble(made):
     assert "warning" not in str(found)
 
 
-def test_opened_again_it_gives_calibrated_probabilities(made, taught):
+def test_reopened_distilled_verifier_separates_right_from_wrong(made, taught):
     folder, _found, _ = made
     verifier = Distilled(str(folder)).setup()
 
@@ -102,14 +102,14 @@ def test_invalid_distillation_raises(encoder, taught, tmp_path, change, message)
         distil(*change(*taught), encoder, tmp_path / "d")
 
 
-def test_non_empty_folder_is_not_overwritten(encoder, taught):
+def test_distillation_does_not_overwrite_non_empty_folder(encoder, taught):
     before = (encoder / "config.json").read_text()
     with pytest.raises(ValueError, match="is not empty"):
         distil(*taught, encoder, encoder)
     assert (encoder / "config.json").read_text() == before
 
 
-def test_plain_transformers_reads_a_decoder_without_pad_token_as_it_was_trained(taught, tmp_path):
+def test_distilled_decoder_without_pad_token_loads_in_transformers(taught, tmp_path):
     """Rows end with eos, which the model cannot pad with as well."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer, GPT2Config, GPT2Model
 

@@ -34,7 +34,7 @@ def test_normal_scores_are_quantiles_of_mid_ranks():
     ])  # fmt: skip
 
 
-def test_a_missing_score_is_regressed_on_the_rest():
+def test_missing_scores_are_imputed_by_regression():
     rng = np.random.default_rng(0)
     covariance = np.array([[1.0, 0.8, 0.5], [0.8, 1.0, 0.6], [0.5, 0.6, 1.0]])
     full = rng.multivariate_normal(np.zeros(3), covariance, 4000)
@@ -50,7 +50,7 @@ def test_a_missing_score_is_regressed_on_the_rest():
 
 
 @given(st.integers(0, 10_000))
-def test_posterior_of_a_problem_against_enumeration(seed: int):
+def test_posterior_matches_enumeration(seed: int):
     """All truths of a problem's responses are gone through, for each rate."""
     rng = np.random.default_rng(seed)
     prior = Prior(np.array([0.1, 0.5, 0.8]), rng.dirichlet(np.ones(3)))
@@ -69,7 +69,7 @@ def test_posterior_of_a_problem_against_enumeration(seed: int):
         assert (np.argsort(found[problem == i]) == np.argsort(own)).all()
 
 
-def test_the_likelihood_of_a_problem_by_enumeration():
+def test_likelihood_matches_enumeration():
     prior, evidence = Prior(np.array([0.2, 0.7]), np.array([0.4, 0.6])), np.array([1.0, -2.0, 0.5])
     expected = sum(
         weight * np.prod(np.where(y, rate, 1 - rate)) * np.exp(evidence @ y)
@@ -79,7 +79,7 @@ def test_the_likelihood_of_a_problem_by_enumeration():
     assert prior.log_likelihood(evidence, np.zeros(3, int)) == pytest.approx(np.log(expected))
 
 
-def test_the_rates_of_problems_are_found():
+def test_prior_recovers_problem_difficulty_rates():
     rng = np.random.default_rng(1)
     rate = np.where(rng.random(300) < 0.5, 0.1, 0.8)
     right = rng.random((300, 20)) < rate[:, None]
@@ -102,7 +102,7 @@ def moments(tpr: np.ndarray, tnr: np.ndarray, pi: float) -> np.ndarray:
     return o
 
 
-def test_the_published_objective_has_the_truth_for_its_minimum():
+def test_published_objective_is_minimal_at_true_rates():
     rng = np.random.default_rng(0)
     tpr, tnr, pi = rng.uniform(0.6, 0.9, 6), rng.uniform(0.6, 0.9, 6), 0.3
     o = moments(tpr, tnr, pi)
@@ -112,7 +112,7 @@ def test_the_published_objective_has_the_truth_for_its_minimum():
     assert published_loss(mu, o, pi) < 1e-8
 
 
-def test_published_step_follows_gradient():
+def test_published_step_follows_numeric_gradient():
     """1,000 steps of 1e-5 with momentum .9, by finite differences of the objective."""
     rng = np.random.default_rng(0)
     o, pi = moments(rng.uniform(0.6, 0.9, 3), rng.uniform(0.6, 0.9, 3), 0.4), 0.4
@@ -133,13 +133,13 @@ def test_published_step_follows_gradient():
 
 
 @given(st.lists(st.tuples(st.sampled_from([0.0, 0.2, 0.5, 0.9]), st.booleans()), min_size=2, max_size=12))
-def test_auc_is_the_share_of_pairs_in_order(pairs: list[tuple[float, bool]]):
+def test_auc_equals_share_of_ordered_pairs(pairs: list[tuple[float, bool]]):
     p, y = np.array([a for a, _ in pairs]), np.array([float(b) for _, b in pairs])
     wins = [(a > b) + (a == b) / 2 for a in p[y == 1] for b in p[y == 0]]
     np.testing.assert_allclose(auc(p, y), np.mean(wins) if wins else NAN)
 
 
-def test_calibration_measures():
+def test_brier_ece_and_log_loss_match_hand_computation():
     p, y = np.array([[0.1, 0.1, 0.9], [0.9, NAN, 0.5]]), np.array([[0.0, 1.0, 1.0], [1.0, 1.0, NAN]])
     assert brier_score(p, y) == pytest.approx((0.01 + 0.81 + 0.01 + 0.01) / 4)
     assert ece(p, y) == pytest.approx(0.5 * 0.4 + 0.5 * 0.1)
@@ -149,7 +149,7 @@ def test_calibration_measures():
         ece(np.array([NAN]), np.array([1.0]))
 
 
-def test_recalibration_undoes_a_distortion():
+def test_recalibration_recovers_slope_and_intercept():
     rng = np.random.default_rng(0)
     true = rng.beta(1, 2, 40_000)
     y = (rng.random(len(true)) < true).astype(float)
@@ -165,7 +165,7 @@ def test_recalibration_undoes_a_distortion():
         Recalibration.fit(np.array([0.2]), np.array([0.0]))
 
 
-def test_best_response_and_ties():
+def test_best_of_takes_first_and_selection_averages_ties():
     p = np.array([[0.2, 0.9, 0.9], [NAN, NAN, NAN], [NAN, 0.1, NAN]])
     np.testing.assert_array_equal(best_of(p), [1, -1, 1])
     y = np.array([[0, 1, 0], [1, 0, 0], [0, 1, 0]], dtype=float)

@@ -30,7 +30,7 @@ PROBLEMS = [
 ]
 
 
-def test_a_table_of_problems_of_different_sizes(caplog):
+def test_problems_of_different_sizes_are_scored_into_one_table(caplog):
     panel = Panel([Rule(length), Rule(matches)])
     with caplog.at_level(logging.WARNING):
         table = asyncio.run(score_table(panel, PROBLEMS, concurrency=2))
@@ -46,7 +46,7 @@ def test_a_table_of_problems_of_different_sizes(caplog):
     assert "matches: 1 of 4 scores are missing: 1 x it gave no score (None)" in caplog.text
 
 
-def test_readings_of_one_model_are_a_family():
+def test_scores_of_one_model_form_a_family():
     class Process:
         names = ("prm_min", "prm_last", "other")
 
@@ -71,7 +71,7 @@ def test_failing_verifier_affects_only_its_problem():
     assert table.scores[1, 0, 0] == 2
 
 
-def test_problems_as_a_file(tmp_path):
+def test_problems_file_round_trips(tmp_path):
     problems = [
         Problem("a\u2028b \u00e9", ["x\x85y", ""], target="t", labels=[True, None], answers=["1", ""]),
         Problem("q", ["z"]),
@@ -99,7 +99,7 @@ def test_problems_as_a_file(tmp_path):
         (b'{"prompt": "\xff", "responses": ["a"]}', "utf-8"),
     ],
 )
-def test_invalid_problem_line_is_numbered(tmp_path, line, message):
+def test_invalid_problem_line_raises_with_its_number(tmp_path, line, message):
     path = tmp_path / "problems.jsonl"
     path.write_bytes(b'{"prompt": "p", "responses": ["a"]}\n' + line + b"\n")
     with pytest.raises(ValueError, match=f"line 2: .*{message}"):

@@ -44,7 +44,7 @@ def fitted():
 GROUP = ["2 2 2 2", "-1 -1 -1 -1", "2 -1 ? ?", "? ? ? ?"]
 
 
-def test_reward_is_probability_or_none(fitted):
+def test_ensemble_reward_is_probability_or_none(fitted):
     right, wrong, mixed, unknown = rewards(Ensemble.over(Panel([Written()]), fitted), GROUP)
     assert right > 0.95
     assert wrong < 0.05
@@ -55,14 +55,14 @@ def test_reward_is_probability_or_none(fitted):
     assert [right, wrong, mixed] == pytest.approx(expected.tolist())
 
 
-def test_an_ensemble_in_memory_is_a_reward(fitted):
+def test_in_memory_ensemble_works_as_reward(fitted):
     reward = Reward([Ensemble.over(Panel([Written()]), fitted)], accuracy=lambda prompt, response, target: 1.0)
     reward.setup()  # reads no folder
     scores = asyncio.run(reward.score("p", GROUP, None))
     assert [score.reward for score in scores] == rewards(Ensemble.over(Panel([Written()]), fitted), GROUP)
 
 
-def test_logits_are_held_to_the_clip_and_thresholds_give_zero_or_one(fitted):
+def test_logit_form_is_clipped_and_threshold_form_is_binary(fitted):
     panel = Panel([Written()])
     p = rewards(Ensemble.over(panel, fitted), GROUP)
     assert rewards(Ensemble.over(panel, fitted, form="logit", clip=1.0), GROUP)[:2] == [1.0, -1.0]
@@ -71,7 +71,7 @@ def test_logits_are_held_to_the_clip_and_thresholds_give_zero_or_one(fitted):
     assert rewards(Ensemble.over(panel, fitted, form="threshold", threshold=0.9), GROUP) == [1.0, 0.0, 0.0, None]
 
 
-def test_a_veto_counts_more_than_a_decision_and_that_more_than_the_ensemble(fitted):
+def test_veto_overrides_decision_and_decision_overrides_ensemble(fitted):
     def says(prompt, response, target):
         return {"y": 1.0, "n": 0.0}.get(target)
 
@@ -87,7 +87,7 @@ def test_a_veto_counts_more_than_a_decision_and_that_more_than_the_ensemble(fitt
     assert undecided == rewards(Ensemble.over(panel, fitted), ["2 2 2 2"])
 
 
-def test_a_veto_that_gave_no_score_leaves_no_reward_and_a_decision_that_gave_none_nothing(fitted):
+def test_unscored_veto_leaves_reward_unscored(fitted):
     def by_target(at):
         def says(prompt, response, target):
             return {"y": 1.0, "n": 0.0}.get(target[at])
@@ -101,7 +101,7 @@ def test_a_veto_that_gave_no_score_leaves_no_reward_and_a_decision_that_gave_non
     assert rewards(reward, ["2 2 2 2", "-1 -1 -1 -1"], "????") == [None, None]
 
 
-def test_online_reward_learns_and_alarms():
+def test_online_ensemble_reward_learns_and_alarms():
     reward = Ensemble.over(Panel([Written()]), Online().fit(table()), follow=4)
     before = reward.aggregator
     rng = np.random.default_rng(1)

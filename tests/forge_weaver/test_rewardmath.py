@@ -32,7 +32,7 @@ def table() -> ScoreTable:
         return ScoreTable(file["scores"], names, labels=file["correct"], families=families_by_name(names))
 
 
-def test_naive_mean_and_the_published_objective_do_as_was_measured(table: ScoreTable):
+def test_naive_and_published_selection_match_measurements(table: ScoreTable):
     hidden = table.with_labels_of([])
     naive = NaiveMean().fit(hidden).predict_proba(hidden)
     assert selection_accuracy(naive, table.labels) == pytest.approx(0.31, abs=0.03)
@@ -41,7 +41,7 @@ def test_naive_mean_and_the_published_objective_do_as_was_measured(table: ScoreT
     assert selection_accuracy(published, table.labels) == pytest.approx(0.30, abs=0.03)
 
 
-def test_ten_labelled_problems(table: ScoreTable):
+def test_ten_labels_give_calibrated_selection(table: ScoreTable):
     selected, errors = [], []
     for seed in range(10):
         order = np.random.default_rng(seed).permutation(len(table))
@@ -53,7 +53,7 @@ def test_ten_labelled_problems(table: ScoreTable):
     assert np.mean(errors) <= 0.05
 
 
-def test_one_right_prior_beats_ten_labels(table: ScoreTable):
+def test_one_right_prior_selects_better_than_ten_labels(table: ScoreTable):
     hidden = table.with_labels_of([])
     p = Auto(one_right=True).fit(hidden).predict_proba(hidden)
     assert selection_accuracy(p, table.labels) > 0.45
@@ -61,7 +61,7 @@ def test_one_right_prior_beats_ten_labels(table: ScoreTable):
 
 
 @pytest.mark.parametrize("seed", [3, 7])
-def test_a_mixture_that_takes_the_wrong_thing_for_the_truth_is_tried_again(table: ScoreTable, seed: int):
+def test_auto_retries_mixture_that_found_wrong_classes(table: ScoreTable, seed: int):
     order = np.random.default_rng(seed).permutation(len(table))
     known, rest = table.take(order[::2]).with_labels_of([]), table.take(order[1::2])
     alone = CorrelatedMixture(one_right=True).fit(known).predict_proba(rest)

@@ -60,7 +60,7 @@ def test_inconsistent_table_raises(change: dict, said: str):
         ScoreTable(**given)
 
 
-def test_a_file_gives_back_the_table(tmp_path: Path):
+def test_score_table_file_round_trips(tmp_path: Path):
     path = tmp_path / "scores.npz"
     bare = ScoreTable(np.array([[[0.1], [np.nan]]]), ("only",))
     for table in (ragged(), bare):
@@ -69,7 +69,7 @@ def test_a_file_gives_back_the_table(tmp_path: Path):
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
-def test_files_that_are_no_tables(tmp_path: Path):
+def test_invalid_score_table_file_raises(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match="no such score table"):
         ScoreTable.load(tmp_path / "none.npz")
     (tmp_path / "text.npz").write_text("hello")
@@ -80,7 +80,7 @@ def test_files_that_are_no_tables(tmp_path: Path):
     assert not (tmp_path / "scores.csv").exists()
 
 
-def test_a_damaged_table_is_said_to_be_one(tmp_path: Path):
+def test_inconsistent_score_table_file_raises(tmp_path: Path):
     path = tmp_path / "scores.npz"
     ragged().save(path)
     whole = path.read_bytes()
@@ -99,7 +99,7 @@ def test_a_damaged_table_is_said_to_be_one(tmp_path: Path):
         ScoreTable.load(path)
 
 
-def test_parts_of_a_table():
+def test_table_take_select_and_labels_keep_alignment():
     table = ragged()
     assert len(table) == 3
     part = table.take([2, 0])
@@ -118,5 +118,5 @@ def test_parts_of_a_table():
     np.testing.assert_array_equal(table.problem_of, [0, 0, 0, 1, 2, 2])
 
 
-def test_families_are_read_off_names():
+def test_families_are_derived_from_verifier_names():
     assert families_by_name(["PRM_min", "PRM_last", "gpt_mini"]) == ("PRM", "PRM", "gpt_mini")

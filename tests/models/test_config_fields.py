@@ -57,7 +57,7 @@ def faults(cells: list[Cell]) -> list[Cell]:
 
 
 @pytest.mark.parametrize(("family", "field"), SOME)
-def test_a_value_is_computed_or_rejected(family: str, field: str) -> None:
+def test_config_field_values_are_computed_or_rejected(family: str, field: str) -> None:
     cells = list(sweep([family], [field]))
     assert faults(cells) == []
     assert any(result.trainer for result in cells)
@@ -115,7 +115,7 @@ RECIPES: dict[str, tuple[type, dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_recipes_reject_unsupported_fields(tmp_path: Path, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipes_reject_unsupported_config_fields(tmp_path: Path, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: Any) -> None:
         raise AssertionError("started")
 
@@ -139,7 +139,7 @@ def test_recipes_reject_unsupported_fields(tmp_path: Path, recipe: str, monkeypa
 
 
 @pytest.mark.parametrize("family", ["phi3", "llama", "gemma3", "qwen3_moe", "smollm3"])
-def test_dropout_is_off_where_it_would_set_two_scorings_apart(tmp_path: Path, family: str) -> None:
+def test_configured_dropout_is_off_when_scoring(tmp_path: Path, family: str) -> None:
     rates = {"attention_dropout": 0.5} | ({"resid_pdrop": 0.5, "embd_pdrop": 0.5} if family == "phi3" else {})
     write_model(tmp_path / "plain", family)
     write_model(tmp_path / "dropping", family, **rates)
@@ -152,7 +152,7 @@ def test_dropout_is_off_where_it_would_set_two_scorings_apart(tmp_path: Path, fa
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "default", "linear", "yarn", "llama3"])
-def test_a_sequence_does_not_depend_on_its_neighbours_in_a_pack(tmp_path: Path, kind: str) -> None:
+def test_packed_sequence_ignores_rope_length_of_neighbours(tmp_path: Path, kind: str) -> None:
     """Beyond `max_position_embeddings` the frequencies of a dynamic rope would be those of the longest in the pack."""
     rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     rope |= {"short_factor": [1.0, 1.5, 2.0, 1.0], "long_factor": [4.0, 3.0, 2.0, 4.0]}
@@ -173,7 +173,7 @@ def test_a_sequence_does_not_depend_on_its_neighbours_in_a_pack(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("equal", [True, False])
-def test_a_checkpoint_whose_head_is_not_its_embedding(tmp_path: Path, equal: bool) -> None:
+def test_tied_checkpoint_with_different_head_raises(tmp_path: Path, equal: bool) -> None:
     """With `tie_word_embeddings` transformers ties what is equal, and else keeps both."""
     write_model(tmp_path, "llama", tied=True)
     weights = load_file(tmp_path / "model.safetensors")
@@ -206,9 +206,7 @@ LENGTHS: list[tuple[Any, list[str], int | str]] = [
 
 
 @pytest.mark.parametrize(("schema", "words", "most"), LENGTHS)
-def test_rows_are_no_longer_than_the_model_takes(
-    tmp_path: Path, schema: Any, words: list[str], most: int | str
-) -> None:
+def test_row_length_is_capped_at_model_length(tmp_path: Path, schema: Any, words: list[str], most: int | str) -> None:
     def never(*_: Any) -> None:
         raise AssertionError("started")
 
@@ -253,7 +251,7 @@ def test_rows_are_no_longer_than_the_model_takes(
         ("phi3", {"partial_rotary_factor": 0.5}, None),
     ],
 )
-def test_keys_only_vllm_computes_raise(family: str, values: dict[str, Any], stray: str | None) -> None:
+def test_config_keys_only_vllm_computes_raise(family: str, values: dict[str, Any], stray: str | None) -> None:
     config = config_of(family, **values)
     if stray is None:
         check_keys(config)

@@ -83,7 +83,7 @@ def write(path: Path, architecture: str = "llama") -> PreTrainedModel:
 
 
 @pytest.mark.costly
-def test_a_gguf_file_is_the_model_that_it_holds(tmp_path: Path, monkeypatch):
+def test_gguf_file_loads_with_equal_logits_and_tokenizer(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     expected = write(tmp_path / "tiny.gguf").eval()
     folder = Path(resolve_model(str(tmp_path / "tiny.gguf")))

@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 from forge.models.hub import check_upload, is_hub_id, split_revision, write_card
 
 
-def test_a_revision_is_pinned_by_its_name():
+def test_hub_id_revision_is_split_off():
     assert split_revision("Qwen/Qwen3-0.6B@main") == ("Qwen/Qwen3-0.6B", "main")
     assert split_revision("Qwen/Qwen3-0.6B") == ("Qwen/Qwen3-0.6B", None)
     assert is_hub_id("Qwen/Qwen3-0.6B@c1899de289a04d12100db370d81485cdf75e47ca")
@@ -30,7 +30,7 @@ def snapshot(cache: Path, revision: str, model_type: str) -> None:
 
 
 @pytest.mark.processes
-def test_revisions_of_the_cache_are_found_offline(tmp_path: Path):
+def test_cached_hub_revisions_are_found_offline(tmp_path: Path):
     snapshot(tmp_path, "main", "gpt2")
     snapshot(tmp_path, "v1", "qwen3")
     code = """
@@ -58,14 +58,14 @@ except ValueError as error: print(error)
         ("me/model", "hf_x", True, "HF_HUB_OFFLINE is set"),
     ],
 )
-def test_an_upload_is_checked_before_the_run(name, token, offline, message, monkeypatch):
+def test_invalid_upload_raises_before_run(name, token, offline, message, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: token)
     with pytest.raises(ValueError, match=message):
         check_upload(name)
 
 
-def test_a_card_states_recipe_data_metrics_and_versions(tmp_path: Path):
+def test_model_card_names_recipe_data_and_metrics(tmp_path: Path):
     config = {
         "model": "Qwen/Qwen3-0.6B@main",
         "run": {"name": "mine"},

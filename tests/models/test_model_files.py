@@ -180,7 +180,7 @@ def test_remote_code_config_raises_one_line(change: dict[str, Any], model: Path)
 
 
 @pytest.mark.parametrize("size", [0, 7, 1 << 20, 1 << 40, (1 << 64) - 1])
-def test_lying_safetensors_header_raises_one_line(size: int, model: Path):
+def test_inconsistent_safetensors_header_raises_one_line(size: int, model: Path):
     (model / "model.safetensors").write_bytes(struct.pack("<Q", size) + b"{" * 100)
     with pytest.raises(ValueError, match=r"\Amodel [^\n]*model.safetensors is damaged[^\n]*\Z"):
         resolve_model(str(model))
@@ -189,14 +189,14 @@ def test_lying_safetensors_header_raises_one_line(size: int, model: Path):
 @pytest.mark.parametrize(
     "name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "model.pt", "last.ckpt", "a.pth"]
 )
-def test_pickled_weights_are_not_loaded(name: str, model: Path):
+def test_model_with_only_pickled_weights_raises(name: str, model: Path):
     (model / "model.safetensors").rename(model / name)
     with pytest.raises(ValueError, match=rf"\A[^\n]*weights as {name} only, a pickle[^\n]*\Z"):
         resolve_model(str(model))
 
 
 @pytest.mark.parametrize("start", [b"", b"GGUF", b"GGUF" + b"\xff" * 20, b"PK\3\4"])
-def test_lying_gguf_header_raises_one_line(start: bytes, tmp_path: Path):
+def test_inconsistent_gguf_header_raises_one_line(start: bytes, tmp_path: Path):
     (tmp_path / "model.gguf").write_bytes(start)
     with pytest.raises(ValueError, match=r"\A[^\n]*GGUF[^\n]*\Z"):
         resolve_model(str(tmp_path / "model.gguf"))
@@ -204,7 +204,7 @@ def test_lying_gguf_header_raises_one_line(start: bytes, tmp_path: Path):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("content", ["[1]", "[" * 100_000], ids=["list", "deep"])
-def test_commands_report_bad_model_in_one_line(content: str, model: Path, tmp_path: Path):
+def test_commands_report_invalid_model_in_one_line(content: str, model: Path, tmp_path: Path):
     (model / "config.json").write_text(content)
     words = ["train", "tests/forge_cluster/tiny.yaml", "--model", str(model), "--from_scratch", "null"]
     words += ["--run.root", str(tmp_path / "runs")]
@@ -228,7 +228,7 @@ class Evil(PretrainedConfig):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("load", ["open_tokenizer(folder)", "check_family(folder)", REWARD_MODEL])
-def test_the_code_of_a_model_is_not_run_though_the_terminal_says_yes(load: str, model: Path, tmp_path: Path):
+def test_remote_code_is_not_run_even_if_confirmed(load: str, model: Path, tmp_path: Path):
     (model / "evil.py").write_text(EVIL.format(tmp_path / "PWNED"))
     names = {
         "AutoConfig": "evil.Evil",

@@ -38,7 +38,7 @@ def config(model_type: str = "qwen3", tied: bool = False, **extra: Any) -> Any:
 @pytest.mark.parametrize("model_type", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
-def test_the_layout_names_every_tensor_of_transformers_once(model_type: str, tied: bool, biased: bool) -> None:
+def test_engine_layout_covers_each_transformers_tensor_once(model_type: str, tied: bool, biased: bool) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     extra = {} if model_type in ("qwen2", "mistral", "phi3") else {"attention_bias": biased}
@@ -53,7 +53,7 @@ def test_the_layout_names_every_tensor_of_transformers_once(model_type: str, tie
     assert len({part.name for part in parts}) == len(parts)
 
 
-def test_fused_parameters_are_in_row_order() -> None:
+def test_fused_layout_parts_keep_row_order() -> None:
     table = engine_layout(config(head_dim=16))
     at = "model.layers.1.self_attn."
     assert [(part.name, part.rows) for part in table["layers.1.qkv.weight"]] == [
@@ -101,7 +101,7 @@ def base_of(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {plain_name(name): tensor for name, tensor in named.items() if ".lora_" not in name}
 
 
-def test_merging_in_closed_form() -> None:
+def test_merged_adapter_equals_closed_form() -> None:
     named = tensors()
     a, base, norm, b, bias = (tensor.clone() for tensor in named.values())
     factors = read_adapters(named.items())
@@ -123,14 +123,14 @@ def test_merging_in_closed_form() -> None:
 
 
 @pytest.mark.parametrize("lost", ["lora_A.default.weight", "lora_B.default.weight"])
-def test_a_factor_that_is_missing_is_named(lost: str) -> None:
+def test_missing_adapter_factor_raises_with_its_name(lost: str) -> None:
     named = tensors()
     del named[f"{AT}.{lost}"]
     with pytest.raises(ValueError, match=rf"{PLAIN}\.lora_.* came without '{PLAIN}\.{lost[:6]}"):
         read_adapters(named.items())
 
 
-def test_wrong_shapes_and_bases_are_named() -> None:
+def test_adapter_with_wrong_shape_or_base_raises() -> None:
     named = tensors()
     factors, weight = read_adapters(named.items()), f"{PLAIN}.weight"
     with pytest.raises(ValueError, match=r"lora_A.*shape \(3, 5\).* ask for \(3, 4\)"):
@@ -150,7 +150,7 @@ def test_wrong_shapes_and_bases_are_named() -> None:
 
 @pytest.mark.parametrize("scale", [1e-6, 1e-4, 1e-2])
 @pytest.mark.parametrize("updates", [1, 40])
-def test_adapters_of_a_bfloat16_engine_are_rounded_once(scale: float, updates: int) -> None:
+def test_bfloat16_adapter_merges_do_not_accumulate_rounding(scale: float, updates: int) -> None:
     """Merged from the base at every update, what is rounded does not add up: half a step of bfloat16 at most."""
     generator = torch.Generator().manual_seed(0)
     base = {"layer.weight": torch.randn(24, 16, generator=generator).bfloat16()}

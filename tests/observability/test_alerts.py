@@ -55,7 +55,7 @@ def test_healthy_run_has_no_alerts():
         ({"restarts/generator": 1.0}, "components were lost and replaced: generator 21 times", "log"),
     ],
 )
-def test_each_fault_has_an_alert(last: dict[str, float], found: str, advice: str):
+def test_each_faulty_metric_raises_one_alert(last: dict[str, float], found: str, advice: str):
     only = list_alerts(a_run(**last), SETTINGS)
     assert len(only) == 1, only
     assert only[0].finding.startswith(found)

@@ -80,7 +80,7 @@ def recorded(tmp_path: Path) -> Path:
     return tmp_path / "one"
 
 
-def test_each_evaluation_leaves_its_answers(recorded: Path):
+def test_evaluations_record_their_answers(recorded: Path):
     rows = [json.loads(line) for line in (recorded / HELD_OUT).read_text().splitlines()]
     assert [row["step"] for row in rows] == [0] * 6 + [2] * 6
     assert rows[1] == {
@@ -90,7 +90,7 @@ def test_each_evaluation_leaves_its_answers(recorded: Path):
     assert (rows[4]["reward"], rows[4]["correct"]) == (None, None)
 
 
-def test_pages_of_answers(recorded: Path):
+def test_held_out_answers_are_paged_and_filtered(recorded: Path):
     answers = Answers(recorded / HELD_OUT)
     answers.refresh()
     page = answers.page({})
@@ -106,7 +106,7 @@ def test_pages_of_answers(recorded: Path):
     assert (row["step"], len(row["response"])) == (3, 4000)
 
 
-def test_a_resumed_run_has_each_evaluation_once(recorded: Path):
+def test_resumed_run_records_each_evaluation_once(recorded: Path):
     record = Run("one", {}, steps=4, root=str(recorded.parent), resume="a checkpoint", start=1)
     evaluated(record, 2, TEXTS, FIRST)
     record.close()
@@ -116,7 +116,7 @@ def test_a_resumed_run_has_each_evaluation_once(recorded: Path):
 
 
 @pytest.mark.parametrize("finished", [True, False])
-def test_a_report_says_how_the_run_ended_and_has_its_answers(tmp_path: Path, finished: bool):
+def test_report_shows_ending_and_held_out_answers(tmp_path: Path, finished: bool):
     record = Run("one", {}, steps=4, root=str(tmp_path))
     evaluated(record, 0, TEXTS, FIRST)
     if finished:

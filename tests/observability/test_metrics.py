@@ -20,7 +20,7 @@ def empty():
 
 
 @given(st.lists(st.lists(st.floats(-1e6, 1e6, allow_nan=False), min_size=1, max_size=8), min_size=1, max_size=5))
-def test_any_split_over_processes_gives_the_statistics_of_all_values(parts):
+def test_merged_metrics_equal_statistics_of_all_values(parts):
     drain()
     merged = Snapshot()
     for part in parts:
@@ -42,7 +42,7 @@ def test_non_finite_metric_raises(value):
         record_metric("x", value)
 
 
-def test_phases_are_timed_even_when_they_fail():
+def test_failed_phases_are_timed():
     with pytest.raises(KeyError), phase("work"):
         raise KeyError
     snapshot = drain()
@@ -50,7 +50,7 @@ def test_phases_are_timed_even_when_they_fail():
     assert [span.name for span in snapshot.spans] == ["work"]
 
 
-def test_a_run_folder(tmp_path, capsys):
+def test_run_folder_has_metrics_rollouts_and_report(tmp_path, capsys):
     run = Run("one", {"seed": 3}, steps=2, root=str(tmp_path))
     run.record(1, 1e6, str)
     with phase("train"):
@@ -80,7 +80,7 @@ def test_a_run_folder(tmp_path, capsys):
     assert "held-out accuracy 0.100 at step 0, 0.900 at step 2" in capsys.readouterr().out
 
 
-def test_an_earlier_run_is_never_replaced_unasked(tmp_path):
+def test_existing_run_folder_raises_without_overwrite(tmp_path):
     Run("one", {}, steps=1, root=str(tmp_path)).log(1, Snapshot())
     with pytest.raises(FileExistsError, match=r"set run.overwrite to true"):
         Run("one", {}, steps=1, root=str(tmp_path))
@@ -89,7 +89,7 @@ def test_an_earlier_run_is_never_replaced_unasked(tmp_path):
 
 
 @pytest.mark.parametrize(("truncated", "cause"), [(0.1, "expect another format"), (0.9, "90% of the completions")])
-def test_a_reward_of_0_for_20_steps_is_one_warning_with_the_likely_cause(tmp_path, capsys, truncated, cause):
+def test_reward_0_for_20_steps_warns_once_with_likely_cause(tmp_path, capsys, truncated, cause):
     run = Run("one", {}, steps=50, root=str(tmp_path))
     printed = ""
     for step in range(1, 46):

@@ -58,7 +58,7 @@ def steps(log: RolloutLog, numbers: range) -> None:
         log.add(step, log.pick([group(2 * step), group(2 * step + 1, (0.0, 0.0))]))
 
 
-def test_every_field_of_a_token_is_there(tmp_path: Path):
+def test_recorded_rollouts_have_all_token_fields(tmp_path: Path):
     log = writer(tmp_path)
     groups = log.pick([group(8), group(7, (0.0, 0.0))])
     assert [one.index for one in groups] == [7, 8]  # in the order of the data
@@ -86,7 +86,7 @@ def test_every_field_of_a_token_is_there(tmp_path: Path):
     assert [(line["index"], line["rewards"]) for line in lines] == [(7, [0.0, 0.0]), (8, [1.0, 0.0])]
 
 
-def test_branches_are_separate_rows(tmp_path: Path):
+def test_rollout_branches_are_separate_rows(tmp_path: Path):
     def played(tokens: list[int], reward: float) -> Episode:
         turn = Turn(1, len(tokens), 2, "stop", reward)
         own = len(tokens) - 1
@@ -103,7 +103,7 @@ def test_branches_are_separate_rows(tmp_path: Path):
     assert json.loads(rows[2]["turns"]) == [[1, 3, 2, "stop", 0.5]]
 
 
-def test_pandas_polars_and_datasets_open_it(tmp_path: Path):
+def test_rollouts_file_opens_in_pandas_polars_and_datasets(tmp_path: Path):
     steps(writer(tmp_path), range(1, 4))
     expected = read(tmp_path)
     frame = pa.ipc.open_stream(tmp_path / ROLLOUTS).read_pandas()
@@ -119,7 +119,7 @@ def test_pandas_polars_and_datasets_open_it(tmp_path: Path):
 
 @settings(max_examples=20)
 @given(st.integers(1, 3000))
-def test_whatever_a_kill_leaves_of_the_last_step_is_left_out(tmp_path_factory, lost: int):
+def test_partially_written_rollout_step_is_discarded(tmp_path_factory, lost: int):
     folder = tmp_path_factory.mktemp("killed")
     steps(writer(folder), range(1, 4))
     path, whole = folder / ROLLOUTS, (folder / ROLLOUTS).stat().st_size
@@ -144,12 +144,12 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.processes
-def test_rows_survive_kill(tmp_path: Path):
+def test_rollout_rows_survive_kill(tmp_path: Path):
     assert subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)]).returncode == -9
     assert {row["step"] for row in read(tmp_path)} == {1, 2, 3}
 
 
-def test_rollouts_are_cut_to_step(tmp_path: Path):
+def test_cut_rollouts_drops_later_steps(tmp_path: Path):
     steps(writer(tmp_path), range(1, 6))
     first = read(tmp_path)
     cut_rollouts(tmp_path / ROLLOUTS, 2)
@@ -162,7 +162,7 @@ def test_rollouts_are_cut_to_step(tmp_path: Path):
     cut_rollouts(tmp_path / "none.arrow", 3)
 
 
-def test_the_number_of_groups_and_the_size_are_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_recorded_rollouts_are_bounded_in_number_and_size(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     given = [group(index) for index in (5, 3, 4)]
     assert [one.index for one in writer(tmp_path, 2).pick(given)] == [3, 5]
     assert writer(tmp_path, 0).pick(given) == []

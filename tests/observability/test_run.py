@@ -26,7 +26,7 @@ os._exit(0)
 
 
 @pytest.mark.processes
-def test_folder_lock_ends_with_last_process(tmp_path: Path):
+def test_run_lock_is_released_when_last_process_ends(tmp_path: Path):
     subprocess.run([sys.executable, "-c", HOLD, str(tmp_path / "run"), str(tmp_path / "ended")], check=True)
     lock = RunLock(tmp_path / "run")
     assert (tmp_path / "ended").exists()
@@ -37,7 +37,7 @@ def test_folder_lock_ends_with_last_process(tmp_path: Path):
     RunLock(tmp_path / "run").close()
 
 
-def test_cutting_back(tmp_path: Path):
+def test_cut_lines_drops_later_steps_and_partial_line(tmp_path: Path):
     path = tmp_path / "rows.jsonl"
     lines = [json.dumps({"step": step}) for step in (0, 1, 1, 2, 3)]
     path.write_text("\n".join([*lines, '{"step": 4, "re']))
@@ -48,7 +48,7 @@ def test_cutting_back(tmp_path: Path):
 
 
 @pytest.mark.parametrize("damaged", [b"{", b'{"stdp": 1}', b'{"step": null}', b"5", b"\xff"])
-def test_a_damaged_line_is_a_warning(tmp_path: Path, damaged: bytes, caplog: pytest.LogCaptureFixture):
+def test_damaged_metrics_line_is_skipped_with_warning(tmp_path: Path, damaged: bytes, caplog: pytest.LogCaptureFixture):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"step": 0}\n' + damaged + b'\n{"step": 2}\n')
     assert cut_lines(path, 9) == [{"step": 0}, {"step": 2}]
@@ -56,7 +56,7 @@ def test_a_damaged_line_is_a_warning(tmp_path: Path, damaged: bytes, caplog: pyt
     assert "rows.jsonl, line 2 is damaged and left out" in caplog.text
 
 
-def test_the_report_of_a_resumed_run_shows_all_of_it(tmp_path: Path):
+def test_report_of_resumed_run_shows_all_steps(tmp_path: Path):
     first = Run("one", {}, steps=4, root=str(tmp_path))
     for step in range(4):
         first.log(step, Snapshot(), reward=float(step))
@@ -76,7 +76,7 @@ def test_the_report_of_a_resumed_run_shows_all_of_it(tmp_path: Path):
 
 
 @pytest.mark.processes
-def test_a_process_that_a_reward_left_does_not_keep_a_run_that_ended(tmp_path: Path):
+def test_orphaned_reward_process_does_not_hold_run_lock(tmp_path: Path):
     code = """
 import os, sys
 from forge.observability.folder import RunLock

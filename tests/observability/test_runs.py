@@ -36,7 +36,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
     return [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_runs_are_listed_with_their_state_and_last_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_runs_command_lists_state_and_last_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     a_run(tmp_path / "done", ROWS, finished=True, training={"steps": 2})
     a_run(tmp_path / "killed", ROWS[:2], training={"steps": 9})
     a_run(tmp_path / "new", [], training={"steps": 9})
@@ -55,7 +55,7 @@ def test_runs_are_listed_with_their_state_and_last_values(tmp_path: Path, capsys
     assert len(found) == 3
 
 
-def test_a_hostile_folder_is_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_runs_command_lists_hostile_folder_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     a_run(tmp_path / "good", ROWS[:2], training={"steps": 2})
     bad = a_run(tmp_path / "bad\x1b[31m", ROWS * 3)
     (bad / "lock").unlink(missing_ok=True)
@@ -69,7 +69,7 @@ def test_a_hostile_folder_is_a_row(tmp_path: Path, capsys: pytest.CaptureFixture
     assert re.search("good +stopped +1/2", said)
 
 
-def test_runs_are_compared_at_the_last_step_of_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_compare_command_uses_last_common_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     one = a_run(tmp_path / "one", ROWS, training={"steps": 2, "learning_rate": 0.1}, seed=0)
     two = a_run(tmp_path / "two", ROWS[:2], training={"steps": 2, "learning_rate": 0.2}, seed=0)
     main(["compare", str(one), str(two)])

@@ -92,7 +92,7 @@ def offline_rows(folder: Path) -> list[dict]:
 
 @pytest.mark.full
 @needs("wandb")
-def test_wandb_offline_has_the_same_values(tracked: Path):
+def test_wandb_offline_values_equal_metrics_file(tracked: Path):
     shown, written = offline_rows(tracked / "one"), lines(tracked, "metrics")
     assert [row["_step"] for row in shown] == [row["step"] for row in written] == list(range(9))
     for ours, theirs in zip(written, shown, strict=True):
@@ -110,7 +110,7 @@ def test_wandb_offline_has_the_same_values(tracked: Path):
 
 @pytest.mark.full
 @needs("tensorboard")
-def test_tensorboard_has_the_same_values(tracked: Path):
+def test_tensorboard_values_equal_metrics_file(tracked: Path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     shown = EventAccumulator(str(tracked / "one/tensorboard"))
@@ -140,7 +140,7 @@ class Listed:
         self.seen.append(finished)
 
 
-def test_a_tracker_of_the_users_own_gets_each_step_until_it_fails(tmp_path: Path, caplog):
+def test_custom_tracker_gets_steps_until_it_fails(tmp_path: Path, caplog):
     section = to_dict(MetricsConfig.model_validate({"tracker": f"{__name__}:Listed"}))
     check_trackers(section)
     for name, count in (("one", 4), ("two", 6)):
@@ -177,7 +177,7 @@ def test_wandb_without_key_raises_one_line(tmp_path: Path, monkeypatch):
 @pytest.mark.costly
 @needs("wandb")
 @pytest.mark.parametrize("mode", ["offline", "disabled"])
-def test_a_run_with_wandb_needs_no_key_where_the_environment_says_so(tmp_path: Path, monkeypatch, caplog, mode: str):
+def test_wandb_offline_or_disabled_needs_no_key(tmp_path: Path, monkeypatch, caplog, mode: str):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("WANDB_MODE", mode)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
@@ -192,7 +192,7 @@ def test_a_run_with_wandb_needs_no_key_where_the_environment_says_so(tmp_path: P
     assert len(written) == (4 if mode == "offline" else 0)
 
 
-def test_secrets_are_not_shown():
+def test_secrets_in_config_are_masked():
     config = {
         "env": {"A": "b", "n": "1"}, "judge": {"api_key": "sk-1", "api_key_env": "KEY"}, "headers": {"X-Api-Key": "k"},
         "urls": ["https://user:pass@host/x?api_key=abc&token=d", "https://host/x"], "max_tokens": 3, "token": None,

@@ -41,7 +41,7 @@ def config(folder, task, **more):
 @pytest.mark.parametrize(
     ("app", "task"), [("tools", "apps.toys.expressions:Expression"), ("code", "apps.toys.programs:Program")]
 )
-def test_a_run_is_whole(tmp_path, app, task):
+def test_tools_and_code_recipes_record_complete_runs(tmp_path, app, task):
     code, output = finish(sys.executable, "-m", f"apps.{app}.main", "--config", config(tmp_path, task))
     assert code == 0, output
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
@@ -79,14 +79,14 @@ def test_invalid_environment_settings_raise(tmp_path, setting, problem):
         load(cls, ["--config", config(tmp_path, "apps.toys.expressions:Expression"), *setting])
 
 
-def test_limits_of_a_recipe_reach_the_policy_and_fit_the_model(tmp_path):
+def test_episode_limits_beyond_model_raise(tmp_path):
     path = config(tmp_path, "apps.toys.expressions:Expression")
     assert load(ToolsConfig, ["--config", path]).limits()["max_turn_tokens"] == 8
     with pytest.raises(SystemExit, match=r"episode\.max_tokens = 200 .* more than the 128 tokens"):
         launch(None, ToolsConfig, ["--config", path, "--episode.max_tokens", "200"])
 
 
-def test_demonstrations_are_right_and_programs_with_bugs_are_not():
+def test_toy_demonstrations_are_right_and_bugs_wrong():
     from random import Random
 
     for index in range(50):

@@ -39,7 +39,7 @@ def run(folder: Path, *overrides: str, path: Path | None = None) -> list[dict]:
     return rows(folder)
 
 
-def test_the_algorithm_of_the_documentation(tmp_path):
+def test_documented_custom_algorithm_trains(tmp_path):
     (code,) = re.findall(r"```python\n([^`]*class TOPRLoss.*?)```", PAGE, re.DOTALL)
     assert len(code.splitlines()) <= 60
     (tmp_path / "topr.py").write_text(code)
@@ -49,7 +49,7 @@ def test_the_algorithm_of_the_documentation(tmp_path):
 
 
 @pytest.mark.slow
-def test_ppo_with_critic_resumes(tmp_path):
+def test_resumed_ppo_run_with_critic_repeats_metrics(tmp_path):
     """In lock-step, from the checkpoint of the second of four steps: the same numbers and the same weights."""
     overrides = ["--algorithm", "ppo", "--async.max_policy_age", "0", "--training.mini_batches", "2"]
     overrides += ["--grpo.beta", "0.05", "--services.ref_model", "{}", "--critic.learning_rate", "1e-2"]
@@ -71,7 +71,7 @@ def test_ppo_with_critic_resumes(tmp_path):
     assert (folder / "model/model.safetensors").read_bytes() == trained
 
 
-def test_distillation_needs_a_teacher_of_the_same_tokens(tmp_path):
+def test_distillation_teacher_with_other_tokenizer_raises(tmp_path):
     from forge.models import build_small_model
 
     shape = {"hidden_size": 32, "layers": 2, "heads": 2, "kv_heads": 2, "max_positions": 128}
@@ -86,7 +86,7 @@ def test_distillation_needs_a_teacher_of_the_same_tokens(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_steps_of_a_response_are_rewarded(tmp_path):
+def test_step_rewards_train_ppo_and_raise_with_grpo(tmp_path):
     """A process reward model's reward of each step reaches PPO's critic; GRPO, which would sum them up, is an error."""
     tiny_model(kind=AutoModelForTokenClassification).save_pretrained(tmp_path / "prm")
     TOKENIZER.save_pretrained(tmp_path / "prm")

@@ -53,13 +53,13 @@ def rl(model, rows=({"question": "1+1=", "answer": "2"},), **sections):
         ),
     ],
 )
-def test_completions_that_no_generator_has_room_for(model, sections, message):
+def test_oversized_max_tokens_raises_before_start(model, sections, message):
     with pytest.raises(ConfigError, match=message) as caught:
         rl(model, **sections).data(str(model))
     assert "\n" not in str(caught.value)
 
 
-def test_a_prompt_that_no_generator_has_room_for_is_known_with_its_row(model, caplog):
+def test_oversized_prompts_are_skipped_with_row_number(model, caplog):
     rows = [*sums(1, 2), {"question": "1+" * 30 + "=", "answer": "30"}]
     cfg = rl(model, rows, grpo={"max_tokens": 4})
     check_data(cfg.data(str(model)), cfg.eval, str(model), 0)
@@ -79,7 +79,7 @@ def test_a_prompt_that_no_generator_has_room_for_is_known_with_its_row(model, ca
         ({"environment": lambda: None}, False),
     ],
 )
-def test_missing_reward_raises(model, caplog, sections, told):
+def test_config_without_reward_raises(model, caplog, sections, told):
     rl(model, **sections).check_reward()
     assert ("reward is not set: MathReward scores responses" in caplog.text) == told
 
@@ -95,7 +95,7 @@ def test_missing_reward_raises(model, caplog, sections, told):
     ],
 )
 @pytest.mark.parametrize("config", [RLConfig, SFTConfig])
-def test_empty_evaluation_raises_one_line(model, tmp_path, caplog, config, evaluation, said):
+def test_evaluation_without_problems_raises_one_line(model, tmp_path, caplog, config, evaluation, said):
     for name, chosen in (("rows", sums(1, 2, 3)), ("test", sums(4))):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, chosen)))
     evaluation = {**evaluation, **({"path": str(tmp_path / "test.jsonl")} if evaluation["problems"] else {})}
@@ -115,7 +115,7 @@ def test_empty_evaluation_raises_one_line(model, tmp_path, caplog, config, evalu
     ],
 )
 @pytest.mark.parametrize(("numbers", "known"), [(range(4), 4), ([2, 3, 8, 9], 2), ([7, 8, 9, 5], 0)])
-def test_overlap_with_evaluation_is_warned(model, tmp_path, caplog, config, row, numbers, known):
+def test_held_out_rows_in_training_data_warn(model, tmp_path, caplog, config, row, numbers, known):
     for name, chosen in (("train", range(4)), ("test", numbers)):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps(row(number)) for number in chosen))
     evaluation = EvalConfig(path=str(tmp_path / "test.jsonl"), problems=4)
@@ -125,6 +125,6 @@ def test_overlap_with_evaluation_is_warned(model, tmp_path, caplog, config, row,
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/../../b"])
-def test_run_name_must_be_a_folder_name(name: str):
+def test_invalid_run_name_raises(name: str):
     with pytest.raises(ConfigError, match=r"run\.name is '.*': it names a folder within run\.root"):
         RunConfig(name=name)

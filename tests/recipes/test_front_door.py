@@ -47,7 +47,7 @@ def in_script(folder: Path, code: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_closure_as_reward_in_a_script(tmp_path: Path):
+def test_train_in_script_accepts_closure_reward(tmp_path: Path):
     output = in_script(tmp_path, CLOSURE)
     result = Result(tmp_path / "runs" / "closure")
     assert "runs/closure/model 3 [" in output
@@ -119,7 +119,7 @@ SETTINGS = [(name, setting) for name, algorithm in ALGORITHMS.items() for settin
 
 
 @pytest.mark.parametrize(("algorithm", "setting"), SETTINGS)
-def test_every_setting_of_an_algorithm_is_found_by_its_name(algorithm: str, setting: str):
+def test_algorithm_settings_are_accepted_by_name_in_train(algorithm: str, setting: str):
     """No setting is taken for a misspelling of another, as beta for beta2."""
     [(section, values)] = _place_setting(RLConfig, setting, 0.5, algorithm).items()
     assert section == "grpo" or setting in keys_of(section_in(keys_of(RLConfig)[section].annotation))

@@ -31,7 +31,7 @@ def train(folder, name="run", **overrides):
     return forge.train(None, name=name, **settings)
 
 
-def test_a_hook_logs_in_its_step_and_ends_the_run_with_all_that_a_last_step_has(tmp_path):
+def test_hook_logs_metrics_and_stops_run_cleanly(tmp_path):
     steps = []
     groups_of = {}
 
@@ -60,7 +60,7 @@ def test_a_hook_logs_in_its_step_and_ends_the_run_with_all_that_a_last_step_has(
     assert (result.folder / "finished").exists()
 
 
-def test_a_hook_that_fails_ends_the_run_with_its_error(tmp_path):
+def test_failing_hook_ends_run_with_its_error(tmp_path):
     def on_step(step, metrics):
         if step == 2:
             raise RuntimeError("enough")
@@ -101,7 +101,7 @@ class Replay(Loop):
         return metrics
 
 
-def test_a_second_update_on_replayed_groups_has_its_own_bound_and_no_step(tmp_path):
+def test_replayed_groups_train_again_without_a_new_step(tmp_path):
     settings = {"async": {"max_policy_age": 0, "max_training_age": 1}, "schedule": "linear"}
     history = train(tmp_path, recipe=Replay, **settings).metrics
     plain = train(tmp_path, "plain", schedule="linear").metrics
@@ -135,7 +135,7 @@ async def two_steps(cfg, job):
     await loop.export()
 
 
-def test_a_recipe_of_ones_own_leaves_a_whole_run(tmp_path):
+def test_custom_recipe_records_complete_run(tmp_path):
     result = train(tmp_path, recipe=two_steps)
     assert [row["step"] for row in result.metrics] == [1, 2]
     assert len({row["train/loss"] for row in result.metrics}) == 2
@@ -159,7 +159,7 @@ def prompts(folder: Path) -> list[tuple[int, int, str, float]]:
         pytest.param(Retire, (3, 7), id="retire twice"),
     ],
 )
-def test_a_run_with_a_sampler_that_was_resumed_drew_the_same_rows(tmp_path, sampler, ends):
+def test_resumed_run_with_sampler_draws_same_rows(tmp_path, sampler, ends):
     settings = {
         "dataset": SETTINGS["dataset"] | {"sampler": sampler},
         "checkpoint": {"every": 1},
@@ -186,7 +186,7 @@ def test_a_run_with_a_sampler_that_was_resumed_drew_the_same_rows(tmp_path, samp
     assert len(digests) == 1
 
 
-def test_each_set_has_its_own_problems_interval_answers_and_reward(tmp_path):
+def test_evaluation_sets_keep_their_own_settings(tmp_path):
     sets = {
         "short": {"path": ROWS[:4], "problems": 4, "every": 2, "n": 4, "sampling": {"max_tokens": 3}},
         "copies": {"path": ROWS, "problems": 3},

@@ -104,7 +104,7 @@ TABLE: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("settings", "words"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
-def test_mistake_raises_one_line_before_start(
+def test_common_config_mistakes_raise_one_line_before_start(
     settings: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -123,7 +123,7 @@ def test_mistake_raises_one_line_before_start(
     ],
     ids=["a tab", "indentation", "a list"],
 )
-def test_invalid_file_raises_one_line(text: str, words: str, tmp_path: Path):
+def test_invalid_config_file_raises_one_line(text: str, words: str, tmp_path: Path):
     file = tmp_path / "bad.yaml"
     file.write_text(text)
     with pytest.raises(ValueError, match=words) as caught:
@@ -136,7 +136,7 @@ def test_invalid_file_raises_one_line(text: str, words: str, tmp_path: Path):
     [(lambda response: None, "gave None"), (lambda response: float("nan"), "gave nan")],
     ids=["None", "nan"],
 )
-def test_a_reward_that_never_scores_is_named_with_what_it_was_given(function: Callable[..., Any], reason: str):
+def test_reward_that_never_scores_is_named_with_its_input(function: Callable[..., Any], reason: str):
     reward = Reward([function], names=["mine"])
 
     class Endpoint:
@@ -160,7 +160,7 @@ def test_a_reward_that_never_scores_is_named_with_what_it_was_given(function: Ca
         asyncio.run(work())
 
 
-def test_a_misspelt_command_lists_the_commands(capsys: pytest.CaptureFixture[str]):
+def test_misspelt_command_lists_commands(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         main(["trian"])
     assert "train" in capsys.readouterr().err
@@ -176,7 +176,7 @@ def test_a_misspelt_command_lists_the_commands(capsys: pytest.CaptureFixture[str
     ],
     ids=["letters outside the alphabet", "no reward", "evaluation without data", "evaluation on the training data"],
 )
-def test_unusual_settings_are_warned(
+def test_unusual_settings_log_a_warning(
     settings: dict[str, Any],
     words: str,
     tmp_path: Path,

@@ -56,7 +56,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> str:
         (250_000, "tiny"),
     ],
 )
-def test_a_disk_without_room_for_the_run_is_known_before_its_start(left: int, name: str, disk: SmallDisk):
+def test_too_small_disk_raises_before_start(left: int, name: str, disk: SmallDisk):
     disk.fill(left)
     code, lines = ended(disk.inside(words(disk.place), ROOT))
     assert code == 1
@@ -66,7 +66,7 @@ def test_a_disk_without_room_for_the_run_is_known_before_its_start(left: int, na
     assert name != "tiny-initial" or not (disk.path / name).exists()
 
 
-def test_shared_memory_without_room_for_the_weights_is_known_before_the_start(tmp_path: Path):
+def test_too_small_shared_memory_raises_before_start(tmp_path: Path):
     with small_disk(Path("/dev/shm"), "128k") as memory:
         code, lines = ended(memory.inside(words(tmp_path), ROOT))
         assert code == 1
@@ -77,7 +77,7 @@ def test_shared_memory_without_room_for_the_weights_is_known_before_the_start(tm
 
 
 @pytest.mark.parametrize("step", [3, pytest.param(5, marks=pytest.mark.slow)])
-def test_a_disk_that_is_full_in_mid_run_costs_no_step(step: int, disk: SmallDisk, uninterrupted: str):
+def test_run_resumes_after_disk_filled_up(step: int, disk: SmallDisk, uninterrupted: str):
     fills = f"{disk.place}/fill:{step * CALLS + 1}"
     code, lines = ended(disk.inside(words(disk.place), ROOT), FILLS=fills)
     assert code == 1

@@ -58,7 +58,7 @@ def sum_of_logprobs(model: Any, episode: Any) -> torch.Tensor:
 
 
 @pytest.mark.processes
-def test_dpo_run_margins_match_model(tmp_path):
+def test_dpo_run_margins_match_saved_model(tmp_path):
     folder = ran("dpo", tmp_path, "--trainer.procs", "2", "--dpo.beta", "0.5")
     history = rows(tmp_path)
     assert [row["step"] for row in history] == [0, 1, 2, 3]
@@ -82,7 +82,7 @@ def test_dpo_run_margins_match_model(tmp_path):
 
 
 @pytest.mark.processes
-def test_a_reward_model_leaves_a_classifier_that_scores_as_it_was_measured(tmp_path):
+def test_exported_reward_model_reproduces_eval_metrics(tmp_path):
     folder = ran("reward_model", tmp_path, "--lora", "{rank: 4, alpha: 8}", "--reward_model.center", "0.1")
     history = rows(tmp_path)
     assert [row["step"] for row in history if "eval/accuracy" in row] == [0, 2, 3]
@@ -110,7 +110,7 @@ def distilled(processes, tmp_path_factory):
     return ran("distill", folder)
 
 
-def test_distillation_leaves_a_whole_run(distilled):
+def test_distillation_run_trains_and_exports_model(distilled):
     history = rows(distilled.parents[1])
     assert [row["step"] for row in history if "eval/accuracy" in row] == [0, 2, 3]
     for row in history[1:]:

@@ -19,7 +19,7 @@ LOCAL = ["--services.trainer.procs", "1", "--services.trainer.hosts", "1", "--se
 LOCAL += ["--services.generator.hosts", "1", "--training.steps", "6"]
 
 
-def test_deadlines(monkeypatch):
+def test_deadline_is_read_from_setting_or_slurm(monkeypatch):
     monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
     assert deadline_of(None) is None
     assert deadline_of(100.0) == pytest.approx(time.time() + 100, abs=5)
@@ -31,7 +31,7 @@ def test_deadlines(monkeypatch):
         deadline_of("soon")
 
 
-def test_a_signal_and_a_deadline_are_reasons():
+def test_signal_or_near_deadline_preempts_run():
     assert Preemption().reason() is None
     assert Preemption(time.time() + 3600).reason() is None
     near = Preemption(time.time() + 5)
@@ -52,7 +52,7 @@ def test_a_signal_and_a_deadline_are_reasons():
     "how",
     ["SIGTERM to all", *(pytest.param(name, marks=pytest.mark.slow) for name in ("deadline", "SIGTERM", "SIGUSR1"))],
 )
-def test_interrupted_run_resumes_with_equal_weights(how, tmp_path, whole):
+def test_preempted_run_resumes_with_equal_weights(how, tmp_path, whole):
     own = [*COMMAND, *LOCAL, "--run.root", str(tmp_path)]
     if how == "deadline":
         done = subprocess.run(

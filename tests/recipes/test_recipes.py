@@ -77,7 +77,7 @@ def rows(folder: Path) -> list[dict]:
         ),
     ],
 )
-def test_grpo_leaves_a_whole_run(tmp_path, overrides):
+def test_grpo_runs_record_all_metrics_and_export(tmp_path, overrides):
     whole = ["--metrics.rollouts", str(CONFIG["training"]["batch_size"])]
     code, output = finish(*command(tmp_path, *overrides, *whole, "--metrics.tensorboard", "true"))
     assert code == 0, output
@@ -129,7 +129,7 @@ def test_grpo_leaves_a_whole_run(tmp_path, overrides):
 
 @pytest.mark.full
 @pytest.mark.processes
-def test_colocated_trainer_and_generators_take_turns(tmp_path):
+def test_colocated_run_matches_separate_processes(tmp_path):
     """Two ranks, each with a generator in its process; the same run with separate processes gives the same."""
     turns = ["--async.max_policy_age", "0", "--trainer.procs", "2", "--checkpoint.every", "2"]
     histories = {}
@@ -161,7 +161,7 @@ def supervised(processes, tmp_path_factory):
     return folder
 
 
-def test_sft_learns(supervised):
+def test_sft_lowers_the_loss(supervised):
     history = rows(supervised)
     assert history[-1]["train/loss"] < 0.8 * history[1]["train/loss"]
 
@@ -169,7 +169,7 @@ def test_sft_learns(supervised):
 @pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="the GSM8K files are not here")
-def test_gsm8k_with_local_files(tmp_path):
+def test_gsm8k_recipe_runs_with_local_files(tmp_path):
     place = ["--run.root", str(tmp_path / "runs"), "--run.name", "test"]
     place += ["--dataset.path", str(GSM8K / "train.jsonl"), "--eval.path", str(GSM8K / "test.jsonl")]
     code, output = finish(sys.executable, "-m", "apps.grpo.main", "--config", "apps/grpo/gsm8k.yaml", *place)
@@ -268,7 +268,7 @@ CASES = [
         ),
     ],
 )
-def test_gpus_are_counted_before_the_start(tmp_path, monkeypatch, overrides, needed):
+def test_too_few_gpus_raise_before_start(tmp_path, monkeypatch, overrides, needed):
     cfg = read_config(GRPOConfig, Arguments.parse(command(tmp_path, *overrides)[3:]))
     assert gpus_needed(cfg) == needed
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(sum(needed.values())))))
@@ -316,7 +316,7 @@ EXTRAS = [
 
 
 @pytest.mark.processes
-def test_missing_package_raises_one_line(tmp_path):
+def test_missing_recipe_package_raises_one_line(tmp_path):
     """In an environment that has everything but these packages."""
     absent = {module for _, module, _ in EXTRAS}
     places = [Path(entry) for entry in sys.path if entry.endswith("site-packages")]
@@ -354,7 +354,7 @@ def test_invalid_config_starts_no_process(tmp_path, case):
     assert not (tmp_path / "runs/test/config.yaml").exists()
 
 
-def test_a_failed_start_is_overwritten_but_never_what_the_next_run_reads(tmp_path):
+def test_failed_start_is_overwritten_unless_run_reads_it(tmp_path):
     data = tmp_path / "runs/test/rows.jsonl"
     data.parent.mkdir(parents=True)
     data.write_text('{"question": "abc", "answer": "cba"}\n')

@@ -53,7 +53,7 @@ def kill_after(folder: Path, step: int, *args: str, controller: bool = False) ->
 
 @pytest.mark.full
 @pytest.mark.processes
-def test_lock_step_ends_bit_for_bit_as_if_nothing_had_been(tmp_path):
+def test_killed_lock_step_run_resumes_bit_for_bit(tmp_path):
     settings = config(6, 2, max_policy_age=0)
     for name in ("calm", "hit"):
         (tmp_path / name).mkdir()
@@ -78,7 +78,7 @@ def test_lock_step_ends_bit_for_bit_as_if_nothing_had_been(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.processes
-def test_asynchronously_nothing_trains_twice_and_nothing_is_lost(tmp_path):
+def test_resumed_async_run_trains_each_prompt_once(tmp_path):
     settings = config(16, 4, max_policy_age=2)
     settings["training"]["sync_interval"] = settings["eval"]["every"] = 2
     args = command(tmp_path, "--checkpoint.async_write", "true", config=settings)
@@ -103,7 +103,7 @@ def test_asynchronously_nothing_trains_twice_and_nothing_is_lost(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("first", "then"), [(1, 2), (2, 1)])
-def test_other_rank_count_resumes_with_equal_losses(tmp_path, first, then):
+def test_resume_on_other_rank_count_gives_equal_losses(tmp_path, first, then):
     settings = {k: v for k, v in config(8, 4).items() if k not in ("grpo", "async", "metrics")}
     settings["training"] = settings["training"] | {"schedule": "constant"}
     settings["eval"] = {"problems": 8, "every": 4, "max_tokens": 8}
@@ -179,7 +179,7 @@ def left(made, tmp_path_factory):
     shutil.copytree(kept / "runs", made.root)
 
 
-def test_changed_settings_block_resume_by_name(left):
+def test_resume_with_changed_settings_raises_with_their_names(left):
     run, auto = ["--resume", str(left.folder)], ["--config", str(left.file), "--resume", "auto"]
     for argv, message in (
         ([*run, "--seed", "3"], "seed was 0 and is 3, which would make it another run"),
@@ -203,7 +203,7 @@ def test_changed_settings_block_resume_by_name(left):
     assert "unknown key" in left.error(*run, recipe=SFTConfig)
 
 
-def test_the_newest_complete_checkpoint_is_taken(left):
+def test_resume_takes_newest_complete_checkpoint(left):
     assert find_start(left.cfg, "auto") == Start(str(left.checkpoint(4)), 4)
     left.checkpoint(4).rename(left.checkpoint(4).with_suffix(".unfinished"))
     assert find_start(left.cfg, str(left.folder)) == Start(str(left.checkpoint(2)), 2)
@@ -219,7 +219,7 @@ def test_the_newest_complete_checkpoint_is_taken(left):
 
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "empty", "missing"])
 @pytest.mark.parametrize("name", [".metadata", "rank_0.pt", "extra.pt", "checksums.txt"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(left, name, damage, caplog):
+def test_resume_skips_damaged_checkpoint(left, name, damage, caplog):
     def hurt(path: Path) -> None:
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 4
@@ -274,7 +274,7 @@ def test_resume_allows_changed_limits(left):
     assert marks[-2:] == [5, 5]  # what is done again took its time twice
 
 
-def test_finished_run_is_not_repeated(left):
+def test_resuming_a_finished_run_trains_nothing(left):
     *_, record = prepare_run(left.cfg, find_start(left.cfg, "auto"))
     for step in (5, 6):
         record.log(step, Snapshot())
@@ -291,7 +291,7 @@ def test_finished_run_is_not_repeated(left):
     assert find_start(more, "auto") == last
 
 
-def test_a_model_or_data_that_has_changed(tmp_path):
+def test_resume_with_changed_model_or_data_raises(tmp_path):
     model, data = tmp_path / "model", tmp_path / "rows.jsonl"
     size = {"hidden_size": 32, "layers": 2, "heads": 2, "kv_heads": 2, "max_positions": 64}
     build_small_model(model, seed=0, alphabet="ab>", **size)
@@ -312,7 +312,7 @@ def test_a_model_or_data_that_has_changed(tmp_path):
 
 
 @pytest.mark.processes
-def test_another_process_that_runs_it_is_noticed(left):
+def test_resume_of_a_running_run_raises(left):
     hold = f"RunLock({str(left.folder)!r}); print(flush=True); time.sleep(60)"
     code = f"import time; from forge.observability.folder import RunLock; {hold}"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as other:

@@ -14,7 +14,7 @@ ROWS = [{"question": word, "answer": word[::-1]} for word in ("abc", "cab", "bca
 
 
 @pytest.mark.processes
-def test_engine_and_trainer_agree_on_what_bounded_sampling_drew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_engine_and_trainer_logprobs_agree_with_top_p(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     result = forge.train(
         None,
@@ -44,7 +44,7 @@ def test_engine_and_trainer_agree_on_what_bounded_sampling_drew(tmp_path: Path, 
     assert not any("bb" in response[:-1] for response in responses)
 
 
-def test_only_set_values_reach_sampler():
+def test_sampling_settings_contain_only_set_values():
     assert AlgorithmConfig().sampling() == {}
     assert AlgorithmConfig(stop=["x"]).sampling() == {"stop": ("x",)}
     assert AlgorithmConfig(top_k=5).sampling() == {"top_k": 5, "logprobs_of": "policy"}

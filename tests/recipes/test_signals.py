@@ -104,7 +104,7 @@ def alive(pid: int) -> bool:
         for ending in ENDINGS
     ],
 )
-def test_a_run_that_is_interrupted_ends_in_order(
+def test_interrupted_run_ends_in_order_in_every_phase(
     phase: str,
     ending: str,
     tmp_path: Path,
@@ -132,7 +132,7 @@ def test_a_run_that_is_interrupted_ends_in_order(
 
 
 @pytest.mark.parametrize("ending", ["SIGINT", "SIGTERM"])
-def test_a_program_that_still_imports_ends_with_a_line(
+def test_signal_during_imports_ends_with_one_line(
     ending: str, interrupted: Callable[[str, str], tuple[int, list[str], int]]
 ):
     code, lines, _ = interrupted("imports", ending)

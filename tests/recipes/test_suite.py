@@ -36,7 +36,7 @@ def write(tmp_path, **changes):
     return str(path)
 
 
-def test_a_model_is_evaluated_on_all_sets(tmp_path, model, capsys):
+def test_eval_command_evaluates_all_sets_of_suite(tmp_path, model, capsys):
     answers = tmp_path / "answers.jsonl"
     main(["eval", str(model), "--suite", write(tmp_path), "--answers", str(answers), "--json"])
     metrics = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -62,7 +62,7 @@ def test_a_model_is_evaluated_on_all_sets(tmp_path, model, capsys):
         ({"grpo": {"max_tokens": 5000}}, "grpo.max_tokens"),
     ],
 )
-def test_invalid_suites_raise(tmp_path, model, changes, problem):
+def test_invalid_evaluation_suites_raise(tmp_path, model, changes, problem):
     with pytest.raises(SystemExit) as caught:
         main(["eval", str(model), "--suite", write(tmp_path, **changes)])
     assert str(caught.value).startswith("error: ")

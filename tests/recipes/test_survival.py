@@ -35,7 +35,7 @@ def wait(process, folder, step):
         time.sleep(0.05)
 
 
-def test_every_process_is_killed_once_and_nothing_is_lost_or_doubled(tmp_path):
+def test_run_survives_kill_of_each_process(tmp_path):
     overrides = ["--async.max_policy_age", "1", "--trainer.procs", "2"]
     process = start(*command(tmp_path, *overrides, config=SURVIVOR), group=True)
     try:
@@ -72,7 +72,7 @@ def test_every_process_is_killed_once_and_nothing_is_lost_or_doubled(tmp_path):
     assert gone(last)
 
 
-def test_without_checkpoints_a_lost_trainer_ends_the_run_with_the_reason(tmp_path):
+def test_lost_trainer_without_checkpoints_ends_run(tmp_path):
     process = start(*command(tmp_path, "--checkpoint.every", "0", config=SURVIVOR), group=True)
     try:
         wait(process, tmp_path, 2)

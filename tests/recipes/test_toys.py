@@ -32,7 +32,7 @@ SOLVE = {
 
 @pytest.mark.parametrize("task", SOLVE)
 @pytest.mark.parametrize("difficulty", [2, 5, (3, 4), [4, 4], (1, 30)])
-def test_answers_and_difficulty(task, difficulty):
+def test_toy_answers_are_right_at_each_difficulty(task, difficulty):
     low, high = (1, difficulty) if isinstance(difficulty, int) else difficulty
     for question, answer in islice(task().rows(difficulty=difficulty), 100):
         assert answer == SOLVE[task](question)
@@ -41,7 +41,7 @@ def test_answers_and_difficulty(task, difficulty):
 
 
 @pytest.mark.parametrize("difficulty", [1, 2, (3, 4), (1, 30)])
-def test_programs_pass_their_cases(difficulty):
+def test_toy_programs_pass_their_cases(difficulty):
     low, high = (1, difficulty) if isinstance(difficulty, int) else difficulty
     for question, answer in islice(programs.Program().rows(difficulty=difficulty), 100):
         words = question.split(",")
@@ -55,7 +55,7 @@ def test_programs_pass_their_cases(difficulty):
 
 
 @given(st.sampled_from([*SOLVE, programs.Program]), st.integers(1, 6), st.integers(), st.integers())
-def test_splits_share_no_question_whatever_the_seed(task, difficulty, seed, other):
+def test_toy_splits_share_no_question(task, difficulty, seed, other):
     try:
         test = {r.question for r in islice(task().rows(split="test", seed=seed, difficulty=difficulty), 50)}
     except ValueError:
@@ -67,7 +67,7 @@ def test_splits_share_no_question_whatever_the_seed(task, difficulty, seed, othe
 
 
 @pytest.mark.processes
-def test_same_rows_in_every_process_and_from_every_start():
+def test_toy_rows_are_the_same_in_every_process():
     rows = list(islice(Add().rows(seed=3), 20))
     assert list(islice(Add().rows(seed=3, start=7), 13)) == rows[7:]
     assert [Add().row(i, seed=3) for i in range(20)] == rows
@@ -79,7 +79,7 @@ def test_same_rows_in_every_process_and_from_every_start():
     assert run.stdout.strip() == str(rows)
 
 
-def test_take_gives_distinct_questions():
+def test_toy_take_returns_distinct_questions():
     rows = Add().take(300, difficulty=2)
     assert len({r.question for r in rows}) == 300
     assert rows[:50] == Add().take(50, difficulty=2)
@@ -109,7 +109,7 @@ def tokenizer():
 
 
 @given(text=st.text(alphabet=PRINTABLE))
-def test_tokenizer_round_trip(tokenizer, text):
+def test_toy_tokenizer_round_trips_text(tokenizer, text):
     ids = tokenizer(text)["input_ids"]
     assert tokenizer.decode(ids) == text
     if "<" not in text:

@@ -43,7 +43,7 @@ ROWS = [{"question": word, "answer": word[::-1]} for word in ("abc", "bca", "cab
 
 
 @pytest.mark.processes
-def test_a_reward_that_raises_on_the_command_line(tmp_path: Path):
+def test_raising_reward_shows_only_user_traceback(tmp_path: Path):
     (tmp_path / "rewards.py").write_text(REWARD)
     (tmp_path / "run.yaml").write_text(RUN)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
@@ -113,9 +113,7 @@ def recurses(prompt, response, target):
         pytest.param("recurses", "RecursionError: maximum recursion depth exceeded", True, marks=pytest.mark.slow),
     ],
 )
-def test_a_reward_that_misbehaves_is_a_line_with_its_own_traceback(
-    tmp_path: Path, function: str, message: str, traced: bool
-):
+def test_misbehaving_reward_ends_run_with_one_line(tmp_path: Path, function: str, message: str, traced: bool):
     (tmp_path / "rewards.py").write_text(MISBEHAVING)
     (tmp_path / "run.yaml").write_text(RUN.replace("later", function).replace("steps: 6", "steps: 60"))
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
@@ -162,7 +160,7 @@ class Whole:
         (Whole(), OSError),
     ],
 )
-def test_reward_error_names_scored_answer(function, kind):
+def test_reward_error_names_scored_prompt_and_response(function, kind):
     with pytest.raises(kind) as caught:
         asyncio.run(FunctionVerifier(function).score("2 + 2?", ["four"], ""))
     error = RemoteFailure.capture("reward_actor[0].score", caught.value).to_exception()
@@ -185,7 +183,7 @@ def test_reward_error_names_scored_answer(function, kind):
         (b"\xff\xfe", ("stopped", "\ufffd\ufffd")),
     ],
 )
-def test_a_folder_says_why_its_run_ended(tmp_path: Path, written, expected):
+def test_run_folder_records_why_run_ended(tmp_path: Path, written, expected):
     if written is not None:
         (tmp_path / "ended.txt").write_bytes(written if isinstance(written, bytes) else written.encode())
     assert (read_state(tmp_path), read_ending(tmp_path)) == expected

@@ -50,7 +50,7 @@ def folder(processes, tmp_path_factory):
     return folder
 
 
-def test_the_ensemble_is_whole_and_says_what_its_files_say(folder):
+def test_weaver_recipe_writes_consistent_ensemble(folder):
     made = folder / "ensemble"
     table, problems = ScoreTable.load(made / "scores.npz"), read_problems(made / "responses.jsonl")
     assert table.scores.shape == (40, 4, 4)
@@ -78,7 +78,7 @@ def grpo(folder, tmp_path, steps, replicas, **sections):
 
 
 @pytest.mark.full
-def test_grpo_trains_with_it_and_with_the_distilled_verifier(folder, tmp_path):
+def test_grpo_trains_with_ensemble_and_distilled_verifier(folder, tmp_path):
     made = folder / "ensemble"
     reward = {
         "functions": [{"use": "forge_weaver:Ensemble", "path": str(made)}],
@@ -98,7 +98,7 @@ def test_grpo_trains_with_it_and_with_the_distilled_verifier(folder, tmp_path):
         assert "reward/MathReward" not in row
 
 
-def test_the_command_line_does_the_same_step_by_step(folder, tmp_path, capsys):
+def test_weaver_commands_build_ensemble_step_by_step(folder, tmp_path, capsys):
     made = folder / "ensemble"
     scores = tmp_path / "scores.npz"
     forge(["weaver", "score", f"{made}/responses.jsonl", "--verifiers", f"{made}/verifiers.yaml", "--out", str(scores)])

@@ -31,7 +31,7 @@ def scored(*functions: Any, prompt: Prompt = TEXT, **settings: Any) -> list[floa
     return [score.reward for score in asyncio.run(reward.score(prompt, RESPONSES, "4", COMPLETIONS))]
 
 
-def test_names_of_the_answer_the_prompt_and_columns():
+def test_reward_parameters_are_filled_by_name():
     def by_name(response: str, solution: str, level: int, target: str, prompt: str) -> float:
         assert (solution, level, target, prompt) == ("four", 3, "4", "2+2")
         return float(response.startswith(solution)) + 0.5 * (response == target)
@@ -42,7 +42,7 @@ def test_names_of_the_answer_the_prompt_and_columns():
     assert scored(lambda response, **columns: len(columns)) == [3.0] * 3  # the prompt is the rendered one, if named
 
 
-def test_a_plural_gets_the_group():
+def test_plural_parameters_receive_the_whole_group():
     def shortest(responses: list[str], level: int, prompt: str) -> list[float]:
         assert (level, prompt) == (3, "2+2")
         return [float(len(response) == min(map(len, responses))) for response in responses]
@@ -54,7 +54,7 @@ def test_a_plural_gets_the_group():
     assert scored(longest) == [0.0, 1.0, 0.0]
 
 
-def test_functions_of_trl_as_they_are():
+def test_trl_reward_functions_run_unchanged():
     def accuracy_reward(completions, solution, **kwargs):
         assert kwargs["prompts"] == ["2+2"] * 3
         assert kwargs["level"] == [3, 3, 3]
@@ -73,7 +73,7 @@ def test_functions_of_trl_as_they_are():
     assert scored(conversational, prompt=CHAT) == [1.0, 0.0, 0.0]
 
 
-def test_functions_and_rows_of_verl_as_they_are():
+def test_verl_reward_functions_and_rows_run_unchanged():
     def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         assert (data_source, extra_info) == ("gsm8k", {"index": 7})
         return {"score": float(solution_str == ground_truth), "length": len(solution_str)}
@@ -91,7 +91,7 @@ def test_functions_and_rows_of_verl_as_they_are():
     assert drain().values()["reward/length"] == 1.0
 
 
-def test_log_metric_of_trl_is_a_metric():
+def test_trl_log_metric_records_metric():
     drain()
 
     def counted(completions, log_metric, log_extra, **kwargs):
@@ -126,12 +126,12 @@ def test_uncallable_reward_raises_one_line(function, message):
         (lambda completions, **kwargs: {"a": 1.0}, "give a list of 3 numbers"),
     ],
 )
-def test_group_reward_length_is_checked(function, message):
+def test_group_reward_of_wrong_length_raises(function, message):
     with pytest.raises(ValueError, match=message):
         scored(function)
 
 
-def test_a_column_that_the_row_lacks_names_both():
+def test_missing_column_error_names_column_and_row_keys():
     def wants(response, difficulty):
         return 0.0
 
@@ -147,7 +147,7 @@ def rows(reward: Any, data: list[dict[str, Any]], **settings: Any) -> PromptData
     return PromptDataset(**{**section, "path": Rows(data)}, tokenizer=character_tokenizer(), seed=0)
 
 
-def test_columns_that_a_reward_needs_are_checked_with_the_data():
+def test_missing_reward_columns_raise_when_data_loads():
     data = [{"question": "1+1", "solution": "2", "level": 1}, {"question": "1+2", "solution": "3"}]
     sample = next(rows(lambda response, solution: 0.0, data))
     assert sample.prompt.row == {"solution": sample.target}
@@ -178,7 +178,7 @@ class Policy:
         return COMPLETIONS
 
 
-def test_the_environment_hands_on_rows_and_tokens_and_keeps_them_from_the_policy():
+def test_reward_gets_row_and_tokens_hidden_from_policy():
     from forge.actors import RewardActor
 
     def both(completion: Completion, level: int) -> float:

@@ -70,7 +70,7 @@ def short_pauses(monkeypatch):
     monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.01)
 
 
-def test_single_vote_decides():
+def test_judge_with_one_vote_scores_its_verdict():
     def answer(body):
         return chat("I think... No. Wait:\nYES!" if "2}" in body["messages"][1]["content"] else "No.")
 
@@ -85,12 +85,12 @@ def test_single_vote_decides():
     assert len(endpoint.bodies) == 2
 
 
-def test_unreadable_verdict_is_unscored():
+def test_unreadable_judge_verdict_is_unscored():
     found, _ = Endpoint(default=lambda body: chat("yes", "eyes", "nobody", "")).judged(["2"], votes=4)
     assert found.reasons == {(0, 0): "1 of 4 verdicts could be read; the last answer was ''"}
 
 
-def test_log_probabilities():
+def test_judge_scores_from_token_logprobs():
     likely = {" Yes": math.log(0.5), "yes": math.log(0.1), "no": math.log(0.2), "Nope": math.log(0.1)}
 
     def answer(body):
@@ -133,7 +133,7 @@ PASSING = {
 
 @pytest.mark.costly
 @pytest.mark.parametrize("kind", PASSING)
-def test_a_failure_that_passes_costs_nothing_and_one_that_stays_the_score(kind):
+def test_transient_judge_failure_is_retried(kind):
     failure, reason = PASSING[kind]
     settings = {"request_timeout": 1.0 if kind == "hangs" else 30.0, "retries": 2}
     endpoint = Endpoint(failure, failure)
@@ -162,7 +162,7 @@ def test_unreachable_judge_is_unscored():
 
 
 @pytest.mark.costly
-def test_the_time_of_a_response_is_limited_in_all():
+def test_judge_time_limit_covers_all_votes_of_a_response():
     endpoint = Endpoint(default=lambda body: hang(body) if "slow" in str(body) else chat("yes"))
     found, _ = endpoint.judged(["2", "slow"], time_limit=2.0)
     assert found.values[0, 0] == 1.0
@@ -170,7 +170,7 @@ def test_the_time_of_a_response_is_limited_in_all():
 
 
 @pytest.mark.costly
-def test_waiting_for_a_turn_costs_no_time_and_a_dead_endpoint_is_given_up():
+def test_judge_queueing_does_not_count_toward_time_limit():
     async def later(body):
         await asyncio.sleep(0.05)
         return chat("yes")
@@ -201,7 +201,7 @@ def test_invalid_judge_settings_raise(settings, message):
 
 
 @pytest.mark.slow
-def test_on_the_librarys_own_endpoint(served):  # noqa: F811
+def test_judge_reads_verdicts_from_own_server(served):  # noqa: F811
     async def run():
         # A random model: words that it does say.
         judge = LMJudge(served.address, "tiny", template="{response}?", votes=6, yes="a", no="b", max_tokens=200)

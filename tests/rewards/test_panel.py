@@ -100,7 +100,7 @@ def score(panel, responses, prompt="prompt", target=None):
     return asyncio.run(panel.score(prompt, responses, target))
 
 
-def test_failing_verifier_is_unscored_with_reason():
+def test_failing_panel_verifier_is_unscored_with_reason():
     panel = Panel([Counting(fails=["bb"]), Broken(), Slow(), Wrong(), Silent()], timeout=0.2)
     assert panel.names == ("length", "length_again", "broken", "slow", "wrong", "silent")
     found = score(panel, ["a", "bb"])
@@ -117,7 +117,7 @@ def test_failing_verifier_is_unscored_with_reason():
     assert score(panel, []).values.shape == (0, 6)
 
 
-def test_a_verifier_that_stands_still_or_is_closed_says_so():
+def test_stuck_or_closed_verifier_is_unscored_with_reason():
     async def some():
         reader = Reader()
         panel = Panel([reader], timeout=0.3)
@@ -135,7 +135,7 @@ def test_a_verifier_that_stands_still_or_is_closed_says_so():
     assert closed == "RuntimeError: cannot schedule new futures after shutdown"
 
 
-def test_panels_hold_panels_and_close_what_they_hold():
+def test_nested_panels_score_and_close_their_verifiers():
     inner, verifier = Panel([Rule(raising)]), Counting()
     panel = Panel([inner, verifier, AnswerFrequency()])
     found = score(panel, ["1", "1"])
@@ -145,6 +145,6 @@ def test_panels_hold_panels_and_close_what_they_hold():
 
 
 @pytest.mark.processes
-def test_importing_needs_neither_torch_nor_an_extra():
+def test_importing_rewards_needs_neither_torch_nor_extras():
     code = "import sys, forge.rewards; print({'torch', 'transformers', 'aiohttp'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

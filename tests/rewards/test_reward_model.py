@@ -84,7 +84,7 @@ def reward_model(tmp_path_factory) -> Path:
     return folder / "model"
 
 
-def test_scores_match_training_head(reward_model, tmp_path):
+def test_reward_model_scores_match_training_head(reward_model, tmp_path):
     rows = [
         {"question": "what", "chosen": "this", "rejected": "that thing"},
         {"question": "a longer question", "chosen": "x", "rejected": "zyx"},
@@ -111,7 +111,7 @@ def test_scores_match_training_head(reward_model, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("pad", [None, TOKENIZER.eos_token_id, TOKENIZER.pad_token_id])
-def test_batches_say_what_plain_transformers_says_one_by_one(reward_model, pad, dtype, tmp_path):
+def test_batched_reward_model_scores_match_transformers(reward_model, pad, dtype, tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(reward_model, dtype=torch.float32)
     model.config.pad_token_id = pad
     model.save_pretrained(tmp_path)
@@ -128,7 +128,7 @@ def test_batches_say_what_plain_transformers_says_one_by_one(reward_model, pad, 
 
 
 @pytest.mark.parametrize("as_pair", [True, False])
-def test_an_encoder_reads_pairs_and_joined_texts(encoder, as_pair):
+def test_encoder_reward_model_reads_pairs_or_joined_text(encoder, as_pair):
     plain = BertForSequenceClassification.from_pretrained(encoder).eval()
     tokenizer = AutoTokenizer.from_pretrained(encoder)
     verifier = RewardModel(encoder, label="good", as_pair=as_pair, batch_tokens=300)
@@ -142,7 +142,7 @@ def test_an_encoder_reads_pairs_and_joined_texts(encoder, as_pair):
         assert value == pytest.approx(expected.item(), abs=1e-5)
 
 
-def test_chat_templates_end_with_the_turn_or_as_the_template_does(reward_model, tmp_path):
+def test_reward_model_chat_text_ends_with_end_of_turn(reward_model, tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(reward_model)
     words = character_tokenizer()
     words.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
@@ -158,14 +158,14 @@ def test_chat_templates_end_with_the_turn_or_as_the_template_does(reward_model, 
     assert np.isfinite(scored(ours, "hi", ["yo", ""]).values).all()
 
 
-def test_long_response_is_unscored(reward_model):
+def test_response_beyond_reward_model_length_is_unscored(reward_model):
     responses = ["ab", "y" * 100]
     found = scored(RewardModel(reward_model), responses=responses)
     assert np.isfinite(found.values[0, 0])
     assert found.reasons == {(1, 0): "it has 111 tokens, and the model reads 64"}
 
 
-def test_special_tokens_that_a_response_spells_are_text(reward_model):
+def test_special_tokens_in_response_are_plain_text_to_reward_model(reward_model):
     verifier = RewardModel(reward_model)
     tokenizer = verifier.model.tokenizer
     tokens = verifier.tokens("ab", f"zzz{tokenizer.eos_token}cba{tokenizer.pad_token}")
@@ -193,7 +193,7 @@ def test_invalid_reward_model_settings_raise(encoder, settings, message):
         RewardModel(encoder, **settings)
 
 
-def test_code_in_a_models_folder_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_reward_model_never_runs_code_of_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """transformers would ask on the terminal, and whoever answers yes runs it."""
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     config = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config", "AutoTokenizer": ["evil.Words", None]}}

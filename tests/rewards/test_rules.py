@@ -35,7 +35,7 @@ async def by_text_later(prompt, response, target):
 
 
 @pytest.mark.parametrize("function", [by_text, by_text_later])
-def test_non_number_is_unscored_with_reason(function):
+def test_rule_returning_non_number_is_unscored_with_reason(function):
     responses = ["a", "raise", "reason", "none", "nan", "inf", "text", "true"]
     found = score(Rule(function), responses)
     assert isinstance(found, Scores)
@@ -55,7 +55,7 @@ def test_non_number_is_unscored_with_reason(function):
 
 
 @pytest.mark.parametrize("function", [by_text, by_text_later])
-def test_a_rule_that_exits_ends_only_itself(function):
+def test_rule_calling_exit_leaves_only_its_response_unscored(function):
     assert score(Rule(function), ["exit", "a"]).reasons == {(0, 0): "RuntimeError: SystemExit(3)"}
 
 
@@ -79,7 +79,7 @@ def test_hanging_rule_is_unscored_without_blocking():
     release.set()
 
 
-def test_names_targets_and_settings():
+def test_rule_verifier_names_and_targets_are_passed_on():
     assert Rule(by_text).names == ("by_text",)
     assert Rule(CharacterMatch()).names == ("CharacterMatch",)
     assert Rule(by_text, "mine").names == ("mine",)
@@ -88,7 +88,7 @@ def test_names_targets_and_settings():
     assert score(Rule(CharacterMatch()), ["a"], "a").values.item() == 1.0
 
 
-def test_math():
+def test_math_verifier_scores_equal_answers():
     found = score(MathVerifier(), ["it is \\boxed{1/2}", "0.5", "3", ""], "\\frac{1}{2}")
     assert found.values[:, 0].tolist() == [1, 1, 0, 0]
     for target in (None, "", " "):
@@ -96,7 +96,7 @@ def test_math():
 
 
 @pytest.mark.processes
-def test_slow_answer_fails_and_slow_target_is_unscored():
+def test_slow_answer_scores_0_and_slow_target_is_unscored():
     found = score(MathVerifier(), [r"\boxed{(x+y+z)^{400}}", r"\boxed{2x}"], "x + x")
     assert found.values[:, 0].tolist() == [0, 1]
     slow = r"\int_0^{1} e^{\sin(x^{x^x})} \cos(x)^{17} dx"
@@ -104,7 +104,7 @@ def test_slow_answer_fails_and_slow_target_is_unscored():
 
 
 @given(st.lists(st.one_of(st.none(), st.integers(0, 3)), min_size=2, max_size=8), st.data())
-def test_answer_frequency_is_the_share_of_others_who_agree(answers, data):
+def test_answer_frequency_equals_share_of_agreeing_others(answers, data):
     """By brute force over pairs; equal answers are written in different ways."""
     written = [
         "none here" if a is None else data.draw(st.sampled_from([f"#### {a}", f"\\boxed{{{a}.0}}"])) for a in answers

@@ -35,7 +35,7 @@ def values(classifier):
     }
 
 
-def test_a_panel_from_yaml_and_back(classifier):
+def test_verifier_panel_round_trips_through_yaml(classifier):
     config = build(VerifiersConfig, yaml.safe_load(yaml.safe_dump(values(classifier))))
     config.check_sources()
     for again in (json.loads(json.dumps(to_dict(config))), yaml.safe_load(yaml.safe_dump(to_dict(config)))):
@@ -46,7 +46,7 @@ def test_a_panel_from_yaml_and_back(classifier):
     asyncio.run(panel.close())
 
 
-def test_a_process_reward_model_from_yaml(tmp_path):
+def test_process_reward_model_is_built_from_yaml(tmp_path):
     from transformers import AutoModelForTokenClassification
 
     from tests.training.cases import TOKENIZER, tiny_model
@@ -87,7 +87,7 @@ def test_a_process_reward_model_from_yaml(tmp_path):
         ({"judges": [{**JUDGE, "api_key_env": "NO_SUCH_KEY"}]}, "the environment has no NO_SUCH_KEY"),
     ],
 )
-def test_mistakes_are_found_before_anything_is_opened(changed, message):
+def test_invalid_verifier_sources_raise_before_opening(changed, message):
     with pytest.raises(ConfigError, match=message):
         build(VerifiersConfig, changed).check_sources()
 
@@ -102,6 +102,6 @@ def test_mistakes_are_found_before_anything_is_opened(changed, message):
         ({"reward_models": [{"path": "a/b", "dtype": "int4"}]}, "must be one of float32"),
     ],
 )
-def test_unknown_keys_and_wrong_types(changed, message):
+def test_unknown_verifier_keys_and_wrong_types_raise(changed, message):
     with pytest.raises(ConfigError, match=message):
         build(VerifiersConfig, changed)

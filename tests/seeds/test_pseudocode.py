@@ -53,7 +53,7 @@ async def start(model, store):
 
 
 @pytest.mark.parametrize("name", [printed.FRONT, pytest.param(printed.TALK, marks=pytest.mark.full)])
-def test_an_episode(model, store, name):
+def test_pseudocode_episode_code_returns_scored_episode(model, store, name):
     code = "\n".join(
         printed.block(
             name,
@@ -74,7 +74,7 @@ def test_an_episode(model, store, name):
 
 
 @pytest.mark.full
-def test_pseudocode_synchronous_loop(model, store):
+def test_pseudocode_synchronous_loop_publishes_versions(model, store):
     """As printed: nothing but the trainer's step comes before the fanout of its version."""
     episode = "\n".join(printed.block(printed.TALK, "async def generate_episode(", "Episode(response, reward_value)"))
     loop = "\n".join(printed.block(printed.TALK, "async def synchronous_rl(", "version += 1"))
@@ -98,7 +98,7 @@ def test_pseudocode_synchronous_loop(model, store):
     run(main())
 
 
-def test_asynchronous_rl(model, store):
+def test_pseudocode_asynchronous_loop_trains_three_steps(model, store):
     loop = "\n".join(
         printed.block(printed.TALK, "async def async_rl_loop(", "await asyncio.gather(*rollouts, training)")
     )
@@ -130,7 +130,7 @@ def test_asynchronous_rl(model, store):
     run(main())
 
 
-def test_a_service_with_its_resources(model, store):
+def test_pseudocode_service_options_name_what_is_missing(model, store):
     """Sixteen replicas of eight GPUs: without a model and GPUs the error says what is missing."""
     code = "\n".join(printed.block(printed.TALK, "policy = PolicyActor.options(", ").as_service()"))
     with pytest.raises(TypeError, match="missing a required argument: 'model'"):
@@ -154,7 +154,7 @@ def test_a_service_with_its_resources(model, store):
     run(main())
 
 
-def test_the_store(store):
+def test_pseudocode_store_calls_round_trip_a_tensor(store):
     lines = printed.block(printed.TALK, 'await ts.put("policy_v42"', 'await ts.get("policy_v42"')
     ts.use(store)
     value = torch.arange(6.0)
@@ -163,7 +163,7 @@ def test_the_store(store):
     assert torch.equal(asyncio.run(ts.get("policy_v42")), torch.arange(6.0))
 
 
-def test_monarch_itself(tmp_path):
+def test_pseudocode_monarch_example_runs(tmp_path):
     """Monarch's own example, with fewer processes; and its actor as a component."""
     lines = printed.block(printed.TALK, "# Spawn 8 processes", "trainers.train.call(step=0).get()")
     code = "\n".join(lines).replace('{"gpus": 8}', '{"gpus": 2}').replace("...", "return step + 1")

@@ -39,17 +39,17 @@ def functions_of(path: Path) -> set[str]:
     return {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
 
 
-def test_page_matches_its_rows():
+def test_compatibility_page_matches_its_rows():
     text = maker.PAGE.read_text()
     assert text == maker.page(text), "run python docs/make_compatibility.py"
 
 
-def test_every_number_of_the_documents_has_one_row():
+def test_each_document_number_has_one_row():
     assert sorted(number for row in ROWS for number in numbers(row)) == list(range(1, 156))
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.get('numbers', '')} {row['document']}"[:40])
-def test_rows_name_existing_tests(row):
+def test_compatibility_rows_name_existing_tests(row):
     assert row.keys() <= {"numbers", "document", "here", "shown", "not run"}
     assert row.get("shown") or row["not run"]
     for test in row.get("shown", ()):
@@ -63,27 +63,27 @@ def read(name: str, *overrides: str) -> RLConfig:
 
 @pytest.mark.processes
 @pytest.mark.skipif(Path("/dev/kfd").exists(), reason="this machine has the driver")
-def test_rocm_without_its_driver():
+def test_rocm_install_script_without_driver_raises():
     done = subprocess.run([ROOT / "scripts/install_rocm.sh"], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert re.fullmatch(r"install_rocm.sh: there is no /dev/kfd: install the amdgpu driver, .*\n", done.stderr)
 
 
-def test_the_gpus_of_the_recipe():
+def test_qwen3_recipe_gpu_count_includes_reference():
     assert gpus_needed(read("qwen3_1_7b.yaml", "--grpo.beta", "0")) == {"generator": 1, "trainer": 1}
     with_reference = read("qwen3_1_7b.yaml", "--grpo.beta", "0.1", "--services.ref_model.with_gpus", "true")
     assert gpus_needed(with_reference) == {"generator": 1, "trainer": 1, "ref_model": 1}
 
 
 @pytest.mark.parametrize("page", ["path: openai/gsm8k\nsplit: train\n", "n_samples: 8\nbeta: 0.1\n"])
-def test_a_page_that_lost_its_indentation(tmp_path, page):
+def test_yaml_without_indentation_raises_unknown_key(tmp_path, page):
     (tmp_path / "flat.yaml").write_text(f"model: m\n{page}")
     with pytest.raises(ConfigError, match=r"^unknown key '(path|n_samples)'"):
         load(RLConfig, ["--config", str(tmp_path / "flat.yaml")])
 
 
 @pytest.mark.parametrize("algorithm", ["sapo", "reinforce"])
-def test_sapo_on_the_printed_configuration(tmp_path, algorithm):
+def test_documented_clip_settings_raise_for_other_algorithms(tmp_path, algorithm):
     path = tmp_path / "grpo_math.yaml"
     path.write_text("model: m\ndataset: {path: rows.jsonl}\ngrpo: {clip_low: 0.2, clip_high: 0.28}\n")
     words = ["--config", str(path), "--algorithm", algorithm]
@@ -92,7 +92,7 @@ def test_sapo_on_the_printed_configuration(tmp_path, algorithm):
     load(RLConfig, [*words, "--grpo.clip_low", "null", "--grpo.clip_high", "null"]).load_algorithm()
 
 
-def test_processes_of_references_and_rewards():
+def test_reference_and_reward_process_counts_are_validated():
     ranks = ["--trainer.procs", "4", "--parallelism.tensor_parallel_degree", "2", "--grpo.beta", "0.1"]
     for procs in (1, 2, 4):
         cfg = read("tiny.yaml", *CPU, *ranks, "--services.ref_model.procs", str(procs))
@@ -105,7 +105,7 @@ def test_processes_of_references_and_rewards():
 
 
 @pytest.mark.parametrize("component", ["trainer", "generator", "reward"])
-def test_a_component_has_the_host_that_is_named(component, monkeypatch):
+def test_component_is_placed_on_its_named_host(component, monkeypatch):
     monkeypatch.setenv("FORGE_SECRET", "5" * 64)
     hosts = ["--cluster.hosts", "[node1:7070, node2:7070]"]
     cfg = read("tiny.yaml", *CPU, *hosts, f"--services.{component}.host", "node2:7070")
@@ -118,7 +118,7 @@ def test_a_component_has_the_host_that_is_named(component, monkeypatch):
 
 
 @pytest.mark.processes
-def test_a_shutdown_that_has_nothing_to_do():
+def test_shutdown_without_services_is_a_no_op():
     async def main():
         await shutdown()
 
@@ -126,7 +126,7 @@ def test_a_shutdown_that_has_nothing_to_do():
 
 
 @pytest.mark.processes
-def test_a_batch_of_a_trainer_that_is_a_service(tmp_path):
+def test_trainer_service_takes_batch_through_route(tmp_path):
     sizes = {"hidden_size": 16, "layers": 1, "heads": 2, "kv_heads": 1, "max_positions": 64}
     model = build_small_model(tmp_path / "model", seed=0, alphabet="abc", **sizes)
     ones = torch.ones(2, 3)

@@ -44,7 +44,7 @@ def read(path: Path, *overrides: str) -> RLConfig:
     return load(RLConfig, ["--config", str(path), *overrides])
 
 
-def test_the_math_configuration(tmp_path):
+def test_skill_page_math_config_loads_with_its_values(tmp_path):
     cfg = read(math_config(tmp_path))
     text = yaml.safe_load((tmp_path / "grpo_math.yaml").read_text())
     for section, keys in text.items():
@@ -58,7 +58,7 @@ def test_the_math_configuration(tmp_path):
 
 
 @pytest.mark.processes
-def test_the_math_configuration_trains(tmp_path):
+def test_skill_page_math_config_trains(tmp_path):
     """With a small model and data in folders that are called as those of the hub."""
     path = math_config(tmp_path)
     build_small_model(tmp_path / "Qwen/Qwen2.5-7B-Instruct", seed=0, alphabet=None, max_positions=4096, **SIZES)
@@ -83,7 +83,7 @@ def test_the_math_configuration_trains(tmp_path):
     assert {"train/entropy", "train/kl", "reward"} <= row.keys()
 
 
-def test_the_distributed_configuration(tmp_path):
+def test_skill_page_distributed_config_gives_its_layout(tmp_path):
     path = tmp_path / "distributed.yaml"
     path.write_text(section("# config/distributed.yaml", "Launch with SLURM") + "dataset: {path: openai/gsm8k}\n")
     (launch,) = re.findall(r"--trainer.procs \d+ \\\n?|--trainer.procs \d+", "\n".join(printed.document(printed.SKILL)))
@@ -114,7 +114,7 @@ def test_the_distributed_configuration(tmp_path):
         ("entropy_coef: 0.01", "entropy_coef: 0.01", "training"),
     ],
 )
-def test_the_remedies_are_settings(tmp_path, first, last, key):
+def test_skill_page_remedies_are_valid_settings(tmp_path, first, last, key):
     (line,) = printed.block(printed.SKILL, first, last)
     name, value = line.split("#")[0].split(":")
     cfg = read(math_config(tmp_path), f"--{key}.{name.strip()}", value.strip())
@@ -122,7 +122,7 @@ def test_the_remedies_are_settings(tmp_path, first, last, key):
     assert getattr(section, name.strip(), (section.model_extra or {}).get(name.strip())) == float(value)
 
 
-def test_a_run_without_the_reference_model(tmp_path):
+def test_skill_page_config_runs_without_reference_model(tmp_path):
     lines = printed.block(printed.SKILL, "# Remove ref_model", "# Remove ref_model")
     assert "generator weights" in lines[0]
     cfg = read(math_config(tmp_path), "--services.ref_model", "null")
@@ -133,7 +133,7 @@ def test_a_run_without_the_reference_model(tmp_path):
     assert not read(math_config(tmp_path), "--ref_model.with_gpus", "false").services.ref_model.with_gpus
 
 
-def test_the_reward_of_ones_own():
+def test_skill_page_custom_reward_scores_answers():
     names = printed.run(printed.python(printed.block(printed.SKILL, "# rewards.py", "1.0 if answer == target")))
     reward = names["CustomMathReward"]()
     assert [reward("", r"\boxed{7}", "7"), reward("", r"\boxed{8}", "7"), reward("", "7", "7")] == [1.0, 0.0, 0.0]
@@ -147,7 +147,7 @@ def tensors() -> dict[str, torch.Tensor]:
     return {**draw, "padding_mask": torch.tensor([[1.0, 1, 1, 1, 0], [1, 1, 0, 0, 0]])}
 
 
-def test_the_loss_of_ones_own(tmp_path, monkeypatch):
+def test_skill_page_custom_loss_loads_as_algorithm(tmp_path, monkeypatch):
     code = printed.python(printed.block(printed.SKILL, "# src/forge/losses/custom_loss.py", "return loss"))
     module = tmp_path / "custom_loss.py"
     module.write_text(code)
@@ -174,7 +174,7 @@ def test_the_loss_of_ones_own(tmp_path, monkeypatch):
     assert read(config, "--algorithm", "custom_loss:CustomLoss", *no_clips).load_algorithm().function.clip_range == 0.2
 
 
-def test_the_built_in_losses():
+def test_skill_page_built_in_losses_compute():
     code = "\n".join(
         printed.block(printed.SKILL, "from forge.losses import SimpleGRPOLoss", "padding_mask=padding_mask")
     )
@@ -189,7 +189,7 @@ def test_the_built_in_losses():
         assert load_algorithm(name.lower()) is not None
 
 
-def test_the_batch_format(tmp_path):
+def test_skill_page_batch_format_trains(tmp_path):
     """The keys of the printed dicts, with tensors for the types; the trainer is in this process."""
     from forge.actors import Trainer
     from forge.losses import SimpleGRPOLoss
@@ -218,7 +218,7 @@ def test_the_batch_format(tmp_path):
         trainer.teardown()
 
 
-def test_completion():
+def test_skill_page_completion_fields_exist():
     import forge
 
     fields = re.findall(
@@ -232,7 +232,7 @@ def test_completion():
 
 
 @pytest.mark.processes
-def test_commands_and_files(tmp_path):
+def test_skill_page_commands_and_files_exist(tmp_path):
     text = "\n".join(printed.document(printed.SKILL))
     commands = set(re.findall(r"python -m (apps\.\w+\.main) --config (apps/\S+?\.yaml)", text))
     assert commands >= {("apps.sft.main", "apps/sft/llama3_8b.yaml"), ("apps.grpo.main", "apps/grpo/qwen3_1_7b.yaml")}

@@ -91,7 +91,7 @@ WRITES: dict[str, Callable[[Run], object]] = {
 
 
 @pytest.mark.parametrize("name", WRITES)
-def test_a_file_of_a_run_needs_more_than_is_free(name: str, disk: SmallDisk):
+def test_run_file_write_on_full_disk_raises_and_keeps_files(name: str, disk: SmallDisk):
     run = a_run(disk)
     before = {path.name: path.read_bytes() for path in run.folder.iterdir()}
     disk.fill()
@@ -109,7 +109,7 @@ def test_a_file_of_a_run_needs_more_than_is_free(name: str, disk: SmallDisk):
     again.close()
 
 
-def test_the_end_of_a_run_on_a_full_disk_is_one_warning(disk: SmallDisk, caplog: pytest.LogCaptureFixture):
+def test_finishing_run_on_full_disk_warns_once(disk: SmallDisk, caplog: pytest.LogCaptureFixture):
     run = a_run(disk)
     disk.fill()
     run.finish()
@@ -122,7 +122,7 @@ def test_the_end_of_a_run_on_a_full_disk_is_one_warning(disk: SmallDisk, caplog:
     assert not (run.folder / "report.html").exists()
 
 
-def test_a_run_that_fails_for_a_full_disk_says_so_once(disk: SmallDisk, caplog: pytest.LogCaptureFixture):
+def test_run_failed_by_full_disk_adds_no_warning(disk: SmallDisk, caplog: pytest.LogCaptureFixture):
     run = a_run(disk)
     disk.fill()
     run.fail("NoRoom: the disk is full", full=True)
@@ -131,7 +131,7 @@ def test_a_run_that_fails_for_a_full_disk_says_so_once(disk: SmallDisk, caplog: 
 
 
 @pytest.mark.parametrize("left", [0, 20_000, 200_000, 500_000])
-def test_a_checkpoint_and_an_export_leave_the_earlier_one(left: int, disk: SmallDisk, tmp_path: Path):
+def test_full_disk_keeps_earlier_checkpoint_and_export(left: int, disk: SmallDisk, tmp_path: Path):
     model = Path(build_small_model(tmp_path / "initial", seed=1, **SMALL))
     trainer, folder = make_trainer(model), disk.path / "checkpoints"
     trainer.train_step(example(0), LOSS)
@@ -162,7 +162,7 @@ def test_a_checkpoint_and_an_export_leave_the_earlier_one(left: int, disk: Small
     assert checkpoint.save_checkpoint(trainer, folder).stat().st_ino != first.stat().st_ino
 
 
-def test_the_last_whole_version_of_the_weights_stays_readable(disk: SmallDisk):
+def test_full_disk_keeps_last_weight_version_readable(disk: SmallDisk):
     store = VersionStore(disk.path)
     store.prepare()
     small = {"a": torch.arange(100_000.0), "b": torch.ones(1000)}
@@ -182,7 +182,7 @@ def test_the_last_whole_version_of_the_weights_stays_readable(disk: SmallDisk):
     store.segments.forget(everything=True)
 
 
-def test_a_journal_keeps_its_records(disk: SmallDisk):
+def test_full_disk_keeps_journal_records(disk: SmallDisk):
     journal = Journal(disk.path / "journal")
     journal.rewrite([1, 2])
     disk.fill()

@@ -64,7 +64,7 @@ PLAIN_TEXTS = [
 
 
 @pytest.mark.parametrize("name", SECRET_NAMES)
-def test_a_value_is_masked_by_its_name(name: str):
+def test_config_values_with_secret_names_are_masked(name: str):
     for shown in (name, name.upper(), f"services.reward.{name}"):
         assert without_secrets({shown: "S3K"}) == {shown: MASK}
     assert without_secrets({"judge": [{name: ["S3K"]}]}) == {"judge": [{name: [MASK]}]}
@@ -72,13 +72,13 @@ def test_a_value_is_masked_by_its_name(name: str):
 
 
 @pytest.mark.parametrize("name", PLAIN_NAMES)
-def test_harmless_names_are_not_masked(name: str):
+def test_values_with_harmless_names_are_not_masked(name: str):
     for value in ("plain", 7, ["a", "b"], {"a": "b"}, True):
         assert without_secrets({name: value}) == {name: value}
 
 
 @pytest.mark.parametrize("text", SECRET_TEXTS)
-def test_a_secret_within_a_text_is_masked(text: str):
+def test_secrets_inside_text_are_masked(text: str):
     for shown in (text, f"could not reach {text}", f"{text}\nafter it", f"({text})"):
         assert "S3K" not in mask_secrets(shown)
     assert mask_secrets(mask_secrets(text)) == mask_secrets(text)
@@ -95,7 +95,7 @@ for text in [*words, '"a":"', "Bearer ", "key= "]:
 
 
 @pytest.mark.processes
-def test_a_long_text_takes_a_time_in_proportion_to_its_length():
+def test_masking_takes_linear_time():
     """Hours, if it were that to its square: the process is ended by its limit of CPU time."""
     done = subprocess.run([sys.executable, "-c", REPEATED], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -117,11 +117,11 @@ def test_environment_and_header_values_are_masked(place: str):
 
 
 @given(st.text(), st.text(min_size=4, alphabet="S3K"))
-def test_a_password_of_an_address_is_masked_in_any_text(text: str, password: str):
+def test_url_password_is_masked_in_any_text(text: str, password: str):
     assert password not in mask_secrets(f"{text} postgresql://user:{password}@host/x").replace(text, "")
 
 
-def test_masks_are_found_again():
+def test_masked_names_lists_masked_settings():
     config = {
         "stop": [MASK], "system_prompt": "*** Rules ***", "services": {"x": {"env": {"A": "S3K"}}},
         "argv": ["--token", "S3K"], "url": "https://user:S3K@host", "other": "hf_S3KabcdefghijK",
@@ -162,7 +162,7 @@ def a_config(**more: Any) -> dict[str, Any]:
     return {"model": "m", "dataset": {"task": "apps.toys.words:Reverse"}, **more}
 
 
-def test_a_resumed_run_is_not_given_a_mask(tmp_path: Path):
+def test_resuming_with_masked_setting_raises(tmp_path: Path):
     secret = a_config(services={"reward": {"env": {"MY_TOKEN": "SEKRET"}}})
     run = Run("one", secret, steps=1, root=str(tmp_path))
     run.close()
@@ -176,7 +176,7 @@ def test_a_resumed_run_is_not_given_a_mask(tmp_path: Path):
     assert config.services.reward.env == {"MY_TOKEN": "SEKRET"}
 
 
-def test_masked_values_do_not_change_config():
+def test_masked_values_do_not_count_as_changed_settings():
     before = {"services.reward.env.A": MASK, "reward.api_key": MASK, "seed": 1}
     config = build(RLConfig, a_config(services={"reward": {"env": {"A": "SEKRET"}}}, seed=2))
     names = [name for name, _, _ in find_changes(before, config)]
@@ -193,14 +193,14 @@ def test_masked_values_do_not_change_config():
         (["--training.steps", "https://u:SEKRET@h"], "whole number"),
     ],
 )
-def test_an_error_has_no_secret(words: list[str], message: str, tmp_path: Path):
+def test_config_error_does_not_show_secret(words: list[str], message: str, tmp_path: Path):
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(a_config()))
     with pytest.raises(ConfigError, match=message) as caught:
         read_config(RLConfig, Arguments.parse(["--config", str(tmp_path / "own.yaml"), *words]))
     assert "SEKRET" not in str(caught.value)
 
 
-def test_a_log_line_has_no_secret(capsys: pytest.CaptureFixture[str]):
+def test_log_line_does_not_show_secret(capsys: pytest.CaptureFixture[str]):
     configure_logging()
     handler = logging.getLogger("forge").handlers[0]
     handler.handle(logging.makeLogRecord({"name": "forge.x", "msg": "no answer of redis://:%s@h", "args": ("SEKRET",)}))
@@ -217,7 +217,7 @@ def test_a_log_line_has_no_secret(capsys: pytest.CaptureFixture[str]):
         ["--sweep", "services.reward.env.MY_TOKEN=SEKRET,SEKRET2"],
     ],
 )
-def test_a_launcher_takes_no_secret_among_its_words(words: list[str], capsys: pytest.CaptureFixture[str]):
+def test_launcher_arguments_with_secret_raise(words: list[str], capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit, match=r"\Aerror: --[^\n]* holds a secret[^\n]*\Z") as caught:
         main(["launch", "slurm", "tests/forge_cluster/tiny.yaml", "--dry-run", *words])
     assert "SEKRET" not in str(caught.value) + capsys.readouterr().out
@@ -226,7 +226,7 @@ def test_a_launcher_takes_no_secret_among_its_words(words: list[str], capsys: py
 
 
 @pytest.mark.processes
-def test_a_traceback_has_no_secret(tmp_path: Path):
+def test_traceback_does_not_show_secret(tmp_path: Path):
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(a_config()))
     code = """
 import sys
@@ -241,6 +241,6 @@ launch.launch(None, None, [])
     assert "SEKRET@" not in done.stderr.replace('"no answer of https://user:SEKRET@host"', "")
 
 
-def test_environment_values_are_masked_in_text(monkeypatch: pytest.MonkeyPatch):
+def test_values_of_secret_variables_are_masked_in_text(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MY_API_KEY", "quite-ordinary")
     assert mask_secrets("no answer with quite-ordinary") == f"no answer with {MASK}"

@@ -38,7 +38,7 @@ def begin(base: Path, how: str) -> tuple[subprocess.Popen, Path]:
     return process, Path(process.stdout.readline().strip())
 
 
-def test_only_folders_of_dead_processes_are_removed(base: Path):
+def test_sweep_removes_only_folders_of_dead_processes(base: Path):
     dead, left = begin(base, "killed")
     assert dead.wait() == -signal.SIGKILL
     living, used = begin(base, "lives")
@@ -53,7 +53,7 @@ def test_only_folders_of_dead_processes_are_removed(base: Path):
     assert not used.exists()
 
 
-def test_folders_of_other_hosts_and_of_earlier_versions_stay(base: Path):
+def test_sweep_keeps_folders_of_other_hosts_and_versions(base: Path):
     """Their processes may live: other hosts' locks are not seen here, and earlier versions had none."""
     for name in ("forge-run-12-ab3d5f-zkzjsmui", "forge-run-12-zkzjsmui", "forge-weights-12-zkzjsmui"):
         (base / name).mkdir()
@@ -61,14 +61,14 @@ def test_folders_of_other_hosts_and_of_earlier_versions_stay(base: Path):
         assert (base / name).is_dir()
 
 
-def test_close_removes_folder(base: Path):
+def test_closing_removes_scratch_folder(base: Path):
     scratch = Scratch("forge-trackers-", base)
     assert scratch.path.name.startswith(f"forge-trackers-{os.getpid()}-{MACHINE}-")
     scratch.close()
     assert not list(base.iterdir())
 
 
-def test_forge_clean_names_what_it_removes(base: Path):
+def test_forge_clean_prints_removed_folders(base: Path):
     dead, left = begin(base, "killed")
     dead.wait()
     words = [sys.executable, "-c", "from forge.cli import main; main(['clean'])"]
@@ -76,7 +76,7 @@ def test_forge_clean_names_what_it_removes(base: Path):
     assert f"removed {left}\n" in done.stdout
 
 
-def test_odd_things_in_a_left_folder_are_removed_and_links_not_followed(base: Path):
+def test_sweep_removes_special_files_without_following_links(base: Path):
     kept = base / "kept"
     (kept / "folder").mkdir(parents=True)
     (kept / "file").write_text("precious")
@@ -108,7 +108,7 @@ def mounted(kept: Path, place: Path, command: list[str], base: Path) -> subproce
 
 
 @pytest.mark.parametrize("where", ["a/b", ".", "a b\nc"])
-def test_mounts_in_abandoned_folder_are_kept(base: Path, where: str):
+def test_sweep_keeps_mounts_in_abandoned_folder(base: Path, where: str):
     kept, left = base / "kept", base / f"forge-run-1-{MACHINE}-x"
     kept.mkdir()
     (left / where).mkdir(parents=True, exist_ok=True)

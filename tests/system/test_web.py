@@ -51,7 +51,7 @@ def served(work, key: str | None = None):
         ({"Content-Type": "application/json; charset=utf-8"}, 200),
     ],
 )
-def test_only_this_machines_own_programs_are_answered(headers, status):
+def test_requests_of_other_hosts_and_origins_get_403(headers, status):
     async def work(http, url):
         plain = {"Content-Type": "application/json"} | headers
         async with http.post(url, data='{"a": 1}', headers=plain) as answer:
@@ -62,7 +62,7 @@ def test_only_this_machines_own_programs_are_answered(headers, status):
     served(work)
 
 
-def test_a_page_of_another_site_opens_no_socket():
+def test_websocket_from_other_origin_gets_403():
     async def work(http, url):
         async with http.ws_connect(f"{url}/ws") as opened:
             assert await opened.receive_str() == "hello"
@@ -72,7 +72,7 @@ def test_a_page_of_another_site_opens_no_socket():
     served(work)
 
 
-def test_key_decides_access():
+def test_requests_without_right_key_get_401():
     async def work(http, url):
         for given, status in (
             ({}, 401),
@@ -86,7 +86,7 @@ def test_key_decides_access():
     served(work, "sécret")
 
 
-def test_an_address_that_others_reach_needs_a_key(monkeypatch):
+def test_public_listen_address_needs_api_key(monkeypatch):
     monkeypatch.delenv("FORGE_API_KEY", raising=False)
     for host in ("127.0.0.1", "127.8.9.1", "::1", "localhost"):
         assert access.required_key(host) is None
@@ -103,7 +103,7 @@ def test_an_address_that_others_reach_needs_a_key(monkeypatch):
     ["GET /" + "a" * 10_000 + " HTTP/1.1", "GET / HTTP/9.9", "G\0T / HTTP/1.1", "GET / HTTP/1.1\r\nContent-Length: x"],
     ids=lambda head: head[:9],
 )
-def test_a_malformed_request_is_answered_and_not_logged(head, caplog):
+def test_malformed_request_gets_400_and_is_not_logged(head, caplog):
     async def work(_, url):
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
         writer.write(f"{head}\r\nHost: localhost\r\n\r\n".encode())
@@ -126,7 +126,7 @@ def test_a_malformed_request_is_answered_and_not_logged(head, caplog):
     ],
     ids=lambda value: str(value)[:16],
 )
-def test_invalid_json_body_gets_one_line(body, charset, says):
+def test_invalid_json_body_gets_one_line_error(body, charset, says):
     async def read(request: web.Request) -> web.Response:
         try:
             return web.json_response(await access.json_of(request))

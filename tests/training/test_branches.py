@@ -128,7 +128,7 @@ shapes = st.lists(
 @given(shapes)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("name", LOSSES)
-def test_splitting_an_episode_changes_no_gradient(name: str, aggregation: Aggregation, shape: Shape) -> None:
+def test_splitting_episode_into_branches_keeps_gradient(name: str, aggregation: Aggregation, shape: Shape) -> None:
     algorithm = load_algorithm(LOSSES[name][0], **LOSSES[name][1])
     whole, split = (batch_of(shape, split, algorithm, aggregation) for split in (False, True))
     assert len(split) >= len(whole)
@@ -151,7 +151,7 @@ def test_sampled_sequence_ratios_are_one_and_split_invariant(algorithm: Algorith
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_a_model_has_the_same_gradient_in_every_weight(aggregation: Aggregation) -> None:
+def test_branches_give_same_gradient_in_every_weight(aggregation: Aggregation) -> None:
     shape: Shape = [([3, 5, 2], {0, 1}), ([4], set()), ([1, 1, 6, 2], {2}), ([2, 2], {0})]
     plain = tiny_model("qwen3").double()
     for module in plain.modules():
@@ -185,7 +185,7 @@ def shares(batch: Batch) -> list[float]:
     return [float(part.sum()) for part in np.split(batch.weights, np.cumsum(batch.lengths)[:-1])]
 
 
-def test_an_episode_stays_whole_in_mini_batches() -> None:
+def test_branches_of_an_episode_share_a_mini_batch() -> None:
     group = Group([conversation([2, 3, 1], {0, 1}, seed) for seed in range(5)], 0)
     batch = pack(credit.learnable_episodes([group], RLOOLoss()), aggregation="sequence_mean")
     parts = list(mini_batches(batch, 3, (0,)))
@@ -195,7 +195,7 @@ def test_an_episode_stays_whole_in_mini_batches() -> None:
         assert np.bincount(part.episodes)[np.unique(part.episodes)].tolist() == [3] * (len(part) // 3)
 
 
-def test_a_trainer_trains_the_branches_of_a_group(tmp_path: Path) -> None:
+def test_trainer_weighs_branch_tokens_equally(tmp_path: Path) -> None:
     groups = [Group([conversation([2, 3], {0}, 2 * i), conversation([4, 1], {0}, 2 * i + 1)], i) for i in range(2)]
     trainer = Trainer(str(write_model(tmp_path)), loss=Witness(), optimizer={"learning_rate": 0.0}, seq_len=64)
     trainer.setup()
@@ -212,7 +212,7 @@ def test_a_trainer_trains_the_branches_of_a_group(tmp_path: Path) -> None:
     assert sorted(seen["advantages"].tolist()) == pytest.approx(sorted(outcomes))
 
 
-def test_rewards_of_branches_are_counted_once() -> None:
+def test_branch_rewards_are_counted_once() -> None:
     whole, split = (conversation([2, 3, 4], splits, 5) for splits in (set[int](), {0, 1}))
     whole.advantage = split.advantage = 0.0
     first, second = pack([whole]), pack([split])

@@ -39,7 +39,7 @@ def test_checkpoint_resumes_bit_for_bit(which: str, tmp_path: Path, request: pyt
     assert largest_difference(weights_of(restored), weights_of(trainer)) == 0.0
 
 
-def test_without_its_optimiser_training_would_go_on_otherwise(model: Path, tmp_path: Path):
+def test_training_differs_without_optimizer_state(model: Path, tmp_path: Path):
     """What the test above would miss if moments were not restored."""
     trainer = make_trainer(model)
     for seed in range(3):
@@ -51,7 +51,7 @@ def test_without_its_optimiser_training_would_go_on_otherwise(model: Path, tmp_p
     assert largest_difference(weights_of(fresh), weights_of(trainer)) > 1e-4
 
 
-def test_a_checkpoint_before_the_first_step(model: Path, tmp_path: Path):
+def test_checkpoint_before_first_step_restores(model: Path, tmp_path: Path):
     trainer, restored = make_trainer(model), make_trainer(model)
     path = checkpoint.save_checkpoint(trainer, tmp_path)
     assert largest_difference(weights_of(trainer), weights_of(restored)) == 0.0
@@ -60,7 +60,7 @@ def test_a_checkpoint_before_the_first_step(model: Path, tmp_path: Path):
     assert largest_difference(weights_of(restored), weights_of(trainer)) == 0.0
 
 
-def test_the_newest_stay(model: Path, tmp_path: Path):
+def test_only_newest_checkpoints_are_kept(model: Path, tmp_path: Path):
     trainer = make_trainer(model)
     for step in (3, 20, 999_999, 1_000_000, 1_000_001):
         trainer.step = step
@@ -123,7 +123,7 @@ def largest_file(size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("size", [0, 1000, 40_000])
-def test_a_disk_that_is_full_leaves_the_older_checkpoint(model: Path, tmp_path: Path, size: int):
+def test_full_disk_leaves_older_checkpoint_loadable(model: Path, tmp_path: Path, size: int):
     trainer = make_trainer(model)
     trainer.train_step(example(0), LOSS)
     first = checkpoint.save_checkpoint(trainer, tmp_path, extra={"name": "x"})
@@ -144,7 +144,7 @@ def test_a_disk_that_is_full_leaves_the_older_checkpoint(model: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("which", ["model", "untied"])
-def test_an_export_loads_in_transformers_with_equal_logits(which: str, tmp_path: Path, request: pytest.FixtureRequest):
+def test_exported_model_has_equal_logits_in_transformers(which: str, tmp_path: Path, request: pytest.FixtureRequest):
     folder = request.getfixturevalue(which)
     trainer = make_trainer(folder)
     trainer.train_step(example(), LOSS)
@@ -164,7 +164,7 @@ def test_an_export_loads_in_transformers_with_equal_logits(which: str, tmp_path:
     assert "forge" not in (tmp_path / "model" / "config.json").read_text()
 
 
-def test_export_does_not_replace_other_folders(model: Path, tmp_path: Path):
+def test_export_does_not_replace_unrelated_folders(model: Path, tmp_path: Path):
     (tmp_path / "notes.txt").write_text("keep me")
     with pytest.raises(FileExistsError, match="is not a model"):
         checkpoint.export_model(make_trainer(model), tmp_path, model)

@@ -54,7 +54,7 @@ def rows(packed: Batch, name: str) -> list[np.ndarray]:
     return [values[own] for values, own in parts]
 
 
-def test_kl_in_the_reward_is_what_a_sequence_still_has_before_it():
+def test_kl_in_reward_subtracts_remaining_sequence_kl():
     algorithm = GRPOLoss(beta=0.5, kl="k1", kl_in="reward")
     packed = batch([2, 3], [1.0, 0.0], algorithm)
     before = [values.copy() for values in rows(packed, "advantages")]
@@ -66,7 +66,7 @@ def test_kl_in_the_reward_is_what_a_sequence_still_has_before_it():
         assert new.tolist() == pytest.approx((old - to_come).tolist(), abs=1e-5)
 
 
-def test_reinforce_plus_plus_is_whitened_over_all_tokens():
+def test_reinforce_plus_plus_whitens_over_all_tokens():
     algorithm = ReinforcePlusPlusLoss(beta=0.1)
     packed = batch([2, 5], [1.0, 0.0], algorithm)
     credit.assign_credit(packed, algorithm)
@@ -75,7 +75,7 @@ def test_reinforce_plus_plus_is_whitened_over_all_tokens():
     assert own.std(ddof=1) == pytest.approx(1.0, rel=1e-4)
 
 
-def test_a_critics_advantages_are_gae_and_its_returns_are_kept():
+def test_critic_advantages_are_whitened_gae():
     algorithm = PPOLoss(beta=0.2, discount=0.9, trace=0.8)
     packed = batch([4, 2], [1.0, -1.0], algorithm)
     credit.assign_credit(packed, algorithm)
@@ -156,7 +156,7 @@ def test_skipped_groups_do_not_change_gradient(algorithm, aggregation):
     assert gradients[0][2] == pytest.approx(gradients[1][2], rel=1e-5)
 
 
-def test_advantages_of_the_batch():
+def test_batch_baselines_give_expected_advantages():
     mean = (1 + 0 + 1 + 1 + 0 + 0.5) / 6
     found = credit.learnable_episodes(groups(), ReinforceLoss())
     assert [e.advantage for e in found] == pytest.approx([r - mean for r in (0.0, 0.5, 1.0, 1.0, 1.0, 0.0)])
@@ -178,7 +178,7 @@ def turns(rewards: list[float], final: float, *, lengths: tuple[int, ...] = (2, 
     return played
 
 
-def test_rewards_of_turns_come_at_their_ends_and_the_critic_passes_over_what_the_environment_wrote():
+def test_turn_rewards_land_on_turn_ends_in_gae():
     algorithm = PPOLoss(discount=0.9, trace=0.8)
     packed = pack(credit.learnable_episodes([Group([turns([0.5, -1.0], 2.0), turns([0.0, 0.0], 1.0)], 0)], algorithm))
     values = np.linspace(-1, 1, len(packed.tokens)).astype(np.float32)
@@ -197,7 +197,7 @@ def test_rewards_of_turns_come_at_their_ends_and_the_critic_passes_over_what_the
     assert not packed.advantages[~packed.mask].any()
 
 
-def test_groups_of_turns_are_compared_by_all_that_was_earned():
+def test_multi_turn_episodes_are_compared_by_total_reward():
     algorithm = RLOOLoss()
     packed = pack(credit.learnable_episodes([Group([turns([0.5, -1.0], 2.0), turns([0.0, 0.0], 0.5)], 0)], algorithm))
     first, second = rows(packed, "advantages")
@@ -206,7 +206,7 @@ def test_groups_of_turns_are_compared_by_all_that_was_earned():
     assert packed.advantages[~packed.mask].tolist() == [0.0] * 8
 
 
-def test_branches_share_the_advantage_of_what_all_of_them_earned():
+def test_branches_share_advantage_of_total_reward():
     # The first branch earned 0.5 and saw 1.0 still to come.
     earlier = turns([0.5, 0.0], 1.0)
     both = turns([0.0, 0.0], 1.0, branches=[earlier])
@@ -229,7 +229,7 @@ def test_branches_share_the_advantage_of_what_all_of_them_earned():
         ([[5, -1, 4], [-1, -1], [6]], 4),
     ],
 )
-def test_a_group_is_as_old_as_its_oldest_known_sampler(versions: list[list[int]], oldest: int):
+def test_group_version_is_oldest_known_version(versions: list[list[int]], oldest: int):
     samples = [Episode(prompt_ids=[1], response_ids=[2] * len(v), reward=1.0, versions=v) for v in versions]
     assert Group(samples, 0).version == oldest
     assert Completion(token_ids=[2] * len(versions[0]), versions=versions[0]).version == samples[0].version

@@ -48,7 +48,7 @@ def flipped(data: bytes, rng: random.Random) -> bytes:
     return bytes(hurt)
 
 
-def test_every_flipped_bit_of_a_checkpoint_is_found(saved: Path):
+def test_flipped_bits_of_checkpoint_raise(saved: Path):
     rng = random.Random(0)
     check_files(saved)
     for path in sorted(saved.iterdir()):
@@ -65,7 +65,7 @@ def test_every_flipped_bit_of_a_checkpoint_is_found(saved: Path):
     check_files(saved)
 
 
-def test_every_flipped_bit_of_a_model_that_was_exported_is_found(model: Path, tmp_path: Path):
+def test_flipped_bits_of_exported_model_raise(model: Path, tmp_path: Path):
     checkpoint.export_model(make_trainer(model), tmp_path / "model", model)
     resolve_model(str(tmp_path / "model"))
     rng = random.Random(0)
@@ -80,7 +80,7 @@ def test_every_flipped_bit_of_a_model_that_was_exported_is_found(model: Path, tm
 
 
 @pytest.mark.processes
-def test_a_flipped_bit_of_the_weight_store_is_found_or_changes_nothing():
+def test_flipped_store_bits_raise_or_have_no_effect():
     rng = random.Random(0)
     store = VersionStore.create()
     weights = {"a": torch.randn(300), "b": torch.arange(77), "c": torch.tensor(True)}
@@ -104,7 +104,7 @@ def test_a_flipped_bit_of_the_weight_store_is_found_or_changes_nothing():
 
 
 @pytest.mark.parametrize("code", np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?")
-def test_arrays_of_all_numbers_come_back(code: str):
+def test_plain_dump_round_trips_every_dtype(code: str):
     state = {"array": np.arange(2).astype(code), "scalar": np.ones(1, code)[0]}
     found = load_plain(io.BytesIO(dump_plain(state, "extra.pt")))
     assert found["array"].dtype == found["scalar"].dtype == np.dtype(code)
@@ -120,9 +120,7 @@ class Attack:
 
 
 @pytest.mark.parametrize("name", ["extra.pt", "rank_0.pt", ".metadata", "__0_0.distcp"])
-def test_reading_a_checkpoint_of_somebody_else_runs_none_of_their_code(
-    model: Path, saved: Path, tmp_path: Path, name: str
-):
+def test_malicious_checkpoint_raises_without_running_code(model: Path, saved: Path, tmp_path: Path, name: str):
     mark, given = tmp_path / "ran", tmp_path / "step_000001"
     shutil.copytree(saved, given)
     attack = io.BytesIO()
@@ -151,7 +149,7 @@ def test_reading_a_checkpoint_of_somebody_else_runs_none_of_their_code(
 
 
 @pytest.mark.parametrize(("python", "trace"), [("3.11.2", b"getattr"), ("3.13", b"pathlib._local")])
-def test_a_checkpoint_of_any_python_is_read(
+def test_checkpoints_of_other_python_versions_load(
     model: Path, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: str, trace: bytes
 ):
     given = tmp_path / "step_000001"
@@ -181,7 +179,7 @@ def test_unpickler_reaches_no_class_attributes(tmp_path: Path):
         Reader(tmp_path).read_metadata()
 
 
-def test_a_sealed_text_is_read_as_it_was_written(tmp_path: Path):
+def test_sealed_text_round_trips_and_edits_raise(tmp_path: Path):
     path = tmp_path / "x.yaml"
     for text in ("a: 1\n", "", "# xxh3-128 \n", "ü: 'ö'\n"):
         write_sealed(path, text)

@@ -116,17 +116,17 @@ def check_step(model: Path, expected: Outcome, **settings: Any) -> None:
 
 
 @pytest.mark.parametrize("which", SETTINGS)
-def test_a_step_is_the_cpus(which: str, mild: dict[str, Path]):
+def test_training_step_on_emulated_device_matches_cpu(which: str, mild: dict[str, Path]):
     check_step(mild["qwen3"], train(mild["qwen3"], **SETTINGS[which]), **SETTINGS[which])
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gemma3"])
-def test_a_step_of_another_family_is_the_cpus(family: str, mild: dict[str, Path]):
+def test_training_step_of_other_families_matches_cpu(family: str, mild: dict[str, Path]):
     check_step(mild[family], train(mild[family]))
 
 
 @pytest.mark.parametrize("which", HALF)
-def test_half_precision_is_close_to_single_on_the_cpu(which: str, mild: dict[str, Path]):
+def test_half_precision_step_is_close_to_float32(which: str, mild: dict[str, Path]):
     """Closer than its rounding, 2^-8 of a number; log-probabilities are about -3.5, and .003 apart."""
     expected = train(mild["qwen3"])
     with emulated():
@@ -139,21 +139,21 @@ def test_half_precision_is_close_to_single_on_the_cpu(which: str, mild: dict[str
 
 
 @pytest.mark.parametrize("which", SETTINGS | HALF)
-def test_the_host_waits_a_fixed_number_of_times_an_update(which: str, mild: dict[str, Path]):
+def test_update_synchronises_with_host_a_fixed_number_of_times(which: str, mild: dict[str, Path]):
     check_waits(mild["qwen3"], **(SETTINGS | HALF)[which])
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gemma3"])
-def test_emulated_device_matches_in_other_family(family: str, mild: dict[str, Path]):
+def test_update_of_other_families_has_same_host_waits(family: str, mild: dict[str, Path]):
     check_waits(mild[family])
 
 
-def test_a_record_of_tokens_is_read_once_a_step(mild: dict[str, Path]):
+def test_recorded_tokens_are_copied_once_per_step(mild: dict[str, Path]):
     check_waits(mild["qwen3"], recorded=True)
 
 
 @pytest.mark.parametrize("head", ["value", "reward"])
-def test_a_scalar_head_is_the_cpus(head: str, mild: dict[str, Path]):
+def test_scalar_head_on_emulated_device_matches_cpu(head: str, mild: dict[str, Path]):
     def outcome() -> tuple[PolicyTrainer, dict[str, float], np.ndarray]:
         trainer = make_trainer(mild["qwen3"], head=head)
         metrics = trainer.train_step(targets(0, LENGTHS), regression)
@@ -167,7 +167,7 @@ def test_a_scalar_head_is_the_cpus(head: str, mild: dict[str, Path]):
     np.testing.assert_allclose(values, expected, rtol=0, atol=LOGPROBS)
 
 
-def test_a_reference_scores_as_on_the_cpu(mild: dict[str, Path]):
+def test_reference_on_emulated_device_matches_cpu(mild: dict[str, Path]):
     batch = example(0, LENGTHS)
     expected = reference(mild["qwen3"]).logprobs(batch)
     with emulated() as emulation:

@@ -70,7 +70,7 @@ def test_engine_records_chosen_experts(mixture: Path):
 
 
 @pytest.mark.parametrize("inexactness", ["rounding", "noise"])
-def test_replay_closes_the_gap_that_routing_opens(tmp_path: Path, inexactness: str):
+def test_router_replay_removes_logprob_gap_of_routing(tmp_path: Path, inexactness: str):
     """To that of a dense model of the same size, whose engine is as inexact."""
     mixture = write_model(tmp_path / "mixture", "qwen3_moe", num_hidden_layers=4, **MANY)
     dense = write_model(tmp_path / "dense", "qwen3", num_hidden_layers=4)
@@ -92,7 +92,7 @@ def test_replay_closes_the_gap_that_routing_opens(tmp_path: Path, inexactness: s
 
 
 @pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True}, {"seq_len": 50}], ids=str)
-def test_a_step_with_the_experts_that_routers_choose_anyway_is_the_same(mixture: Path, settings: dict[str, Any]):
+def test_replaying_chosen_experts_changes_no_step(mixture: Path, settings: dict[str, Any]):
     batch = batch_of(drawn(mixture, router_replay=True)[:4])
     replayed, free = make_trainer(mixture, **settings), make_trainer(mixture)
     first, second = replayed.train_step(batch, SFTLoss()), free.train_step(replace(batch, experts=None), SFTLoss())
@@ -101,7 +101,7 @@ def test_a_step_with_the_experts_that_routers_choose_anyway_is_the_same(mixture:
     assert largest_difference(weights_of(replayed), weights_of(free)) < 1e-4
 
 
-def test_replayed_experts_are_those_that_compute_and_learn(mixture: Path):
+def test_only_replayed_experts_compute_and_learn(mixture: Path):
     """The gates of others than the routers' own, by hand, and gradients for the routers and for these experts only."""
     batch, trainer = example(0, [(3, 5)]), make_trainer(mixture)
     batch.experts = np.broadcast_to(np.array([4, 1], np.uint8), (len(batch.tokens), 2, 2))
@@ -164,7 +164,7 @@ def test_router_loss_and_load_match_transformers(mixture: Path):
     assert gradient(seq_len=12)[1]["router_aux_loss"] == pytest.approx(expected.item(), rel=1e-5)
 
 
-def test_several_turns_have_the_experts_that_drew_each():
+def test_multi_turn_episode_keeps_experts_of_each_turn():
     from forge_envs.rollout import _Branch
 
     def turn(prompt: list[int], ids: list[int], expert: int) -> Completion:
@@ -180,7 +180,7 @@ def test_several_turns_have_the_experts_that_drew_each():
     assert branch.experts[:, 0, 0].tolist() == [1, 1, 1, 2, 2, UNKNOWN_EXPERT]
 
 
-def test_mismatched_experts_raise_one_line(mixture: Path, model: Path, tmp_path: Path):
+def test_invalid_expert_settings_raise_one_line(mixture: Path, model: Path, tmp_path: Path):
     with pytest.raises(ValueError, match="router_replay needs a mixture of experts, this is qwen3"):
         EmbeddedEngine(model, router_replay=True)
     with pytest.raises(ValueError, match="router_replay is of the other engine"):

@@ -56,7 +56,7 @@ def assert_same_model(ours: Path, theirs: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_export_matches_transformers(name: str, tmp_path: Path):
+def test_export_equals_transformers_save(name: str, tmp_path: Path):
     family, of_model, settings = CASES[name]
     model = write_model(tmp_path / "from", family, **of_model)
     trainer = make_trainer(model, **settings)
@@ -66,7 +66,7 @@ def test_export_matches_transformers(name: str, tmp_path: Path):
     assert_same_model(tmp_path / "ours", by_transformers(trainer, tmp_path / "theirs"))
 
 
-def test_large_models_are_several_files_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_large_export_is_sharded_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model = write_model(tmp_path / "from", "qwen3_moe")
     trainer = make_trainer(model)
     largest = 9000  # bytes; the embedding is larger, and has a file of its own
@@ -92,7 +92,7 @@ def test_large_models_are_several_files_with_an_index(tmp_path: Path, monkeypatc
     assert AutoTokenizer.from_pretrained(tmp_path / "ours")("abc").input_ids
 
 
-def test_tensors_are_never_together_in_memory(tmp_path: Path):
+def test_export_holds_one_tensor_in_memory_at_a_time(tmp_path: Path):
     seen: list[weakref.ref] = []
 
     def value(i: int) -> torch.Tensor:

@@ -58,7 +58,7 @@ def test_family_step_matches_transformers_and_adamw(tmp_path: Path, family: str)
 
 @pytest.mark.parametrize("lora", [None, {"rank": 3}], ids=["whole", "adapters"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_export_opens_with_transformers_and_the_engine(tmp_path: Path, family: str, lora: dict[str, int] | None):
+def test_exported_families_load_in_transformers_and_engine(tmp_path: Path, family: str, lora: dict[str, int] | None):
     write_model(tmp_path / "first", family, tied=family != "olmo2")
     trainer, batch = make_trainer(tmp_path / "first", learning_rate=1e-2, lora=lora), example(1, [(3, 12)])
     before = trainer.logprobs(batch)
@@ -82,7 +82,7 @@ def test_an_export_opens_with_transformers_and_the_engine(tmp_path: Path, family
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "olmoe"])
-def test_scalar_head_matches_transformers(tmp_path: Path, family: str):
+def test_scalar_head_of_each_family_matches_transformers(tmp_path: Path, family: str):
     write_model(tmp_path, family)
     batch = example(0, [(2, 10)])
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=1, attn_implementation="eager")
@@ -98,7 +98,7 @@ def test_scalar_head_matches_transformers(tmp_path: Path, family: str):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tensor_parallelism_has_families_whose_layers_are_split_by_name(family: str):
+def test_tensor_parallelism_of_unsupported_family_raises(family: str):
     config = tiny_model(family).config
     degrees = Parallelism(tensor_parallel_degree=2)
     if config.model_type in SPLIT_BY_NAME:

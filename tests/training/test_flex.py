@@ -31,7 +31,7 @@ def tree_of(runs: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
 
 
 @given(RUNS, st.sampled_from([None, 1, 3, 8]))
-def test_a_token_sees_the_path_to_it(runs, window):
+def test_tree_mask_shows_each_token_its_path(runs, window):
     lengths, parents = tree_of(runs)
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     paths: list[list[int]] = []
@@ -52,7 +52,7 @@ def test_a_token_sees_the_path_to_it(runs, window):
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
 @settings(max_examples=5)
 @given(RUNS)
-def test_flex_attention_is_the_rectangles(window, key_heads, runs):
+def test_flex_attention_matches_packed_attention(window, key_heads, runs):
     lengths, parents = tree_of(runs)
     torch.manual_seed(len(lengths))
     query, key, value = (torch.randn(1, heads, sum(lengths), 16) for heads in (4, key_heads, key_heads))
@@ -68,7 +68,7 @@ def test_flex_attention_is_the_rectangles(window, key_heads, runs):
 
 
 @given(RUNS, st.sampled_from([4, 2, 1]), st.integers(0, 3))
-def test_causal_kernels_compute_long_sequences_that_share_nothing(runs, key_heads, padding):
+def test_causal_attention_of_long_sequences_matches_packed(runs, key_heads, padding):
     """As the rectangles do; padding, sequences of one token, comes last."""
     lengths, parents = tree_of(runs)
     lengths, parents = lengths + [1] * padding, parents + [-1] * padding
@@ -101,12 +101,12 @@ def test_causal_kernels_compute_long_sequences_that_share_nothing(runs, key_head
         ([1, 1], [-1, -1], []),
     ],
 )
-def test_long_sequences(lengths, parents, sequences):
+def test_runs_list_sequences_for_causal_kernel(lengths, parents, sequences):
     assert Runs.from_lengths(lengths, parents).long_sequences() == sequences
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_fused_norm_is_the_models(dtype):
+def test_fused_norm_is_bit_identical_to_model_norm(dtype):
     norms = [Qwen3RMSNorm(64).to(dtype) for _ in range(2)]
     norms[0].weight.data.uniform_(0.5, 2.0, generator=torch.Generator().manual_seed(0))
     norms[1].load_state_dict(norms[0].state_dict())
@@ -121,7 +121,7 @@ def test_a_fused_norm_is_the_models(dtype):
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_fsdp_hands_the_mask_to_every_layer_as_it_is(tmp_path, monkeypatch):
+def test_fsdp_passes_one_mask_object_to_all_layers(tmp_path, monkeypatch):
     """FSDP copies a layer's arguments to cast them: each copy of a mask would make its own blocks."""
     config = Qwen3Config(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2

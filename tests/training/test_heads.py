@@ -52,7 +52,7 @@ def test_packed_scalar_head_matches_transformers(classifier: Path, head: Head):
         torch.testing.assert_close(own[name].grad, parameter.grad, rtol=1e-5, atol=1e-5, msg=name)
 
 
-def test_a_reward_is_what_a_classifier_says_of_the_sequence(classifier: Path):
+def test_reward_head_matches_transformers_classifier(classifier: Path):
     batch, model = targets(last=True), plain(classifier)
     rewards = make_trainer(classifier, head="reward").predict(batch)
     for ids, row in zip(*(np.split(x, np.cumsum(batch.lengths)[:-1]) for x in (batch.tokens, rewards)), strict=True):
@@ -61,7 +61,7 @@ def test_a_reward_is_what_a_classifier_says_of_the_sequence(classifier: Path):
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_a_head_that_is_not_there_is_made_the_same_everywhere(
+def test_missing_head_is_initialised_the_same_everywhere(
     model: Path, head: Head, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ):
     capfd.readouterr()
@@ -116,7 +116,7 @@ def test_critic_loss_gets_old_values_and_returns(classifier: Path):
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_an_export_is_a_classifier_with_equal_scores(model: Path, tmp_path: Path, head: Head):
+def test_exported_head_loads_as_classifier_with_equal_scores(model: Path, tmp_path: Path, head: Head):
     trainer, batch = make_trainer(model, head=head, learning_rate=1e-2), targets()
     for seed in range(3):
         trainer.train_step(targets(seed), regression)

@@ -41,12 +41,12 @@ def degrees_of(*values: int | None) -> Parallelism:
     ],
     ids=str,
 )
-def test_invalid_degrees_raise(degrees: Parallelism, ranks: int, message: str):
+def test_invalid_parallelism_degrees_raise(degrees: Parallelism, ranks: int, message: str):
     with pytest.raises(ValueError, match=message):
         degrees.over(ranks)
 
 
-def test_a_model_that_cannot_be_divided(model: Path):
+def test_indivisible_model_dimensions_raise(model: Path):
     four = {
         "model_type": "llama",
         "hidden_size": 32,
@@ -91,22 +91,20 @@ def test_a_model_that_cannot_be_divided(model: Path):
         ({"expert_parallel_degree": 2, "data_parallel_replicate_degree": 2}, 8, {}, None),
     ],
 )
-def test_experts_that_cannot_be_divided(
-    degrees: dict[str, int], ranks: int, changes: dict[str, str], message: str | None
-):
+def test_indivisible_experts_raise(degrees: dict[str, int], ranks: int, changes: dict[str, str], message: str | None):
     config = SimpleNamespace(**{"model_type": "qwen3_moe", "num_experts": 6, "num_hidden_layers": 2} | changes)
     config.mlp_only_layers, config.decoder_sparse_step = [], 1
     with pytest.raises(ValueError, match=message) if message else nullcontext():
         Parallelism(**degrees).over(ranks).check_experts(config)
 
 
-def test_only_torchtitan_divides_experts(tmp_path: Path):
+def test_expert_parallelism_needs_titan_backend(tmp_path: Path):
     model = write_model(tmp_path, "qwen3_moe")
     with pytest.raises(ValueError, match="expert_parallel_degree does nothing with"):
         make_trainer(model, Ranks(0, 2, CPU, None, experts=2))
 
 
-def test_a_device_is_given_away_and_taken_again(model: Path, tmp_path: Path):
+def test_offloaded_trainer_trains_identically(model: Path, tmp_path: Path):
     trainer, other = make_trainer(model), make_trainer(model)
     for each in (trainer, other):
         each.train_step(example(), LOSS)

@@ -116,7 +116,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory, written: dict[str, Path], p
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", CASES)
-def test_a_rank_that_reads_its_part_has_the_same_weights(loaded: Any, name: str):
+def test_sharded_loading_gives_the_same_weights(loaded: Any, name: str):
     for result in loaded(name):
         assert result["sharded first"] == [True]
         parts, full = result["parts"], result["whole"]
@@ -157,14 +157,14 @@ def quantise(folder: Path) -> None:
     ],
     ids=["renamed", "incomplete", "quantised", "no safetensors", "adapters"],
 )
-def test_transformers_loads_what_it_may_have_to_convert(change: Callable[[Path], Any], tmp_path: Path):
+def test_unusual_checkpoints_are_left_to_transformers(change: Callable[[Path], Any], tmp_path: Path):
     folder = write_model(tmp_path / "model", "llama")
     assert on_meta(AutoModelForCausalLM, folder, torch.float32) is not None
     change(folder)
     assert on_meta(AutoModelForCausalLM, folder, torch.float32) is None
 
 
-def test_a_tensor_of_another_shape(written: dict[str, Path], tmp_path: Path):
+def test_checkpoint_tensor_of_wrong_shape_raises(written: dict[str, Path], tmp_path: Path):
     folder = write_model(tmp_path / "model", "llama")
     weights = load_file(folder / "model.safetensors")
     write_weights(folder, weights | {"model.norm.weight": torch.zeros(3)})

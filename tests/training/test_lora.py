@@ -23,7 +23,7 @@ def base_of(folder: Path) -> dict[str, torch.Tensor]:
     return {n: p.detach() for n, p in AutoModelForCausalLM.from_pretrained(folder).named_parameters()}
 
 
-def test_adapter_starts_as_base_model(untied: Path):
+def test_untrained_adapter_equals_base_model(untied: Path):
     trainer = make_trainer(untied, lora=LORA)
     np.testing.assert_array_equal(trainer.logprobs(example()), make_trainer(untied).logprobs(example()))
     assert largest_difference(weights_of(trainer), base_of(untied)) == 0.0
@@ -87,9 +87,7 @@ def test_frozen_weights_keep_their_bits(model: Path):
 
 
 @pytest.mark.parametrize("family", ["model", "untied"])
-def test_an_export_is_an_ordinary_model_with_the_adapters_merged(
-    family: str, tmp_path: Path, request: pytest.FixtureRequest
-):
+def test_lora_export_is_a_merged_model(family: str, tmp_path: Path, request: pytest.FixtureRequest):
     folder, batch = request.getfixturevalue(family), example(0, [(2, 8)])
     trainer = make_trainer(folder, lora=LORA, learning_rate=1e-2)
     for seed in range(3):

@@ -15,13 +15,13 @@ from forge.training.trainer import build_optimizer
 from tests.training.cases import example, largest_difference, make_trainer, weights_of
 
 
-def test_constant_schedule_after_a_linear_warmup():
+def test_constant_schedule_follows_linear_warmup():
     settings = OptimizerSettings(warmup_steps=4)
     assert [settings.scale(step) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
     assert OptimizerSettings().scale(0) == 1.0
 
 
-def test_cosine_schedule():
+def test_cosine_schedule_matches_formula():
     settings = OptimizerSettings(schedule="cosine", steps=8, min_lr_ratio=0.0)
     for step in range(9):
         assert settings.scale(step) == pytest.approx(math.cos(math.pi * step / 16) ** 2)
@@ -42,7 +42,7 @@ def test_invalid_optimizer_settings_raise(settings: dict, message: str):
         OptimizerSettings(**settings)
 
 
-def test_decay_shrinks_matrices_only():
+def test_weight_decay_applies_to_matrices_only():
     layer = nn.Linear(3, 2)
     before = {name: p.detach().clone() for name, p in layer.named_parameters()}
     optimizer = build_optimizer(layer, OptimizerSettings(learning_rate=0.1, weight_decay=0.5))
@@ -52,13 +52,13 @@ def test_decay_shrinks_matrices_only():
     assert torch.equal(layer.bias.detach(), before["bias"])
 
 
-def test_the_trainer_follows_the_schedule(model: Path):
+def test_trainer_learning_rate_follows_schedule(model: Path):
     trainer = make_trainer(model, schedule="linear", warmup_steps=1, steps=3, min_lr_ratio=0.0)
     rates = [trainer.train_step(example(), SFTLoss())["learning_rate"] for _ in range(4)]
     assert rates == pytest.approx([1e-3, 1e-3, 5e-4, 0.0])
 
 
-def test_clipping_bounds_the_gradient_and_reports_its_norm(model: Path):
+def test_gradient_clipping_bounds_update_and_reports_norm(model: Path):
     """With a first moment of no memory and a large epsilon, AdamW's first step is the gradient times lr / epsilon."""
     moved = {}
     for bound in (0.0, 1e6, 0.01):

@@ -28,7 +28,7 @@ def batch_of(lengths: list[int]) -> Batch:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("lengths", [LENGTHS, [1, 2], [16]], ids=str)
-def test_packed_equals_plain_transformers(family: str, lengths: list[int]):
+def test_packed_logprobs_and_entropy_match_transformers(family: str, lengths: list[int]):
     model = tiny_model(family)
     plain = copy.deepcopy(model)
     batch = batch_of(lengths)
@@ -51,7 +51,7 @@ def test_packed_equals_plain_transformers(family: str, lengths: list[int]):
         torch.testing.assert_close(own_gradients[name].grad, parameter.grad, rtol=0, atol=1e-5, msg=name)
 
 
-def test_a_sequence_does_not_feel_its_neighbours():
+def test_packed_sequence_is_independent_of_neighbours():
     policy = Policy(tiny_model())
     alone = policy(batch_of([12]))[0]
     together = batch_of([12, 12, 10, 3])
@@ -61,7 +61,7 @@ def test_a_sequence_does_not_feel_its_neighbours():
 
 
 @pytest.mark.parametrize("window", [1, 2, 6, 11])
-def test_windows_match_transformers(window: int):
+def test_sliding_windows_match_transformers(window: int):
     """Sequences shorter and longer than the window, of as many whole windows and of some more."""
     model = tiny_model("qwen2", use_sliding_window=True, sliding_window=window, max_window_layers=1)
     batch = batch_of([1, 6, 12, 17, 17, 23])
@@ -72,7 +72,7 @@ def test_windows_match_transformers(window: int):
     torch.testing.assert_close(Policy(model)(batch)[0], torch.cat(expected), rtol=0, atol=1e-5)
 
 
-def test_beyond_the_short_factors_of_longrope_a_sequence_is_an_error():
+def test_sequence_beyond_longrope_short_factors_raises():
     policy = Policy(tiny_model("phi3"))
     policy(batch_of([20, 20]))
     with pytest.raises(ValueError, match="21 tokens: beyond 20 this model's longrope is not supported"):

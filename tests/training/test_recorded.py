@@ -51,7 +51,7 @@ def check_sums(metrics: dict[str, float], batch: Batch, recorded: dict[str, np.n
     "settings", [{}, {"mini_batches": 2}, {"mini_batches": 2, "epochs": 2, "seq_len": 16}], ids=str
 )
 @pytest.mark.parametrize(("name", "fields"), Algorithms, ids=lambda value: str(value))
-def test_recorded_tokens_add_up_to_what_the_step_reports(
+def test_recorded_token_metrics_sum_to_step_metrics(
     model: Path, name: str, fields: dict[str, Any], settings: dict[str, Any], aggregation: Aggregation
 ):
     trainer = make_trainer(model, **settings)
@@ -60,7 +60,7 @@ def test_recorded_tokens_add_up_to_what_the_step_reports(
     check_sums(metrics, batch, recorded)
 
 
-def test_recording_changes_nothing(model: Path):
+def test_recording_tokens_does_not_change_step_metrics(model: Path):
     plain, recording = make_trainer(model, mini_batches=2), make_trainer(model, mini_batches=2)
     batch = example()
     batch.tokens[8] = batch.tokens[0]
@@ -73,7 +73,7 @@ def test_recording_changes_nothing(model: Path):
 @given(
     st.lists(st.lists(st.tuples(st.integers(1, 4), st.sampled_from([0.0, 1.0])), min_size=2, max_size=4), min_size=1)
 )
-def test_tokens_keep_their_numbers_when_sequences_are_left_out(given: list[list[tuple[int, float]]]):
+def test_token_numbers_are_kept_when_groups_are_dropped(given: list[list[tuple[int, float]]]):
     """Groups without signal leave the batch; the others keep the numbers of their tokens and of their group."""
     groups = [
         Group([Episode(prompt_ids=[3, 4], response_ids=[5] * n, reward=r, versions=[0] * n) for n, r in group], index)

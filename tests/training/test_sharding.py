@@ -33,7 +33,7 @@ def assert_as_one(results: list[Any], one: dict[str, Any], tolerance: float = 1e
 @pytest.mark.parametrize(
     "name", [name if layouts.world(name) == 2 else pytest.param(name, marks=pytest.mark.full) for name in layouts.STEPS]
 )
-def test_a_layout_trains_as_one_process_does(request: pytest.FixtureRequest, models: dict[str, Path], name: str):
+def test_sharded_layouts_train_like_one_process(request: pytest.FixtureRequest, models: dict[str, Path], name: str):
     _, family, settings = layouts.STEPS[name]
     results = request.getfixturevalue("two_ranks" if layouts.world(name) == 2 else "four_ranks")(name)
     one = ranks.five_steps(join_ranks(), models[family], **settings)
@@ -43,7 +43,7 @@ def test_a_layout_trains_as_one_process_does(request: pytest.FixtureRequest, mod
 
 
 @pytest.mark.full
-def test_checkpoint_resumes_in_every_layout(four_ranks: Outcome, models: dict[str, Path]):
+def test_sharded_checkpoint_resumes_in_every_layout(four_ranks: Outcome, models: dict[str, Path]):
     written, onto_square, onto_other = four_ranks("saved"), four_ranks("of one rank"), four_ranks("of another layout")
     losses = [metrics["loss"] for metrics in written[0]["after"]]
     for result in written:
@@ -57,7 +57,7 @@ def test_checkpoint_resumes_in_every_layout(four_ranks: Outcome, models: dict[st
 
 
 @pytest.mark.full
-def test_published_weights_are_complete(four_ranks: Outcome, published: VersionStore):
+def test_sharded_trainer_publishes_complete_weights(four_ranks: Outcome, published: VersionStore):
     results = four_ranks("stored")
     assert [result["version"] for result in results] == [2] * 4
     assert_same_weights(results[0]["weights"], published.get("policy", version=2), 0.0)

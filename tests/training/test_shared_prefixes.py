@@ -66,7 +66,7 @@ def in_float64(family: str) -> torch.nn.Module:
 
 
 @given(TREES, st.sampled_from([1, 4, 32, 10**9]))
-def test_every_sequence_is_the_path_to_its_last_run(trees, saved: int):
+def test_prefix_tree_paths_restore_every_sequence(trees, saved: int):
     rows = rows_of(trees)
     batch = batch_of(rows)
     tree = find_prefixes(batch.tokens, batch.lengths, saved)
@@ -118,7 +118,7 @@ def test_shared_prefix_matches_separate_sequences(family: str, seed: int, monkey
 
 @pytest.mark.parametrize("prompt", [3, 30, 41])
 @pytest.mark.parametrize("family", ["mistral", "gemma3", "phi3", "olmoe"])
-def test_shared_prefix_windows_and_experts_match(family: str, prompt: int, monkeypatch):
+def test_shared_prefixes_match_with_windows_and_experts(family: str, prompt: int, monkeypatch):
     """Prefixes shorter and longer than a window of 4 or 5, and 20 tokens at most with Phi-3's frequencies."""
     prompt = min(prompt, 9) if family == "phi3" else prompt
     rows = sampled(prompts=2, samples=4, prompt=prompt, answer=5, seed=prompt)
@@ -131,7 +131,7 @@ def test_shared_prefix_windows_and_experts_match(family: str, prompt: int, monke
     torch.testing.assert_close(shared, apart, rtol=0, atol=2e-5)
 
 
-def test_a_prefix_is_shared_where_the_recorded_experts_agree():
+def test_prefixes_are_shared_only_with_equal_experts():
     """The second sequence went another way from its third token on, the third one never."""
     batch = batch_of([[5, 6, 7, 8], [5, 6, 7, 9], [5, 6, 7, 4]])
     batch.experts = np.zeros((12, 2, 2), np.uint8)
@@ -142,7 +142,7 @@ def test_a_prefix_is_shared_where_the_recorded_experts_agree():
 
 
 @pytest.mark.parametrize("head", ["value", "reward"])
-def test_scalar_heads_share_prefixes_too(head: str, tmp_path, monkeypatch):
+def test_scalar_head_values_match_with_shared_prefixes(head: str, tmp_path, monkeypatch):
     model = ScalarModel.from_pretrained(write_classifier(tmp_path), head)  # type: ignore[arg-type]
     batch = batch_of(sampled(2, 3, prompt=40, answer=6), trained=40)
     shared = model(batch).values

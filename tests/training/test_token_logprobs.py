@@ -30,7 +30,7 @@ def oracle(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
 @pytest.mark.parametrize("chunk", [1, 5, TOKENS, 256])
-def test_values_and_gradients(temperature: float, chunk: int):
+def test_token_logprob_values_and_gradients_match_oracle(temperature: float, chunk: int):
     hidden, weight, labels, to_logprobs, to_entropy = inputs()
     seen = (to_logprobs, to_entropy)
     outputs = token_logprobs(hidden, weight, labels, temperature=temperature, chunk=chunk)
@@ -71,7 +71,7 @@ def test_logits_are_computed_in_chunks():
     assert chunked.elements == chunk * vocab
 
 
-def test_gradients_under_autocast_belong_to_the_logits_of_the_forward_pass():
+def test_autocast_gradients_match_forward_logits():
     """Logits of some 20 nats, which bfloat16 rounds by up to 0.06: recomputed otherwise they are off by as much."""
     hidden, weight, labels, seen, _ = inputs(scale=8.0)
     with torch.autocast("cpu", torch.bfloat16):

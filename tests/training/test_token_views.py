@@ -50,7 +50,7 @@ def inputs_of(batch: Batch) -> dict[str, Any]:
     return loss_inputs(batch, output)
 
 
-def test_ids_positions_and_groups_of_trained_tokens():
+def test_loss_inputs_give_ids_positions_and_groups_of_tokens():
     batch = batch_of(episode("ab", "cde"), episode("abc", "d"), episode("a", "bc"))
     inputs = inputs_of(batch)
     assert LETTERS.decode(inputs["tokens"].tolist()) == "cdedbc"
@@ -82,7 +82,7 @@ def model(tmp_path: Path) -> str:
     return build_small_model(tmp_path / "model", seed=0, alphabet="abcdefghijklmnopqrstuvwxyz: ,", **sizes)
 
 
-def test_a_trainer_hands_a_loss_what_it_names(model: str):
+def test_trainer_passes_loss_the_tensors_it_names(model: str):
     assert open_tokenizer(model).get_vocab() == LETTERS.get_vocab()
     batch = batch_of(episode("q", "so answer: ab"), episode("q", "answer: b", -1.0))
     algorithm = load_algorithm(Later(decay=0.9))
@@ -95,7 +95,7 @@ def test_a_trainer_hands_a_loss_what_it_names(model: str):
     assert np.isfinite(trainer.train_step(batch, load_algorithm(shaped))["loss"])
 
 
-def test_a_token_loss_gets_its_tensors_by_name_in_any_order():
+def test_token_loss_arguments_are_passed_by_name():
     class Reordered(Algorithm):
         def token_loss(self, behaviour_logprobs, advantages, logprobs):
             return -(logprobs - behaviour_logprobs).exp() * advantages
@@ -108,7 +108,7 @@ def test_a_token_loss_gets_its_tensors_by_name_in_any_order():
     assert Reordered()(**arguments, weights=weights) == pytest.approx(float(plain))
 
 
-def test_unknown_tensor_name_raises_one_line():
+def test_unknown_loss_argument_name_raises_one_line():
     class Wrong(Algorithm):
         def token_loss(self, ratio, logprobs, advantages, token_ids):
             return -ratio * advantages
@@ -137,7 +137,7 @@ class Decayed(Algorithm):
         ]
 
 
-def test_advantages_may_be_one_a_token():
+def test_per_token_advantages_are_packed():
     group = Group([episode("a", "bcd", None, 2.0), episode("a", "bx", None), episode("a", "bc", None, 1.0)])
     batch = credit.make_batch([group], Decayed(), 0)
     # The one without an advantage has no gradient.

@@ -62,7 +62,7 @@ def test_step_matches_transformers_and_adamw(model: Path):
 
 
 @pytest.mark.parametrize("loss", [GRPOLoss(), SimpleGRPOLoss(0.0), ReinforceLoss(0.2), SeedFormLoss()], ids=repr)
-def test_policy_gradients_raise_what_was_better(model: Path, loss: torch.nn.Module):
+def test_policy_gradient_steps_favour_better_answer(model: Path, loss: torch.nn.Module):
     """Two answers to the same question, one better than the other."""
     trainer = make_trainer(model, learning_rate=3e-3)
     good, bad = episodes([(3, 5), (3, 5)])
@@ -78,7 +78,7 @@ def test_policy_gradients_raise_what_was_better(model: Path, loss: torch.nn.Modu
     assert gain[8:].sum() < -0.5
 
 
-def test_a_user_written_loss_of_the_documents_has_the_batch_for_its_mean(model: Path):
+def test_documented_loss_mean_is_independent_of_micro_batches(model: Path):
     """Its own mean over each micro-batch, weighted: the same training however the batch is cut."""
     batches = [example(seed) for seed in range(3)]
     runs = [make_trainer(model), make_trainer(model, seq_len=12), make_trainer(model, gradient_accumulation_steps=7)]
@@ -99,7 +99,7 @@ def test_missing_loss_input_is_named(model: Path):
         make_trainer(model).train_step(example(reference=False), SimpleGRPOLoss(0.1))
 
 
-def test_metrics_are_means_over_trained_tokens(model: Path):
+def test_train_metrics_are_means_over_trained_tokens(model: Path):
     batch = example()
     trainer = make_trainer(model, seq_len=12)
     logprobs = trainer.logprobs(batch).astype(np.float64)[batch.mask]
@@ -121,14 +121,14 @@ def test_metrics_are_means_over_trained_tokens(model: Path):
     assert 0 < metrics["clip_fraction"] < 1
 
 
-def test_an_unknown_behaviour_policy_is_the_current_one(model: Path):
+def test_missing_behaviour_logprobs_give_ratio_1(model: Path):
     trainer = make_trainer(model)
     trainer.train_step(example(), LOSS)
     metrics = trainer.train_step(on_policy(example()), LOSS)
     assert (metrics["ratio"], metrics["ratio_deviation"], metrics["ratio_max_deviation"]) == (1.0, 0.0, 0.0)
 
 
-def test_the_temperature_of_the_sampler_is_scored(model: Path):
+def test_trainer_logprobs_use_sampling_temperature(model: Path):
     batch = example(0, [(2, 6)])
     ids = torch.from_numpy(batch.tokens)
     with torch.no_grad():
@@ -140,7 +140,7 @@ def test_the_temperature_of_the_sampler_is_scored(model: Path):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_loss_that_is_not_finite_leaves_the_weights_as_they_were(model: Path, value: float):
+def test_non_finite_loss_keeps_weights(model: Path, value: float):
     trainer, other = make_trainer(model), make_trainer(model)
     batch = example()
     batch.advantages[np.flatnonzero(batch.mask)[3]] = value
@@ -154,7 +154,7 @@ def test_a_loss_that_is_not_finite_leaves_the_weights_as_they_were(model: Path, 
     assert largest_difference(weights_of(trainer), weights_of(other)) == 0.0
 
 
-def test_training_never_counts_what_stands_on_context_tokens(model: Path):
+def test_values_on_context_tokens_do_not_change_step(model: Path):
     plain, poisoned = example(), example()
     assert poisoned.ref_logprobs is not None
     for values in (poisoned.logprobs, poisoned.advantages, poisoned.ref_logprobs):
@@ -162,7 +162,7 @@ def test_training_never_counts_what_stands_on_context_tokens(model: Path):
     assert make_trainer(model).train_step(plain, LOSS) == make_trainer(model).train_step(poisoned, LOSS)
 
 
-def test_bfloat16_trains_float32_weights_close_to_float32(model: Path, caplog: pytest.LogCaptureFixture):
+def test_bfloat16_compute_trains_close_to_float32(model: Path, caplog: pytest.LogCaptureFixture):
     caplog.set_level("INFO")
     half, full = make_trainer(model, dtype="bfloat16"), make_trainer(model)
     assert ("no bfloat16" in caplog.text) == (not torch.cpu._is_avx512_bf16_supported())
@@ -173,7 +173,7 @@ def test_bfloat16_trains_float32_weights_close_to_float32(model: Path, caplog: p
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["whole", "adapters"])
-def test_weights_may_be_held_in_bfloat16(model: Path, lora: dict[str, int] | None):
+def test_bfloat16_weights_train_and_lower_loss(model: Path, lora: dict[str, int] | None):
     settings = {"weights_dtype": "bfloat16", "dtype": "bfloat16", "lora": lora}
     trainer = make_trainer(model, learning_rate=1e-2, **settings)
     losses = [trainer.train_step(example(), SFTLoss())["loss"] for _ in range(8)]

@@ -113,7 +113,7 @@ def killed(trainer: Trainer) -> None:
     "script",
     [pytest.param(SCRIPT, id="waited for", marks=pytest.mark.slow), pytest.param(BACKGROUND, id="in the background")],
 )
-def test_a_kill_at_any_moment_changes_nothing(
+def test_trainer_killed_at_any_moment_recovers_exactly(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: list[Step]
 ):
     calm = make(0, tmp_path / "calm")
@@ -148,7 +148,7 @@ def test_a_kill_at_any_moment_changes_nothing(
     assert moments > 30
 
 
-def test_a_request_whose_answer_was_lost_is_not_done_twice(make: Make, tmp_path: Path):
+def test_repeated_trainer_request_is_not_applied_twice(make: Make, tmp_path: Path):
     calm = make(0, tmp_path / "calm")
     trainer = make(0)
     for incarnation, (name, act) in enumerate(SCRIPT, 1):
@@ -178,7 +178,7 @@ def test_loaded_checkpoint_becomes_recovery_point(make: Make, tmp_path: Path):
         make(2)
 
 
-def test_episodes_are_trained_again_as_they_were_packed(make: Make):
+def test_respawned_trainer_repeats_steps_on_episodes(make: Make):
     settings = {"loss": GRPOLoss(), "aggregation": "sequence_mean"}
     trainer = make(0, **settings)
     trainer.train_step(episodes([(3, 5), (1, 9)]))
@@ -186,7 +186,7 @@ def test_episodes_are_trained_again_as_they_were_packed(make: Make):
     assert_same(make(1, **settings), trainer)
 
 
-def test_a_step_that_fails_is_not_trained_again(make: Make):
+def test_failed_step_is_not_repeated_after_respawn(make: Make):
     trainer = make(0)
     trainer.train_step(example(0))
     batch = example(1)
@@ -197,6 +197,6 @@ def test_a_step_that_fails_is_not_trained_again(make: Make):
     assert_same(make(1), trainer)
 
 
-def test_without_a_folder_a_loss_is_the_end_and_says_what_to_set(make: Make):
+def test_respawn_without_checkpoint_folder_raises(make: Make):
     with pytest.raises(Unrecoverable, match=r"Trainer\[0\] was replaced and what it had learned .* checkpoint.every"):
         make(1, None)

@@ -71,7 +71,7 @@ def steps_of(layer: nn.Linear, settings: OptimizerSettings, state: torch.dtype) 
     return optimizer.state[layer.weight], by_hand
 
 
-def test_bfloat16_weights_with_float32_state_lose_no_update():
+def test_bfloat16_weights_with_float32_state_keep_tiny_updates():
     torch.manual_seed(0)
     start, rate = torch.randn(16, 24).bfloat16(), 1e-5
     with_state, lost = (nn.Linear(24, 16, bias=False, dtype=torch.bfloat16) for _ in range(2))
@@ -93,7 +93,7 @@ def test_bfloat16_weights_with_float32_state_lose_no_update():
     assert torch.equal(lost.weight[large], start[large])
 
 
-def test_float32_weights_with_bfloat16_state():
+def test_bfloat16_optimizer_state_matches_adam_by_hand():
     torch.manual_seed(0)
     layer = nn.Linear(24, 16, bias=False)
     settings = OptimizerSettings(learning_rate=1e-3, optimizer_dtype="bfloat16")
@@ -111,13 +111,13 @@ def test_float32_weights_with_bfloat16_state():
         ({"optimizer_dtype": "bfloat16", "beta2": 0.999}, "set it below 0.996, or float32"),
     ],
 )
-def test_settings_of_optimisers_that_mean_nothing(settings: dict, message: str):
+def test_meaningless_optimizer_settings_raise(settings: dict, message: str):
     with pytest.raises(ValueError, match=message):
         OptimizerSettings(**settings)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_resumes_to_the_bit(wide: Path, tmp_path: Path, kind: str):
+def test_each_optimizer_resumes_bit_for_bit(wide: Path, tmp_path: Path, kind: str):
     trainer, restored = (make_trainer(wide, **KINDS[kind]) for _ in range(2))
     train(trainer, 0, 1, 2)
     path = checkpoint.save_checkpoint(trainer, tmp_path)
@@ -127,7 +127,7 @@ def test_training_resumes_to_the_bit(wide: Path, tmp_path: Path, kind: str):
     assert largest_difference(exact_weights(restored), exact_weights(trainer)) == 0.0
 
 
-def test_a_checkpoint_of_another_optimiser(model: Path, tmp_path: Path):
+def test_checkpoint_of_other_optimizer_raises(model: Path, tmp_path: Path):
     path = checkpoint.save_checkpoint(make_trainer(model, optimizer="torch.optim:Adam"), tmp_path)
     with pytest.raises(
         ValueError, match=r"was written with the optimizer torch.optim:Adam, and this trainer has adamw$"

@@ -38,7 +38,7 @@ class Heard:
         return [whole for _, whole in sorted(self.wholes.items())]
 
 
-def test_pieces_join_to_the_completions(engine: Any) -> None:
+def test_listener_pieces_join_to_the_completions(engine: Any) -> None:
     sampling = Sampling(n=5, max_tokens=12, temperature=2.0, stop_token_ids=(7, 8, 9), seed=3, top_logprobs=4)
     heard = [Heard(), Heard(), Heard()]
     prompts = [[1, 2], [3] * 200, [4]]
@@ -57,7 +57,7 @@ def test_pieces_join_to_the_completions(engine: Any) -> None:
 @pytest.mark.parametrize(
     "mode", ["continue", *(pytest.param(mode, marks=pytest.mark.full) for mode in ("finish", "recompute"))]
 )
-def test_every_piece_is_of_the_weights_it_names(subject: Subject, engine: Any, mode: str) -> None:
+def test_streamed_pieces_match_the_weights_they_name(subject: Subject, engine: Any, mode: str) -> None:
     engine.on_update = mode
     sampling = Sampling(n=6, max_tokens=300, seed=1)
     heard, hold = [Heard(), Heard()], Hold(pieces=60)

@@ -16,7 +16,7 @@ def reused(engine: Any) -> int:
     return engine.stats()["reused_tokens"]
 
 
-def test_the_next_turn_takes_what_the_last_one_computed(subject: Subject, engine: Any) -> None:
+def test_next_turn_reuses_prefix_of_previous_turn(subject: Subject, engine: Any) -> None:
     turn = engine.submit(FIRST, Sampling(max_tokens=20, seed=1)).result(60)[0]
     before = reused(engine)
     prompt = [*FIRST, *turn.token_ids, 7, 8, 9]
@@ -26,7 +26,7 @@ def test_the_next_turn_takes_what_the_last_one_computed(subject: Subject, engine
     assert error_of(subject.models[0], following) < 1e-4
 
 
-def test_new_weights_take_nothing_of_the_old_ones(subject: Subject, engine: Any) -> None:
+def test_weight_update_discards_cached_prefixes(subject: Subject, engine: Any) -> None:
     for mode in ("continue", "finish", "recompute"):
         engine.on_update = mode
         subject.update(0).result(60)

@@ -11,7 +11,7 @@ from forge.types import Sampling
 from .conftest import SLOTS, Subject, processes, wait_for
 
 
-def test_close_fails_pending_requests_and_ends_processes(subject: Subject) -> None:
+def test_closed_engine_fails_requests_and_ends_processes(subject: Subject) -> None:
     engine: Any = subject.ready()
     assert bool(processes() - subject.others) == (subject.name == "vllm")
     futures = [engine.submit([1], Sampling(n=SLOTS, max_tokens=500)) for _ in range(20)]

@@ -10,7 +10,7 @@ from tests.forge_agents.serving.conftest import FORGE, address, interrupted
 
 
 @pytest.mark.full
-def test_a_folder_is_served_until_it_is_interrupted(launched, model):
+def test_serve_command_answers_until_sigint(launched, model):
     process = launched(*FORGE, "serve", str(model), "--port", "0", "--name", "mine")
     client = openai.OpenAI(base_url=address(process), api_key="none", max_retries=0)
     said = [{"role": "user", "content": "hello"}]

@@ -44,7 +44,7 @@ def played(env, texts, task=None, seed=0):
     return asyncio.run(main())
 
 
-def test_named_actions():
+def test_gymnasium_named_actions_are_played_and_typos_rejected():
     env = GymnasiumEnvironment(lake, actions=LAKE, prompt="Reach 15.")
     steps = played(env, ["down", "jump", "Down", "right", "right", "down", "right"])
     assert [step.messages[0]["content"] for step in steps] == [
@@ -57,7 +57,7 @@ def test_named_actions():
     assert steps[-1].terminated
 
 
-def test_a_call_that_hangs_is_an_infrastructure_failure():
+def test_hung_gymnasium_step_raises_infrastructure_error():
     env = GymnasiumEnvironment(Spelling, timeout=1.0)
     with pytest.raises(InfrastructureError, match=r"step of a Gymnasium environment took more than 1 s"):
         played(env, ["slow"])

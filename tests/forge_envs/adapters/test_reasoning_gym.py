@@ -21,7 +21,7 @@ def answered(env, answer=None, task=None, seed=0):
     return asyncio.run(main())
 
 
-def test_questions():
+def test_reasoning_gym_asks_and_scores_questions():
     env = ReasoningGymEnvironment("gcd", size=50)
     assert len(env) == 50
     question, step = answered(env, task=3)
@@ -31,7 +31,7 @@ def test_questions():
     assert answered(env, seed=53)[0] == question
 
 
-def test_payload_and_partial_answers_are_scored():
+def test_reasoning_gym_uses_custom_prompt_and_answer_reader():
     env = ReasoningGymEnvironment(
         "spell_backward",
         prompt=lambda entry: entry["metadata"]["word"],
@@ -44,7 +44,7 @@ def test_payload_and_partial_answers_are_scored():
 
 
 @pytest.mark.parametrize("family", [*UNRELIABLE, "basic_arithmetic"])
-def test_families_that_score_wrong_answers_are_off(family):
+def test_unreliable_reasoning_gym_families_need_allow_wrong(family):
     with pytest.raises(ValueError, match=f"{family} is off: .*allow_wrong=True"):
         ReasoningGymEnvironment(family)
     ReasoningGymEnvironment(family, allow_wrong=True)

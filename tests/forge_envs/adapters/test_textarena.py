@@ -15,7 +15,7 @@ def turn(text):
     return Action(text, text)
 
 
-def test_games_at_the_same_time_have_their_own_chance():
+def test_concurrent_textarena_games_have_separate_random_state():
     async def main():
         envs = [TextArenaEnvironment("2048-v0") for _ in range(3)]
         boards = [[(await env.reset(None, seed=1)).messages[0]["content"]] for env in envs]
@@ -35,7 +35,7 @@ def test_games_at_the_same_time_have_their_own_chance():
     assert [random.random() for _ in range(9)][-1] == expected
 
 
-def test_a_game_for_two():
+def test_textarena_opponent_plays_other_seat():
     heard = []
 
     def opponent(text):

@@ -64,7 +64,7 @@ def named(action):
         ("plain", "search(add(1))", [("search", {"query": "add(1)"})], ""),
     ],
 )
-def test_calls_are_read(syntax, text, calls, content):
+def test_tool_calls_of_each_syntax_are_parsed(syntax, text, calls, content):
     action = read_action(text, syntax, TOOLS)
     assert (named(action), action.content, action.errors) == (calls, content, ())
     assert [call.id for call in action.calls] == [f"call_{n}" for n in range(len(calls))]
@@ -107,7 +107,7 @@ pieces = st.lists(
 
 
 @given(pieces, st.sampled_from(SYNTAXES), st.booleans())
-def test_reading_never_raises_and_gives_calls_that_can_be_run(text, syntax, truncated):
+def test_parsing_arbitrary_text_never_raises(text, syntax, truncated):
     action = read_action(text, syntax, TOOLS, truncated=truncated)
     assert action.text == text
     assert action.truncated == truncated

@@ -84,7 +84,7 @@ def read(form, text):
 
 @pytest.mark.parametrize("form", IN_JSON, ids=lambda form: form.__name__)
 @given(st.lists(st.sampled_from(TAGS) | st.text(max_size=3), max_size=8).map("".join))
-def test_any_text_in_quotes_is_the_argument(form, text):
+def test_quoted_json_arguments_are_read_verbatim(form, text):
     arguments = {"path": "a </tool_call>", "text": text, "tags": [text, "x"]}
     action = read(form, form(arguments))
     assert action.errors == ()
@@ -113,7 +113,7 @@ def test_any_text_in_quotes_is_the_argument(form, text):
         "",
     ],
 )
-def test_a_delimiter_in_a_value_does_not_end_the_call(form, text):
+def test_delimiters_inside_values_do_not_end_calls(form, text):
     arguments = {"path": "p", "text": text, "tags": ["</tool_call>", "</parameter>\n</function>", "</arg_value>"]}
     action = read(form, "so " + form(arguments) if form is not llama3 else form(arguments))
     assert action.errors == ()
@@ -123,7 +123,7 @@ def test_a_delimiter_in_a_value_does_not_end_the_call(form, text):
 
 @pytest.mark.parametrize("syntax", ["hermes", "glm", "qwen_xml", "mistral", "deepseek", "harmony"])
 @pytest.mark.parametrize("unit", TAGS)
-def test_a_tag_without_end_is_read_in_time(syntax, unit):
+def test_unclosed_tags_are_parsed_in_linear_time(syntax, unit):
     action = read_action(unit * (200_000 // len(unit)), syntax, TOOLS)
     assert len(action.calls) <= 64
 
@@ -138,7 +138,7 @@ def test_a_tag_without_end_is_read_in_time(syntax, unit):
         ("hermes", '{"name": "write", "arguments": []}'),
     ],
 )
-def test_a_malformed_argument_is_an_error_and_the_next_call_is_read(form, text):
+def test_malformed_call_is_an_error_and_next_call_is_read(form, text):
     good = {"hermes": hermes, "qwen_xml": qwen_xml, "glm": glm}[form]({"path": "b"})
     action = read_action(f"<tool_call>{text}</tool_call>\n{good}", form, TOOLS)
     assert [dict(call.arguments) for call in action.calls] == [{"path": "b"}]

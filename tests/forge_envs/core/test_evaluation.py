@@ -14,13 +14,13 @@ def answer(text, correct):
 
 
 @pytest.mark.parametrize("total", range(1, 8))
-def test_pass_at_k_is_the_share_of_all_draws(total):
+def test_pass_at_k_equals_brute_force_share(total):
     for right, k in itertools.product(range(total + 1), range(1, total + 1)):
         draws = list(itertools.combinations([True] * right + [False] * (total - right), k))
         assert pass_at(k, total, right) == pytest.approx(sum(map(any, draws)) / len(draws))
 
 
-def test_the_numbers_of_a_set():
+def test_evaluation_metrics_match_hand_computation():
     groups = [
         [answer("so 4", True), answer("it is 4", True), answer("5", False), answer("5!", False)],  # a tie
         [answer("1", False), answer("1", False), answer("2", True), answer("3", False)],
@@ -35,7 +35,7 @@ def test_the_numbers_of_a_set():
     assert metrics["turns"] == 1.0
 
 
-def test_unjudged_answers_are_not_wrong():
+def test_unscored_answers_are_excluded_from_accuracy():
     groups = [[answer("1", True), answer("2", None)], [answer("3", None), answer("4", None)]]
     metrics = summarise_answers(groups, 2)
     assert metrics["accuracy"] == 1.0

@@ -51,7 +51,7 @@ BROKEN = {
         ("harmony", ' to=functions.search<|channel|>commentary json<|message|>{"query": "a\\n", "most": 2}<|call|>'),
     ],
 )
-def test_a_call_in_the_syntax_of_each_family(syntax, text):
+def test_markup_call_of_each_family_is_parsed(syntax, text):
     plan = "<|channel|>analysis<|message|>a plan<|end|><|start|>assistant" if syntax == "harmony" else "a plan</think>"
     action = read_action(plan + text, syntax, TOOLS)
     assert [(call.name, call.arguments) for call in action.calls] == [("search", {"query": "a\n", "most": 2})]
@@ -60,13 +60,13 @@ def test_a_call_in_the_syntax_of_each_family(syntax, text):
 
 
 @pytest.mark.parametrize("syntax", BROKEN)
-def test_a_broken_call_is_an_error_for_the_policy(syntax):
+def test_broken_markup_call_is_one_error(syntax):
     action = read_action(BROKEN[syntax], syntax, TOOLS)
     assert len(action.errors) == 1
     assert action.calls == ()
 
 
-def test_calls_in_thoughts_are_ignored():
+def test_tool_calls_inside_thoughts_are_ignored():
     call = '<tool_call>{"name": "search", "arguments": {"query": "a"}}</tool_call>'
     action = read_action(f"<think>\nmaybe {call}\n</think>\n\nno", "hermes", TOOLS)
     assert (action.calls, action.content) == ((), f"<think>\nmaybe {call}\n</think>\n\nno")
@@ -85,7 +85,7 @@ PIECES = [
 
 @pytest.mark.parametrize("syntax", SYNTAXES)
 @given(st.lists(st.sampled_from(PIECES), max_size=20).map("".join))
-def test_any_text_is_read(syntax, text):
+def test_arbitrary_text_parses_to_well_typed_calls(syntax, text):
     action = read_action(text, syntax, TOOLS)
     assert all(isinstance(call.name, str) and isinstance(call.arguments, dict) for call in action.calls)
     assert json.dumps([call.arguments for call in action.calls]) or action.errors

@@ -55,7 +55,7 @@ def check(episode):
     assert covered == [t for t, own in enumerate(episode.mask) if own]
 
 
-def test_an_episode_of_two_turns(scripted, dialogue, bpe):
+def test_two_turn_episode_has_expected_tokens_and_rewards(scripted, dialogue, bpe):
     policy = scripted("the dog", "the fox")
     env = Chat(says("no", reward=-0.25), Step(reward=1.0, terminated=True))
     episode = play(policy, env, dialogue, seed=7)
@@ -86,16 +86,14 @@ def test_an_episode_of_two_turns(scripted, dialogue, bpe):
         ([Step(reward=0.5, truncated=True)], {}, "truncated", 1),
     ],
 )
-def test_an_environment_that_never_ends_is_ended_and_what_it_gave_counts(
-    scripted, dialogue, steps, limits, stop, turns
-):
+def test_endless_environment_stops_at_limit_and_keeps_rewards(scripted, dialogue, steps, limits, stop, turns):
     episode = play(scripted(*["the fox"] * 9), Chat(*steps), dialogue, **limits)
     check(episode)
     assert (episode.info["stop"], len(episode.turns), episode.reward) == (stop, turns, 0.5 * turns)
     assert episode.mask[-1]  # nothing after the last turn is kept: nothing can be learnt from it
 
 
-def test_cut_turn_is_reported_and_closed(scripted, dialogue, bpe):
+def test_cut_turn_is_marked_truncated_and_closed(scripted, dialogue, bpe):
     env = Chat(says("go on"), Step(terminated=True))
     episode = play(scripted(("the quick brown fox", "length"), "end"), env, dialogue, max_turn_tokens=2)
     check(episode)
@@ -108,7 +106,7 @@ def test_cut_turn_is_reported_and_closed(scripted, dialogue, bpe):
     assert not episode.mask[first.end]
 
 
-def test_a_lost_environment_is_played_again_and_never_a_zero(scripted, dialogue):
+def test_lost_environment_is_retried_and_left_unscored(scripted, dialogue):
     env = Chat(InfrastructureError("the server is gone"))
     episode = play(scripted(*["the fox"] * 3), env, dialogue, retries=2)
     check(episode)
@@ -132,7 +130,7 @@ def test_a_lost_environment_is_played_again_and_never_a_zero(scripted, dialogue)
     assert len(episode.turns) == 1
 
 
-def test_a_mistake_in_an_environment_reaches_the_user(scripted, dialogue):
+def test_environment_exception_reaches_caller_with_task(scripted, dialogue):
     env = Chat(KeyError("score"))
     with pytest.raises(KeyError, match="score") as caught:
         play(scripted("the fox"), env, dialogue)
@@ -142,13 +140,13 @@ def test_a_mistake_in_an_environment_reaches_the_user(scripted, dialogue):
         play(scripted("the fox"), Chat(TimeoutError("its own")), dialogue)
 
 
-def test_failed_score_is_unscored(scripted, dialogue):
+def test_turn_without_score_leaves_episode_unscored(scripted, dialogue):
     episode = play(scripted("a", "b"), Chat(says("on", reward=None), Step(reward=1.0, terminated=True)), dialogue)
     assert episode.reward is None
     assert len(episode.turns) == 2
 
 
-def test_a_rewritten_history_begins_a_branch(scripted, dialogue, bpe):
+def test_rewritten_history_begins_a_branch(scripted, dialogue, bpe):
     anew = Step(({"role": "user", "content": "so far: a dog. who jumps?"},), reward=0.25, rewritten=True)
     policy = scripted("the dog", "a cat", "the fox")
     episode = play(policy, Chat(says("no", reward=0.5), anew, Step(reward=1.0, terminated=True)), dialogue)
@@ -162,14 +160,14 @@ def test_a_rewritten_history_begins_a_branch(scripted, dialogue, bpe):
     assert (first.reward, episode.reward, episode.outcome) == (1.75, 1.0, 1.75)  # what was still to come
 
 
-def test_settings_reach_the_policy(scripted, dialogue):
+def test_rollout_sampling_settings_reach_policy(scripted, dialogue):
     policy = scripted("a")
     play(policy, Chat(Step(terminated=True)), dialogue, temperature=0.5, max_turn_tokens=7)
     assert policy.asked[0]["temperature"] == 0.5
     assert policy.asked[0]["max_tokens"] == 7
 
 
-def test_a_question_worked_on_with_tools(scripted, bpe):
+def test_tool_episode_returns_results_and_errors_to_policy(scripted, bpe):
     def add(a: int, b: int) -> int:
         """Add two numbers."""
         return a + b
@@ -197,6 +195,6 @@ def test_a_question_worked_on_with_tools(scripted, bpe):
     check(episode)
 
 
-def test_reward_that_is_not_a_number_raises(scripted, dialogue):
+def test_non_finite_environment_reward_raises(scripted, dialogue):
     with pytest.raises(ValueError, match="the reward nan: use None"):
         play(scripted("a"), Chat(Step(reward=float("nan"), terminated=True)), dialogue)

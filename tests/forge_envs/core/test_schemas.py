@@ -63,7 +63,7 @@ def one(schema: Any, **more: Any) -> dict[str, Any]:
         ({"type": "string", "format": "date"}, "no date", ""),  # an annotation
     ],
 )
-def test_a_schema_means_what_json_schema_says(schema, value, fault):
+def test_argument_mismatch_follows_json_schema(schema, value, fault):
     found = Parameters(one(schema, required=["x"], **{"$defs": {"Tree": TREE}})).mismatch({"x": value})
     assert found.startswith(fault) if fault else found == ""
 
@@ -87,7 +87,7 @@ def test_a_schema_means_what_json_schema_says(schema, value, fault):
         ({"properties": {"a": {"type": "integer"}}, "required": ["a"]}, {"a": None}, "a: None is not of type"),
     ],
 )
-def test_parameters_of_every_form(parameters, arguments, fault):
+def test_parameters_of_any_shape_are_checked(parameters, arguments, fault):
     found = Parameters({"name": "f", "parameters": parameters}).mismatch(arguments)
     assert found.startswith(fault) if fault else found == ""
 
@@ -118,7 +118,7 @@ def test_invalid_schema_raises_before_calls():
         pytest.param(functools.reduce(lambda schema, _: {"anyOf": [schema]}, range(3000), {}), id="deep"),
     ],
 )
-def test_malformed_arguments_do_not_end_turn(parameters):
+def test_invalid_tool_schema_still_allows_reading_calls(parameters):
     function = {"name": "f", "parameters": parameters}
     with pytest.raises(ValueError, match="the parameters of f are no JSON Schema"):
         Parameters(function)
@@ -126,7 +126,7 @@ def test_malformed_arguments_do_not_end_turn(parameters):
     assert read_action(text, "glm", [{"type": "function", "function": function}]).calls[0].arguments == {"x": 1}
 
 
-def test_remote_tools_whose_schemas_have_several_types_are_called():
+def test_remote_tools_with_union_types_are_called():
     class Server:
         def schemas(self):
             return [tool("ask", properties={"q": {"type": ["string", "null"]}, "n": {"$ref": "#/$defs/N"}})]
@@ -170,7 +170,7 @@ BOTH = {"anyOf": [{"type": "string"}, {"type": "null"}]}
     ],
 )
 @pytest.mark.parametrize("python", [False, True])
-def test_a_text_is_read_as_the_value_that_its_schema_takes(schema, text, value, python):
+def test_argument_text_is_converted_to_schema_type(schema, text, value, python):
     parameters = Parameters(one(schema, **{"$defs": {"Zip": {"type": "string", "pattern": "^[0-9]+$"}}}))
     found = parameters.value("x", text, python=python)
     assert (found, type(found)) == (value, type(value))
@@ -191,7 +191,7 @@ def test_a_text_is_read_as_the_value_that_its_schema_takes(schema, text, value, 
         ({}, {"deep": [{"er": False}]}),
     ],
 )
-def test_values_that_a_template_writes_as_python_are_read_back(schema, value, write):
+def test_python_literals_in_arguments_are_read_back(schema, value, write):
     text = "<tool_call>\n<function=f>\n<parameter=x>\n" + write(value) + "\n</parameter>\n</function>\n</tool_call>"
     action = read_action(text, "qwen_xml", [tool("f", properties={"x": schema})])
     assert action.errors == ()

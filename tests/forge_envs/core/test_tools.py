@@ -22,7 +22,7 @@ def answer(toolbox, *calls, errors=()):
     return asyncio.run(toolbox.answer(Action("", "", numbered, errors)))
 
 
-def test_a_schema_says_what_the_signature_says():
+def test_tool_schema_follows_function_signature():
     assert schema_of(weather) == {
         "type": "function",
         "function": {
@@ -56,7 +56,7 @@ def test_functions_without_schema_raise():
         Toolbox(weather, weather)
 
 
-def test_calls_are_answered_in_order_with_what_came_of_them():
+def test_tool_calls_are_answered_in_order_with_result_or_error():
     def broken(x: int) -> int:
         return 1 // x
 
@@ -118,7 +118,7 @@ def test_hanging_tool_times_out_without_blocking():
     assert texts == ["error: hangs took more than 0.2 s", "error: sleeps took more than 0.2 s"]
 
 
-def test_tool_arguments_cannot_end_run():
+def test_strange_tool_arguments_become_error_messages():
     def add(a: int, b: int) -> int:
         return a + b
 

@@ -99,7 +99,7 @@ def with_tools(work, events=False, **settings):
 
 
 @pytest.mark.parametrize("events", [False, True])
-def test_calls(events):
+def test_http_tool_calls_return_results_and_errors(events):
     async def work(tools, server):
         assert [schema["function"]["name"] for schema in tools.schemas()] == ["add"]
         said = await asyncio.gather(*(tools.call("add", {"long": n}) for n in (1, 2, 3)))
@@ -115,7 +115,7 @@ def test_calls(events):
     with_tools(work, events)
 
 
-def test_rejected_call_does_not_affect_others():
+def test_rejected_http_call_does_not_affect_others():
     async def work(tools, server):
         other = asyncio.create_task(tools.call("add", {"sleep": 0.3}))
         await asyncio.sleep(0.1)
@@ -142,7 +142,7 @@ def test_invalid_mcp_answers_raise(bad):
 
 
 @pytest.mark.parametrize("status", [404, 400])
-def test_a_server_that_has_forgotten_the_session(status):
+def test_expired_mcp_session_is_reopened_by_next_call(status):
     async def work(tools, server):
         server.sessions, server.unknown = {"another"}, status
         with pytest.raises(InfrastructureError, match=r"Session terminated|error response"):

@@ -15,7 +15,7 @@ pytest.importorskip("mcp")
 SERVER = [sys.executable, str(Path(__file__).parent / "sdk_server.py")]
 
 
-def test_streamable_http(unused_port):
+def test_tools_of_streamable_http_sdk_server_are_called(unused_port):
     async def main():
         program = await asyncio.create_subprocess_exec(*SERVER, "streamable-http", str(unused_port))
         tools = HTTPTools(f"http://127.0.0.1:{unused_port}/mcp")

@@ -71,7 +71,7 @@ def played(texts, answer, properties=None, **settings):
         (None, "ended the connection instead of answering reset"),
     ],
 )
-def test_answers_that_break_the_rules_end_the_session(said, why):
+def test_protocol_violating_answer_loses_session(said, why):
     async def main():
         async with server(lambda kind, data: said) as url, OpenEnvClient(url) as client, client.session() as session:
             with pytest.raises(InfrastructureError, match=why):
@@ -81,7 +81,7 @@ def test_answers_that_break_the_rules_end_the_session(said, why):
     asyncio.run(main())
 
 
-def test_an_action_of_one_field_is_what_the_turn_says():
+def test_turn_text_becomes_single_field_action():
     asked = []
 
     def answer(kind, data):
@@ -101,7 +101,7 @@ def test_an_action_of_one_field_is_what_the_turn_says():
     assert asked[1] == ("step", {"word": "left"})
 
 
-def test_cut_turn_is_not_an_action():
+def test_truncated_turn_is_not_sent_as_action():
     asked = []
 
     def answer(kind, data):
@@ -118,7 +118,7 @@ def test_cut_turn_is_not_an_action():
     assert asked == ["reset"]
 
 
-def test_functions_of_the_user():
+def test_custom_openenv_conversions_are_used():
     asked = []
 
     def answer(kind, data):
@@ -142,7 +142,7 @@ def test_functions_of_the_user():
     assert [step.reward for step in steps] == [0.0, 0.5, 0.0]
 
 
-def test_rejected_action_returns_to_policy():
+def test_rejected_action_error_is_shown_to_policy():
     def answer(kind, data):
         if kind == "step" and data["word"] != "UP":
             data = {"code": "VALIDATION_ERROR", "message": "Invalid message", "errors": [{"msg": "UP or DOWN"}]}
@@ -155,7 +155,7 @@ def test_rejected_action_returns_to_policy():
 
 
 @pytest.mark.parametrize("reward", ["much", float("nan"), 10**400])
-def test_rewards_that_are_no_numbers(reward):
+def test_invalid_openenv_reward_raises_infrastructure_error(reward):
     with pytest.raises(InfrastructureError, match=r"reply\.reward: .* is not"):
         played(
             ["x"],
@@ -166,7 +166,7 @@ def test_rewards_that_are_no_numbers(reward):
 
 
 @pytest.mark.parametrize("word", ["is_error", "isError"])
-def test_a_result_of_a_tool_that_is_an_error(word):
+def test_mcp_error_result_becomes_error_message(word):
     def answer(kind, data):
         if kind == "mcp":
             return {"type": "mcp", "data": {"jsonrpc": "2.0", "id": 1, "result": {"tools": []}}}

@@ -46,7 +46,7 @@ def _stats():
             yield folder / "stat"
 
 
-def test_a_server_killed_in_the_middle_of_an_episode():
+def test_killed_openenv_server_raises_infrastructure_error():
     async def main():
         server = await LocalServer.start(SERVE, cwd=ROOT)
         async with OpenEnvClient(server.url) as client:
@@ -71,7 +71,7 @@ def test_a_server_killed_in_the_middle_of_an_episode():
         ("import time; time.sleep(60)", 0.5, r"not healthy within 0\.5 s \(.*/health: .*\); its log"),
     ],
 )
-def test_a_server_that_does_not_come_up(code, limit, why):
+def test_server_that_fails_to_start_raises_with_log(code, limit, why):
     with pytest.raises(InfrastructureError, match=why):
         asyncio.run(LocalServer.start([sys.executable, "-S", "-c", code, "{port}"], limit=limit))
 
@@ -85,7 +85,7 @@ def test_missing_server_command_raises():
         asyncio.run(LocalServer.start("serve {port}"))
 
 
-def test_a_server_ends_with_this_process():
+def test_local_server_ends_with_parent_process():
     script = f"""
 import asyncio, sys
 from forge_envs.openenv import LocalServer

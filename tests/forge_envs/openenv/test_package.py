@@ -30,7 +30,7 @@ def on_server(app, work, sessions=32, cwd=ROOT, **client):
     return asyncio.run(main())
 
 
-def test_environment_of_a_package_is_served():
+def test_packaged_openenv_environment_plays_episodes():
     async def work(client):
         assert await client.health() == "healthy"
         assert "step" in (await client.schema())["action"]["properties"]
@@ -57,7 +57,7 @@ def test_environment_of_a_package_is_served():
     on_server("tests.forge_envs.openenv.package_server:walk", work)
 
 
-def test_its_mcp_tools():
+def test_packaged_environment_tools_are_called():
     async def work(client):
         env = OpenEnvEnvironment(client, mcp=True)
         tools = (await env.reset(None, seed=0)).tools
@@ -71,7 +71,7 @@ def test_its_mcp_tools():
     on_server("tests.forge_envs.openenv.package_server:tools", work)
 
 
-def test_its_client_on_our_server():
+def test_openenv_package_client_plays_on_our_server():
     from openenv import GenericEnvClient
 
     async def main():

@@ -26,7 +26,7 @@ def with_client(work, client=None, **settings):
 
 
 @pytest.mark.parametrize("ending", ["end", "cut", "unscored"])
-def test_the_wire_changes_no_step(ending):
+def test_remote_steps_equal_local_steps(ending):
     turns = [turn("one"), turn("", ToolCall("add", {"a": 1, "b": 2}, "c1")), turn("rewrite"), turn(ending)]
 
     async def play(env):
@@ -41,7 +41,7 @@ def test_the_wire_changes_no_step(ending):
     assert there == here
 
 
-def test_concurrent_sessions_are_independent():
+def test_concurrent_openenv_sessions_are_independent():
     async def work(client):
         async def play(number):
             env = OpenEnvEnvironment(client)
@@ -61,7 +61,7 @@ def test_concurrent_sessions_are_independent():
     assert Counting.made == 64
 
 
-def test_a_bound_is_kept():
+def test_session_limit_is_kept_and_sessions_are_closed():
     async def work(client):
         async def play(number):
             async with client.session() as session:
@@ -76,7 +76,7 @@ def test_a_bound_is_kept():
     assert Counting.made == Counting.closed == 20
 
 
-def test_a_late_reply_is_never_the_next_one():
+def test_late_reply_is_not_taken_for_next_step():
     async def work(client):
         async with client.session() as session:
             await session.reset(seed=1)
@@ -92,7 +92,7 @@ def test_a_late_reply_is_never_the_next_one():
     assert with_client(work, {"timeout": 0.5}) == [f"turn {n} of 2: x" for n in (1, 2, 3)]
 
 
-def test_a_full_server_says_what_to_do():
+def test_full_server_error_names_the_setting():
     async def work(client):
         async with client.session():
             with pytest.raises(CapacityError, match=r"takes 1 sessions.*max_concurrent_envs"):
@@ -101,7 +101,7 @@ def test_a_full_server_says_what_to_do():
     with_client(work, {"patience": 0.3}, max_sessions=1)
 
 
-def test_environment_error_keeps_session():
+def test_environment_error_keeps_openenv_session():
     async def work(client):
         async with client.session() as session:
             with pytest.raises(OpenEnvError, match="no episode is under way"):
@@ -117,7 +117,7 @@ def test_environment_error_keeps_session():
     assert with_client(work) == "turn 2 of 1: x"
 
 
-def test_missing_server_raises():
+def test_unreachable_openenv_server_raises():
     async def main():
         async with OpenEnvClient("http://127.0.0.1:9", patience=0.2) as client:
             with pytest.raises(InfrastructureError, match="no session with http"):
@@ -128,7 +128,7 @@ def test_missing_server_raises():
     asyncio.run(main())
 
 
-def test_invalid_messages_raise():
+def test_invalid_openenv_messages_raise():
     async def main():
         async with serve(Counting) as url, aiohttp.ClientSession() as http, http.ws_connect(f"{url}/ws") as socket:
 

@@ -29,7 +29,7 @@ class Closeness(Environment):
         return Step(reward=1 / (1 + abs(self.answer - float(action.content))), terminated=True)
 
 
-def test_responses_are_scored_by_a_server() -> None:
+def test_openenv_verifier_scores_responses_on_server() -> None:
     async def main() -> Any:
         async with serve(Closeness) as url:
             verifier = OpenEnvVerifier(url, sessions=3)
@@ -44,7 +44,7 @@ def test_responses_are_scored_by_a_server() -> None:
     assert "did not end the episode: a verifier decides after one answer" in scores.reasons[4, 0]
 
 
-def test_a_configuration_names_one() -> None:
+def test_reward_config_accepts_openenv_verifier() -> None:
     def settings(url: str) -> dict[str, Any]:
         function = {"use": "forge_envs.openenv:OpenEnvVerifier", "url": url, "name": "tests"}
         return {

@@ -45,7 +45,7 @@ def lengths(page: Page) -> list[int]:
 
 
 @pytest.mark.processes
-def test_curves_of_several_runs(page: Page, written: tuple[Path, str]):
+def test_browser_plots_curves_of_several_runs(page: Page, written: tuple[Path, str]):
     root, url = written
     page.open(f"{url}/#run=one&view=overview")
     page.wait(lambda: len(page.all("section.card .uplot")) >= 2)
@@ -80,7 +80,7 @@ def test_curves_of_several_runs(page: Page, written: tuple[Path, str]):
 
 
 @pytest.mark.processes
-def test_rollouts_are_filtered_sorted_and_opened(page: Page, written: tuple[Path, str]):
+def test_browser_filters_sorts_and_opens_rollouts(page: Page, written: tuple[Path, str]):
     root, url = written
     rows = [row for _, batch in read_batches(root / "one" / ROLLOUTS) for row in batch.to_pylist()]
     page.open(f"{url}/#run=one&view=rollouts")
@@ -130,7 +130,7 @@ def test_rollouts_are_filtered_sorted_and_opened(page: Page, written: tuple[Path
 
 
 @pytest.mark.processes
-def test_page_shows_held_out_answers(page: Page, tmp_path: Path):
+def test_browser_shows_held_out_answers(page: Page, tmp_path: Path):
     root = tmp_path / "runs"
     write_run(root, "one", 24, 24, rows=4)
     rows = [
@@ -159,7 +159,7 @@ def test_page_shows_held_out_answers(page: Page, tmp_path: Path):
 
 
 @pytest.mark.processes
-def test_hostile_content_is_shown_as_text(page: Page, tmp_path: Path):
+def test_browser_shows_hostile_content_as_text(page: Page, tmp_path: Path):
     hostile_run(tmp_path, "a<b>")
     with page.watching(tmp_path) as url:
         for view in ("overview", "time", "rollouts", "rollouts&row=0", "rollouts&row=1", "rollouts&row=2"):
@@ -190,7 +190,7 @@ def trained(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.full
 @pytest.mark.processes
-def test_a_run_is_seen_while_it_runs_and_after_it_was_killed(page: Page, tmp_path: Path):
+def test_browser_follows_a_running_then_killed_run(page: Page, tmp_path: Path):
     options = [
         "--training.steps",
         "100000",

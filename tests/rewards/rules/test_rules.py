@@ -34,7 +34,7 @@ def test_final_answer_prefers_the_most_explicit_form(response, answer):
 
 
 @pytest.mark.processes
-def test_without_an_extension_math_verify_compares(monkeypatch):
+def test_math_reward_uses_math_verify_without_extension(monkeypatch):
     monkeypatch.setattr("forge.rewards.rules.math.load_comparison", lambda: comparison)
     reward = MathReward()
     right = [
@@ -69,17 +69,17 @@ def test_without_an_extension_math_verify_compares(monkeypatch):
         ("...<think>\n", "so 5", 0.0),
     ],
 )
-def test_thinking_format(prompt, response, score):
+def test_thinking_reward_scores_tag_format(prompt, response, score):
     assert ThinkingReward()(prompt, response, "7") == score
 
 
-def test_thinking_settings():
+def test_thinking_reward_settings_are_applied_and_validated():
     assert ThinkingReward(partial_reward=0.5, full_reward=3.0, tag="plan")("", "<plan>a</plan> b", "") == 3.0
     with pytest.raises(ValueError, match="partial_reward"):
         ThinkingReward(partial_reward=2.0)
 
 
-def test_exact_and_character_match():
+def test_exact_and_character_match_give_expected_scores():
     assert ExactMatch()("", " abc\n", "abc") == 1.0
     assert ExactMatch(correct=2.0, incorrect=-1.0)("", "abd", "abc") == -1.0
     assert CharacterMatch()("", "abd", "abc") == pytest.approx(2 / 3)
@@ -88,7 +88,7 @@ def test_exact_and_character_match():
 
 
 @given(st.text(), st.text())
-def test_only_the_exact_text_earns_all_characters(response, target):
+def test_character_match_is_1_only_for_exact_text(response, target):
     score = CharacterMatch()("", response, target)
     assert 0.0 <= score <= 1.0
     assert (score == 1.0) == (ExactMatch()("", response, target) == 1.0)

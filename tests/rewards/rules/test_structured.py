@@ -29,7 +29,7 @@ def test_think_tag_inside_json_is_kept(marker, thought):
 
 
 @given(OBJECTS, OBJECTS, st.floats(0, 0.99))
-def test_only_equal_objects_are_right(a, b, form):
+def test_json_match_is_1_only_for_equal_objects(a, b, form):
     found = JsonMatch(form)("", json.dumps(a), json.dumps(b))
     assert 0 <= form <= found <= 1
     assert (found == 1) == (typed(a) == typed(b))
@@ -65,11 +65,11 @@ def typed(value):
         ("", 0.0),
     ],
 )
-def test_structured_reward_values(response: str, expected: float):
+def test_json_match_gives_partial_credit(response: str, expected: float):
     assert JsonMatch()("", response, TARGET) == pytest.approx(expected)
 
 
-def test_wrong_settings_and_targets_are_errors():
+def test_invalid_json_match_settings_and_targets_raise():
     with pytest.raises(ValueError, match=r"form must be in \[0, 1\)"):
         JsonMatch(form=1.0)
     with pytest.raises(ValueError, match="is not JSON object"):

@@ -23,7 +23,7 @@ def play(*options: str, limit: float) -> dict[tuple[str, str], list[str]]:
 
 @pytest.mark.full
 @pytest.mark.timeout(400)
-def test_whatever_is_lost_every_prompt_gets_its_group_once():
+def test_each_prompt_gets_one_group_under_any_fault():
     cells = play("--fast", limit=380)
     assert len(cells) == 6
     for (component, fault), (saw, lost, again, once) in cells.items():

@@ -83,13 +83,13 @@ def leaves_nothing(process: subprocess.Popen, pids: list[int], seconds: float = 
 WAIT = "await asyncio.sleep(120)"
 
 
-def test_success_leaves_nothing():
+def test_successful_run_leaves_no_processes_or_files():
     process, pids = start("pass")
     assert process.wait(30) == 0
     assert leaves_nothing(process, pids)
 
 
-def test_an_exception_is_raised_and_leaves_nothing():
+def test_exception_ends_run_without_leftovers():
     process, pids = start("await service.fail.route('gone wrong')")
     _, error = process.communicate(timeout=30)
     assert process.returncode == 1
@@ -97,7 +97,7 @@ def test_an_exception_is_raised_and_leaves_nothing():
     assert leaves_nothing(process, pids)
 
 
-def test_ctrl_c_in_a_terminal_reaches_every_process_and_is_handled_once():
+def test_ctrl_c_ends_run_without_traceback_or_leftovers():
     process, pids = start(WAIT)
     os.killpg(process.pid, signal.SIGINT)
     _, error = process.communicate(timeout=30)
@@ -117,7 +117,7 @@ def test_second_ctrl_c_ends_without_traceback():
     assert gone_within(pids, 10)
 
 
-def test_killing_the_controller_ends_its_processes_and_the_next_run_removes_its_files():
+def test_processes_of_killed_controller_end_and_files_are_swept():
     process, pids = start(WAIT)
     folder = Path(tempfile.gettempdir())
     assert list(folder.glob(f"forge-run-{process.pid}-*"))
@@ -130,7 +130,7 @@ def test_killing_the_controller_ends_its_processes_and_the_next_run_removes_its_
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)])
 @pytest.mark.parametrize("which", [pytest.param(0, marks=pytest.mark.full), 1])
-def test_a_component_that_is_not_replaced_ends_the_run_with_its_name(number, which):
+def test_lost_unreplaced_component_ends_run_with_its_name(number, which):
     process, pids = start(WAIT)
     os.kill(pids[which], number)
     _, error = process.communicate(timeout=15)

@@ -73,7 +73,7 @@ class Light(ForgeActor):
         return self.version
 
 
-def test_each_has_its_own_arguments_and_answer():
+def test_light_replicas_answer_fanout_separately():
     async def main():
         service = await Light.options(num_replicas=8, per_process=4).as_service()
         assert await service.keep.fanout([7]) == [[7, index] for index in range(8)]
@@ -88,7 +88,7 @@ def test_each_has_its_own_arguments_and_answer():
     run(main())
 
 
-def test_an_error_of_one_is_raised_and_harms_no_other():
+def test_light_replica_error_does_not_harm_others():
     async def main():
         service = await Light.options(num_replicas=4, per_process=4).as_service()
         with pytest.raises(KeyError, match="number 2"):
@@ -105,7 +105,7 @@ def test_an_error_of_one_is_raised_and_harms_no_other():
     run(main())
 
 
-def test_a_slow_one_is_named_and_cancelled():
+def test_slow_light_replica_is_named_and_cancelled():
     async def main():
         service = await Light.options(num_replicas=4, per_process=4).as_service()
         with pytest.raises(CallTimeout, match=r"light\[3\].wait_at gave no answer within 1.5 s"):
@@ -115,7 +115,7 @@ def test_a_slow_one_is_named_and_cancelled():
     run(main())
 
 
-def test_a_process_that_dies_meanwhile_is_replaced_and_asked_again():
+def test_fanout_is_repeated_on_replaced_light_process():
     async def main():
         service = await Light.options(num_replicas=8, per_process=4).as_service()
         assert await service.load.fanout(3) == [3] * 8
@@ -130,7 +130,7 @@ def test_a_process_that_dies_meanwhile_is_replaced_and_asked_again():
     run(main())
 
 
-def test_a_slow_one_keeps_no_other_busy():
+def test_slow_light_replica_does_not_block_others():
     async def main():
         service = await Light.options(num_replicas=4, per_process=4).as_service()
         waiting = asyncio.create_task(service.wait_at.fanout(2, 60.0))
@@ -143,7 +143,7 @@ def test_a_slow_one_keeps_no_other_busy():
     run(main())
 
 
-def test_routes_and_fanouts_of_a_component_run_in_one_event_loop():
+def test_light_route_and_fanout_share_an_event_loop():
     async def main():
         service = await Light.options(num_replicas=4, per_process=4).as_service()
         waiting = asyncio.gather(*(service.wait_for_release.route() for _ in range(4)))

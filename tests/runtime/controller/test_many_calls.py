@@ -33,7 +33,7 @@ def held() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_calls_leave_nothing_behind():
+def test_many_calls_leak_no_memory_or_files():
     async def main() -> list[list[tuple[int, int]]]:
         service = await Echo.options(num_replicas=2).as_service()
         moments = []

@@ -21,7 +21,7 @@ def pids_of(service):
     return [pid for replica in service.status().replicas for pid in replica.pids]
 
 
-def test_scale_while_it_runs():
+def test_scaling_a_busy_service_loses_no_call():
     async def main():
         service = await Counter.as_service(5)
         working = [asyncio.create_task(service.overlap.route(1.0)) for _ in range(4)]
@@ -42,7 +42,7 @@ def test_scale_while_it_runs():
 
 
 @pytest.mark.full
-def test_a_failing_scale_keeps_what_was_there():
+def test_failed_scale_keeps_existing_replicas():
     class Once(Counter):
         def setup(self) -> None:
             if self.context.replica > 0:
@@ -58,7 +58,7 @@ def test_a_failing_scale_keeps_what_was_there():
     run(main())
 
 
-def test_a_failing_start_leaves_no_process():
+def test_failed_start_leaves_no_process():
     async def main():
         before = set(children())
         with pytest.raises(ValueError, match="below zero"):
@@ -68,7 +68,7 @@ def test_a_failing_start_leaves_no_process():
     run(main())
 
 
-def test_run_leaves_no_process():
+def test_finished_run_leaves_no_process():
     before = set(children())
 
     async def main():
@@ -91,7 +91,7 @@ def children() -> list[int]:
     return [pid for pid in alive(pids) if Path(f"/proc/{pid}/comm").read_text().strip() != "sh"]
 
 
-def test_status_says_how_everything_is():
+def test_service_status_reports_load_and_latency():
     async def main():
         service = await Counter.options(num_replicas=2, mesh_name="tally", max_in_flight=1).as_service()
         calls = [asyncio.create_task(service.overlap.route(2.0)) for _ in range(5)]
@@ -111,7 +111,7 @@ def test_status_says_how_everything_is():
 
 
 @pytest.mark.full
-def test_named_sessions_are_shared_and_move_when_their_replica_is_lost():
+def test_named_sessions_move_when_their_replica_dies():
     async def main():
         service = await Counter.options(num_replicas=3).as_service()
         mine = service.where.options(session="mine")
@@ -125,7 +125,7 @@ def test_named_sessions_are_shared_and_move_when_their_replica_is_lost():
 
 
 @pytest.mark.full
-def test_ranks_and_replicas_share_processes_and_come_back_together():
+def test_shared_processes_are_replaced_together():
     async def main():
         options = {"share": "device", "share_procs": 2}
         ranks, replicas, light = await asyncio.gather(
@@ -148,7 +148,7 @@ def test_ranks_and_replicas_share_processes_and_come_back_together():
     run(main())
 
 
-def test_a_service_can_be_called_from_inside_another_actor():
+def test_service_is_callable_from_another_actor():
     async def main():
         counter = await Counter.options(num_replicas=2).as_service()
         caller = await Caller.as_service(counter)
@@ -172,7 +172,7 @@ def test_a_service_can_be_called_from_inside_another_actor():
     run(main())
 
 
-def test_watchdog_reports_waits(capfd):
+def test_watchdog_reports_stalled_calls(capfd):
     async def main():
         service = await Counter.options(stall_after=1.0).as_actor()
         await service.slow_add.route(1, 3.5)

@@ -25,7 +25,7 @@ def states(service):
 @pytest.mark.parametrize(
     "fault", ["kill", *(pytest.param(fault, marks=pytest.mark.full) for fault in ("stop", "loop"))]
 )
-def test_calls_in_flight_on_a_lost_replica_are_answered_elsewhere(fault, tmp_path):
+def test_calls_on_lost_replica_are_retried_elsewhere(fault, tmp_path):
     flag = tmp_path / "flag"
     flag.touch()
 
@@ -48,7 +48,7 @@ def test_calls_in_flight_on_a_lost_replica_are_answered_elsewhere(fault, tmp_pat
     run(main())
 
 
-def test_a_request_that_kills_two_replicas_is_quarantined_and_the_fleet_lives():
+def test_request_killing_two_replicas_is_quarantined():
     async def main():
         service = await Counter.options(num_replicas=3).as_service()
         innocent = [asyncio.create_task(service.overlap.route(2.0)) for _ in range(9)]
@@ -65,7 +65,7 @@ def test_a_request_that_kills_two_replicas_is_quarantined_and_the_fleet_lives():
     run(main())
 
 
-def test_lost_rank_replaces_mesh():
+def test_lost_rank_replaces_all_ranks():
     async def main():
         service = await Counter.options(procs=2).as_actor()
         before = service.status().replicas[0].pids
@@ -77,7 +77,7 @@ def test_lost_rank_replaces_mesh():
     run(main())
 
 
-def test_peer_error_after_death_is_a_death(tmp_path):
+def test_peer_error_after_rank_death_retries_call(tmp_path):
     async def main():
         service = await Counter.options(procs=2).as_actor()
         (tmp_path / "flag").touch()
@@ -87,7 +87,7 @@ def test_peer_error_after_death_is_a_death(tmp_path):
     run(main())
 
 
-def test_a_replacement_takes_up_state_and_what_it_missed_before_it_serves(tmp_path):
+def test_replacement_replays_missed_updates_before_serving(tmp_path):
     async def main():
         service = await Replayed.options(num_replicas=2).as_service(str(tmp_path))
         assert await service.update.fanout(1) == [1, 1]
@@ -105,7 +105,7 @@ def test_a_replacement_takes_up_state_and_what_it_missed_before_it_serves(tmp_pa
     run(main())
 
 
-def test_a_setup_that_fails_is_tried_again_with_back_off(tmp_path, capfd):
+def test_failed_replacement_setup_is_retried(tmp_path, capfd):
     async def main():
         service = await Replayed.options(num_replicas=1).as_service(str(tmp_path))
         (tmp_path / "broken").write_text("2")
@@ -118,7 +118,7 @@ def test_a_setup_that_fails_is_tried_again_with_back_off(tmp_path, capfd):
 
 
 @pytest.mark.full
-def test_a_replica_that_never_comes_back_ends_the_run_with_the_reason(tmp_path):
+def test_unreplaceable_replica_ends_run_with_reason(tmp_path):
     async def main():
         service = await Replayed.options(max_restarts=2).as_service(str(tmp_path))
         (tmp_path / "broken").write_text("100")
@@ -130,7 +130,7 @@ def test_a_replica_that_never_comes_back_ends_the_run_with_the_reason(tmp_path):
         run(main())
 
 
-def test_lost_state_ends_run(tmp_path):
+def test_unrecoverable_state_ends_run(tmp_path):
     async def main():
         service = await Replayed.as_actor(str(tmp_path))
         (tmp_path / "hopeless").touch()
@@ -142,7 +142,7 @@ def test_lost_state_ends_run(tmp_path):
     assert isinstance(caught.value.__cause__, Unrecoverable)
 
 
-def test_repeated_request_id_is_harmless():
+def test_repeated_request_id_runs_twice_without_restart():
     async def main():
         service = await Counter.as_actor()
         twin = service.overlap.options(request_id="twin")
@@ -152,7 +152,7 @@ def test_repeated_request_id_is_harmless():
     run(main())
 
 
-def test_rejected_fanout_is_not_repeated(tmp_path):
+def test_failed_fanout_is_not_replayed_on_replacement(tmp_path):
     async def main():
         service = await Replayed.as_actor(str(tmp_path))
         await service.update.fanout(3)
@@ -165,7 +165,7 @@ def test_rejected_fanout_is_not_repeated(tmp_path):
     run(main())
 
 
-def test_a_plain_endpoint_that_runs_past_call_timeout_is_a_hang():
+def test_hung_sync_endpoint_is_restarted_after_call_timeout():
     async def main():
         service = await Counter.options(call_timeout=1.0).as_actor()
         with pytest.raises(CallTimeout, match="loop_in_thread gave no answer within 1 s"):
@@ -176,7 +176,7 @@ def test_a_plain_endpoint_that_runs_past_call_timeout_is_a_hang():
     run(main())
 
 
-def test_a_memory_limit_is_an_error_of_the_call():
+def test_exceeded_memory_limit_raises_memory_error():
     async def main():
         service = await Counter.options(memory_gb=1.0).as_actor()
         with pytest.raises(MemoryError):

@@ -62,7 +62,7 @@ def test_unsendable_answer_raises_at_caller():
     run(main())
 
 
-def test_a_caller_that_is_killed_in_its_call_is_replaced_and_answered():
+def test_killed_caller_is_replaced_and_call_answered():
     async def main() -> None:
         counter = await Counter.as_service()
         caller = await Caller.as_service(counter)

@@ -45,7 +45,7 @@ def loads(*in_flight):
     return [Place(i, requests=set(range(n))) for i, n in enumerate(in_flight)]
 
 
-def test_a_request_avoids_the_replicas_that_died_with_it_while_there_are_others():
+def test_retried_request_avoids_replicas_it_killed():
     async def main():
         balancer = LoadBalancer(least_loaded, 4)
         places = loads(0, 2)
@@ -73,7 +73,7 @@ def test_prefix_routing_moves_only_lost_prefixes(prompts, replicas):
     assert all(after[prompt] == before[prompt] for prompt in prompts if before[prompt] != 0)
 
 
-def test_prefix_affinity_gives_way_to_load():
+def test_prefix_affinity_yields_to_load():
     router = PrefixAffine(length=4, slack=2)
     places = loads(0, 0)
     home = router(places, request("same beginning"))
@@ -82,7 +82,7 @@ def test_prefix_affinity_gives_way_to_load():
     assert router(places, request("same middle")) is not home
 
 
-def test_a_router_of_ones_own():
+def test_custom_router_is_used_and_checked():
     async def main():
         balancer = LoadBalancer(lambda candidates, request: candidates[request.args[0]], 10)
         for place in loads(0, 0, 0):
@@ -97,7 +97,7 @@ def test_a_router_of_ones_own():
     asyncio.run(main())
 
 
-def test_max_in_flight_queues_in_order():
+def test_requests_beyond_max_in_flight_queue_in_order():
     async def main():
         balancer = LoadBalancer(least_loaded, 2)
         place = Place(0)
@@ -128,7 +128,7 @@ def test_max_in_flight_queues_in_order():
 
 
 @given(st.integers(0, 2**32), st.integers(1, 5), st.integers(1, 4), st.sampled_from(["least_loaded", "round_robin"]))
-def test_requests_are_answered_once_and_sessions_stay(seed, replicas, max_in_flight, router):
+def test_requests_are_answered_once_while_replicas_come_and_go(seed, replicas, max_in_flight, router):
     """Replicas join and die at random while calls of several sessions run; a call whose replica died is sent again."""
     rng = random.Random(seed)
 

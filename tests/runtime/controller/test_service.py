@@ -19,7 +19,7 @@ from tests.runtime.controller.components import Counter, FromMonarch, Joined, Od
 pytestmark = pytest.mark.processes
 
 
-def test_the_verbs():
+def test_route_call_and_fanout_reach_expected_replicas():
     async def main():
         service, actor = await asyncio.gather(
             Counter.options(num_replicas=2).as_service(start=10), Counter.options(procs=2).as_actor()
@@ -43,7 +43,7 @@ def test_the_verbs():
     run(main())
 
 
-def test_a_component_that_was_written_for_monarch():
+def test_component_written_for_monarch_runs_as_service():
     async def main():
         service = await FromMonarch.options(ServiceConfig(num_replicas=2)).as_service()
         assert await service.add.fanout(2) == [3, 3]
@@ -81,7 +81,7 @@ def test_routing_balances_and_sessions_stick():
     run(main())
 
 
-def test_async_endpoints_interleave_and_plain_ones_run_one_at_a_time():
+def test_async_endpoints_interleave_and_sync_ones_do_not():
     async def main():
         counter = await Counter.as_actor()
         assert max(await asyncio.gather(*(counter.overlap.route(0.3) for _ in range(4)))) > 1
@@ -97,7 +97,7 @@ def test_async_endpoints_interleave_and_plain_ones_run_one_at_a_time():
     run(main())
 
 
-def test_exceptions_reach_the_caller_and_the_replica_lives():
+def test_endpoint_exception_reaches_caller_with_traceback():
     async def main():
         counter = await Counter.as_actor()
         with pytest.raises(KeyError) as caught:
@@ -115,7 +115,7 @@ def test_exceptions_reach_the_caller_and_the_replica_lives():
     run(main())
 
 
-def test_a_failing_setup_raises_what_it_raised():
+def test_failing_setup_exception_reaches_caller():
     async def main():
         await Counter.as_actor(start=-1)
 
@@ -135,12 +135,12 @@ def test_a_failing_setup_raises_what_it_raised():
         ({"env": {"A": "a\0b"}}, r"env: 'A' = 'a\\x00b' cannot be an environment variable"),
     ],
 )
-def test_bad_options(options, message):
+def test_invalid_service_options_raise(options, message):
     with pytest.raises(ValueError, match=message):
         Counter.options(**options)
 
 
-def test_a_call_has_a_time_limit_that_says_who_waited_for_whom():
+def test_call_timeout_error_names_caller_and_endpoint():
     async def main():
         counter = await Counter.options(call_timeout=0.5).as_actor()
         with pytest.raises(CallTimeout, match=r"^main \(test_service.*counter\[0\]\.overlap gave no answer within 0.5"):
@@ -172,7 +172,7 @@ def test_failing_rank_fails_call_immediately():
     run(main())
 
 
-def test_metrics_of_all_processes_merge():
+def test_service_metrics_of_all_processes_merge():
     async def main():
         service = await Counter.options(num_replicas=2).as_service()
         for value in (1.0, 2.0, 6.0):
@@ -188,7 +188,7 @@ def test_metrics_of_all_processes_merge():
     run(main())
 
 
-def test_a_stopped_service_says_so():
+def test_call_to_stopped_service_raises():
     async def main():
         service = await Counter.as_actor()
         await service.stop()

@@ -83,7 +83,7 @@ def ends(pid: int) -> bool:
     return False
 
 
-def test_a_fork_finds_what_a_started_process_finds(server: ForkServer):
+def test_forked_process_matches_a_started_process(server: ForkServer):
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     settings = {
         "env": {**os.environ, "FORGE_X": "\udcff=a\nb"},
@@ -105,7 +105,7 @@ def test_a_fork_finds_what_a_started_process_finds(server: ForkServer):
 
 
 @pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "LD_LIBRARY_PATH", "OMP_NUM_THREADS"])
-def test_another_environment_is_not_forked(server: ForkServer, monkeypatch: pytest.MonkeyPatch, variable: str):
+def test_changed_library_environment_is_not_forked(server: ForkServer, monkeypatch: pytest.MonkeyPatch, variable: str):
     monkeypatch.setenv(variable, "1234")
     process, found, seen = launch(server)
     assert found["environment"][variable] == "1234"
@@ -113,7 +113,7 @@ def test_another_environment_is_not_forked(server: ForkServer, monkeypatch: pyte
     process.communicate("pass\n")
 
 
-def test_a_server_that_was_killed_is_replaced_and_at_last_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_killed_fork_server_is_replaced_twice_then_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     server = ForkServer(tmp_path, {})
     for _ in range(2):
         lost = server.pid
@@ -134,7 +134,7 @@ def test_a_server_that_was_killed_is_replaced_and_at_last_given_up(tmp_path: Pat
     server.end()
 
 
-def test_a_signal_reaches_the_process(server: ForkServer):
+def test_signal_reaches_forked_process(server: ForkServer):
     process, *_ = launch(server)
     assert process.stdin is not None
     assert process.stdout is not None
@@ -146,7 +146,7 @@ def test_a_signal_reaches_the_process(server: ForkServer):
     assert process.wait(60) == 5
 
 
-def test_the_server_ends_with_its_parent(tmp_path: Path):
+def test_fork_server_ends_with_its_parent(tmp_path: Path):
     code = (
         "import os, signal, sys; from pathlib import Path; from forge.runtime.forking.forkserver import ForkServer;"
         "server = ForkServer(Path(sys.argv[1]), {}); print(server.pid, flush=True);"
@@ -156,7 +156,7 @@ def test_the_server_ends_with_its_parent(tmp_path: Path):
     assert ends(int(parent.stdout))
 
 
-def test_a_context_within_another_has_its_server_if_the_environment_is_the_same(monkeypatch: pytest.MonkeyPatch):
+def test_nested_context_shares_server_of_same_environment(monkeypatch: pytest.MonkeyPatch):
     def sockets() -> set[Path]:
         return set(private_folder().glob("fork*"))
 
@@ -185,7 +185,7 @@ class Libraries(ForgeActor):
 
 
 @pytest.mark.parametrize(("variable", "is_forked"), [("FORGE_X", True), ("A_LIBRARY_READS", False)])
-def test_a_component_is_forked_unless_a_library_may_read_its_variables(variable: str, is_forked: bool):
+def test_component_with_library_variables_is_not_forked(variable: str, is_forked: bool):
     async def main() -> tuple[bool, str | None]:
         component = await Libraries.options(env={variable: "1"}).as_actor()
         return await component.state.call_one(variable)

@@ -19,7 +19,7 @@ async def exercise(mailbox) -> None:
 
 
 @pytest.mark.processes
-def test_monarchs_decorators_in_a_service():
+def test_monarch_decorated_endpoints_work_in_service():
     async def main() -> None:
         mailbox = await Mailbox.as_actor()
         await exercise(mailbox)
@@ -28,7 +28,7 @@ def test_monarchs_decorators_in_a_service():
     run(main())
 
 
-def test_monarchs_decorators_in_this_process():
+def test_monarch_decorated_endpoints_work_locally():
     async def main() -> None:
         try:
             await exercise(await Mailbox.as_local())

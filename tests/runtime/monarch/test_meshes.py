@@ -58,7 +58,7 @@ def parent_of(pid: int) -> int:
         return int(file.read().rsplit(")", 1)[1].split()[1])
 
 
-def test_processes_of_a_user_serve_and_outlive_the_service():
+def test_user_processes_serve_and_outlive_service():
     async def main() -> None:
         async with procs_of(4) as mesh:
             plain = mesh.spawn("plain", Plain)
@@ -133,7 +133,7 @@ class Parser(ForgeActor):
 
 
 @pytest.mark.full
-def test_errors_of_a_component_leave_the_processes_and_a_dead_one_is_known():
+def test_component_error_keeps_user_processes_alive():
     async def main() -> None:
         # It ends with this program: `stop` would wait for the actor that Monarch is still to start in a dead process.
         mesh = this_host().spawn_procs({"gpus": 2})
@@ -152,7 +152,7 @@ def test_errors_of_a_component_leave_the_processes_and_a_dead_one_is_known():
     run_within(100, main)
 
 
-def test_job_hosts_are_filled_and_replace_losses():
+def test_replicas_fill_job_hosts_and_are_replaced_there():
     async def main() -> None:
         job = ProcessJob({"counter": 2, "joined": 2, "spare": 1})
         state = job.state(cached_path=None)
@@ -181,7 +181,7 @@ def test_job_hosts_are_filled_and_replace_losses():
     run_within(120, main)
 
 
-def test_this_host_is_the_controllers():
+def test_local_job_host_is_controller_host():
     async def main() -> None:
         options = ServiceConfig(hosts=LocalJob(["trainers"]).state(cached_path=None), num_replicas=2)
         service = await Counter.options(options).as_service()
@@ -211,7 +211,7 @@ async def place_gpus(mesh: HostMesh) -> list[dict[str, list[str]]]:
     return [hosts.gpus() for hosts in placed]
 
 
-def test_services_of_a_mesh_have_different_devices():
+def test_services_on_one_mesh_get_different_devices():
     job = ProcessJob({"hosts": 2})
     try:
         mesh = job.state(cached_path=None).hosts

@@ -45,7 +45,7 @@ def test_truncated_journal_keeps_prefix_and_appends(before: list, after: list, d
 
 
 @given(items=records.filter(bool), data=st.data())
-def test_a_changed_byte_is_an_error_wherever_it_is(items: list, data: st.DataObject):
+def test_changed_journal_byte_raises_anywhere(items: list, data: st.DataObject):
     with tempfile.TemporaryDirectory() as folder:
         path = written(Path(folder) / "journal", items)
         content = bytearray(path.read_bytes())
@@ -73,7 +73,7 @@ def test_partial_write_keeps_journal_usable(tmp_path: Path):
 
 
 @pytest.mark.processes
-def test_a_killed_writer_leaves_every_record_that_it_said_was_written(tmp_path: Path):
+def test_killed_writer_keeps_acknowledged_journal_records(tmp_path: Path):
     path = tmp_path / "journal"
     code = (
         "import itertools, sys; from forge.runtime.store import Journal; journal = Journal(sys.argv[1])\n"

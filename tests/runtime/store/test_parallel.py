@@ -46,7 +46,7 @@ def test_parallel_copy_matches_one_thread(store: VersionStore, monkeypatch: pyte
         assert all(torch.equal(found[name], tensor) for name, tensor in named.items())
 
 
-def test_a_damaged_block_is_found_whichever_thread_reads_it(store: VersionStore):
+def test_damaged_block_raises_in_parallel_read(store: VersionStore):
     store.put("policy", weights(), 1)
     with store.open("policy", 1) as version:
         shard = version.manifest.by_name["17"][0]

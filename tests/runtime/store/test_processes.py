@@ -38,7 +38,7 @@ def start(task: str, store: VersionStore, world: int = 1) -> list[subprocess.Pop
     return [subprocess.Popen([*command, str(rank), str(world), str(port)], **pipes) for rank in range(world)]
 
 
-def test_layouts_of_real_ranks(store: VersionStore):
+def test_sharded_layouts_of_ranks_give_the_same_version(store: VersionStore):
     ranks = start("layouts", store, 4)
     for rank in ranks:
         output, _ = rank.communicate(timeout=100)
@@ -47,7 +47,7 @@ def test_layouts_of_real_ranks(store: VersionStore):
     assert store.manifest("policy", 3).digest == store.manifest("policy", 2).digest
 
 
-def test_a_rank_that_is_killed_in_a_put_leaves_no_version_and_is_named(store: VersionStore):
+def test_rank_killed_in_put_is_named_and_leaves_no_version(store: VersionStore):
     first, second = start("killed", store, 2)
     output, _ = first.communicate(timeout=60)
     assert first.returncode == 7, output
@@ -58,7 +58,7 @@ def test_a_rank_that_is_killed_in_a_put_leaves_no_version_and_is_named(store: Ve
 
 
 @pytest.mark.full
-def test_overwritten_versions_are_never_torn(store: VersionStore):
+def test_readers_see_only_complete_versions_during_overwrites(store: VersionStore):
     writers = start("overwrite", store)
     last, reads = 0.0, 0
     while writers[0].poll() is None or reads == 0:
@@ -77,7 +77,7 @@ def test_overwritten_versions_are_never_torn(store: VersionStore):
 
 
 @pytest.mark.full
-def test_a_writer_that_is_killed_leaves_the_last_whole_version(store: VersionStore):
+def test_killed_store_writer_keeps_last_complete_version(store: VersionStore):
     rng = random.Random(0)
     for _ in range(6):
         (writer,) = start("slow_put", store)

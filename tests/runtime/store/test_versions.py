@@ -68,7 +68,7 @@ def test_nested_state_dicts_have_dotted_names(store: VersionStore):
         store.put("model", {})
 
 
-def test_a_published_version_never_changes(store: VersionStore):
+def test_changed_values_of_published_version_raise(store: VersionStore):
     store.put("w", {"a": torch.zeros(4), "b": torch.zeros(4)}, 5)
     assert store.put("w", {"a": torch.zeros(4), "b": torch.zeros(4)}, 5) == 5
     with pytest.raises(
@@ -81,7 +81,7 @@ def test_a_published_version_never_changes(store: VersionStore):
     assert store.put("w", {"a": torch.zeros(4)}) == 6
 
 
-def test_the_newest_stay_and_those_in_use_are_not_lost(store: VersionStore):
+def test_newest_versions_and_open_ones_are_kept(store: VersionStore):
     store.put("policy", tensors(9), 9)
     with store.open("policy", 9) as held:
         views = dict(held.tensors())
@@ -94,7 +94,7 @@ def test_the_newest_stay_and_those_in_use_are_not_lost(store: VersionStore):
         store.get("policy", version=9)
 
 
-def test_memory_is_used_again(store: VersionStore):
+def test_store_memory_is_reused(store: VersionStore):
     weights = torch.randn(1 << 18)
     sizes = []
     for _ in range(30):
@@ -111,7 +111,7 @@ def test_memory_is_used_again(store: VersionStore):
     assert used(store) < 1 << 20, "what is not needed any more is given back"
 
 
-def test_reader_retries_after_deletion(store: VersionStore, monkeypatch: pytest.MonkeyPatch):
+def test_store_read_retries_after_deletion(store: VersionStore, monkeypatch: pytest.MonkeyPatch):
     store.put("w", torch.zeros(100))
     reading, overtaken = store.segments.reading, []
 
@@ -126,7 +126,7 @@ def test_reader_retries_after_deletion(store: VersionStore, monkeypatch: pytest.
     assert store.get("w").eq(1).all()
 
 
-def test_the_same_values_in_another_layout_are_another_version():
+def test_digest_differs_by_layout_of_same_values():
     def manifest(*boxes: Box) -> Manifest:
         return Manifest("k", 3, False, tuple(Shard("w", "float32", (4,), box, "s", 0, str(box)) for box in boxes))
 
@@ -135,7 +135,7 @@ def test_the_same_values_in_another_layout_are_another_version():
     assert one.first_difference(two) is None
 
 
-def test_wait(store: VersionStore):
+def test_store_wait_returns_version_or_times_out(store: VersionStore):
     with pytest.raises(TimeoutError, match=r"waited 0.05 s for w version 2; the store has none"):
         store.wait("w", 2, timeout=0.05)
     later = Thread(target=lambda: [store.put("w", torch.full((3,), float(n))) for n in range(1, 4)])
@@ -145,7 +145,7 @@ def test_wait(store: VersionStore):
     later.join()
 
 
-def test_flipped_bytes_are_found(store: VersionStore):
+def test_flipped_bytes_in_store_raise_corrupt_weights(store: VersionStore):
     put = {"a": torch.randn(1000), "b": torch.randn(1000)}
     store.put("policy", put)
     shard = store.manifest("policy", 1).by_name["b"][0]
@@ -159,7 +159,7 @@ def test_flipped_bytes_are_found(store: VersionStore):
     assert torch.equal(store.get("policy", {"a": torch.empty(1000)})["a"], put["a"])
 
 
-def test_lost_memory_is_said(store: VersionStore, monkeypatch: pytest.MonkeyPatch):
+def test_missing_store_segment_raises_corrupt_weights(store: VersionStore, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("forge.runtime.store.versions.SETTLE_TIMEOUT", 0.05)
     store.put("policy", torch.ones(10))
     (segment,) = store.manifest("policy", 1).segments
@@ -168,7 +168,7 @@ def test_lost_memory_is_said(store: VersionStore, monkeypatch: pytest.MonkeyPatc
         store.get("policy")
 
 
-def test_blocks_must_fill_every_tensor_once():
+def test_manifest_blocks_with_gaps_or_overlaps_raise():
     def manifest(*boxes: Box) -> Manifest:
         return Manifest("k", 3, False, tuple(Shard("w", "float32", (4, 2), box, "s", 0, "") for box in boxes))
 
@@ -179,7 +179,7 @@ def test_blocks_must_fill_every_tensor_once():
         manifest(Box((0, 0), (3, 2)), Box((2, 0), (2, 2))).check()
 
 
-def test_too_little_memory_is_an_error_and_leaves_nothing(store: VersionStore):
+def test_put_beyond_shared_memory_raises_and_leaves_nothing(store: VersionStore):
     enormous = torch.empty(1, dtype=torch.uint8).expand(1 << 45)
     with pytest.raises(OSError, match="do not fit into shared memory"):
         store.put("w", enormous)
@@ -188,7 +188,7 @@ def test_too_little_memory_is_an_error_and_leaves_nothing(store: VersionStore):
 
 
 @pytest.mark.processes
-def test_the_functions_of_the_documents(monkeypatch: pytest.MonkeyPatch):
+def test_documented_store_functions_work(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FORGE_STORE", "")  # put back afterwards, whatever happens to it
 
     async def main() -> None:
@@ -216,7 +216,7 @@ def test_the_functions_of_the_documents(monkeypatch: pytest.MonkeyPatch):
         ts.default_store()
 
 
-def test_a_version_of_another_host_moves_with_those_who_put_it_again(store: VersionStore):
+def test_republished_manifest_moves_to_other_host(store: VersionStore):
     shard = Shard("a", "uint8", (8,), Box((0,), (8,)), "x", 0, "checksum")
     manifest = Manifest("policy", 1, False, (shard,))
     assert manifest.on_host("a:1").segments == {"x@a:1"}
