@@ -213,17 +213,18 @@ class Sandbox:
         try:
             # A worker that fails is replaced once: the program may have brought it down, or the machine.
             for is_last in (False, True):
-                worker = worker or self._start_worker()
-                if not pending.assign(worker):
-                    break
                 try:
+                    worker = worker or self._start_worker()
+                    if not pending.assign(worker):
+                        break
                     reply = worker.request({"time_limit": time_limit}, *bodies, limit=time_limit)
                     worker.settle()
                     return _make_result(*reply, self._settings["cpu_seconds"])
                 except SandboxError:
-                    if is_last or worker.interrupted:
+                    if is_last or (worker is not None and worker.interrupted):
                         raise
-                    self._discard_worker(worker)
+                    if worker is not None:
+                        self._discard_worker(worker)
                     worker = None
 
             raise SandboxError("the program was cancelled")

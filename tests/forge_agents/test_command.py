@@ -376,7 +376,7 @@ def test_programs_are_rejected_without_namespaces_by_default() -> None:
         ({"timeout": 0}, "timeout must be a positive number"),
         ({"processes": True}, "processes must be a positive number"),
         ({"network": "all"}, "gateway or host"),
-        ({"files": "/no/such/folder"}, "files must be a folder"),
+        ({"files": "/no/such/folder"}, "files must be a directory"),
         ({"readable": ["/no/such/file"]}, "does not exist"),
         ({"readable": ["/"]}, "root folder"),
     ],

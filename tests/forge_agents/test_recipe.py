@@ -145,7 +145,7 @@ def test_missing_agent_program_ends_run_with_one_line(tmp_path):
         ({"command": ["true"]}, "needs either a test or a reward"),
         ({"command": ["true"], "test": {"command": ["true"]}, "reward": "ExactMatch"}, "either a test or a reward"),
         ({"function": "apps.agent.main:plya"}, r"episode\.agent\.function .* was not found"),
-        ({"command": ["true"], "test": {"command": ["true"]}, "files": "nowhere"}, "files must be a folder"),
+        ({"command": ["true"], "test": {"command": ["true"]}, "files": "nowhere"}, "files must be a directory"),
     ],
 )
 def test_invalid_agent_settings_raise(tmp_path, agent, problem):

@@ -91,7 +91,7 @@ def test_each_of_two_policies_trains_on_its_own_tokens(tmp_path, model):
             # The engine and the trainer of each agree: no token was scored by the other's weights.
             assert row[f"{prefix}train/engine_difference"] < 1e-5
     samplers = {
-        (row["sample"] < 4, row["policy"], origin[2].partition("[")[0])
+        (row["sample"] < 4, row["policy"], origin[2].partition("[")[0].rstrip("0123456789"))
         for row in rollouts_of(folder)
         for origin in json.loads(row["origins"])
     }

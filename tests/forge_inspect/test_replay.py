@@ -96,7 +96,7 @@ def copied(run: Path, name: str) -> Path:
 def test_replay_reproduces_run_bit_for_bit(run: Path, replicas: str) -> None:
     code, output = forge("replay", str(run), "--replicas", replicas)
     assert code == 0, output
-    assert f"steps 1 to {STEPS} are those of the run, bit for bit" in output
+    assert f"steps 1 to {STEPS} equal the run's, bit for bit" in output
     assert states(run.parent / "test-replay") == states(run)
     assert len(states(run)) == STEPS
 

@@ -86,11 +86,11 @@ def test_secrets_inside_text_are_masked(text: str):
 
 REPEATED = """
 import resource
-from forge.system.masking import masked
+from forge.system.masking import mask_secrets
 resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
 words = "a= a[= :// ://' --a a=b; eyJ sk- token= a. url=h?url= a:b@ a-a: -----BEGIN".split()
 for text in [*words, '"a":"', "Bearer ", "key= "]:
-    masked(text * 200_000)
+    mask_secrets(text * 200_000)
 """
 
 

@@ -16,8 +16,8 @@ PLACES = {
     "imports": ("forge.recipes.rl", None, None),
     "start-up": ("forge.runtime.forking.forkserver", "ForkServer", "wait"),
     "first step": ("forge.actors.trainer", "Trainer", "train_step"),
-    "checkpoint": ("forge.training.checkpoint", None, "save"),
-    "export": ("forge.training.checkpoint", None, "export"),
+    "checkpoint": ("forge.training.checkpoint", None, "save_checkpoint"),
+    "export": ("forge.training.checkpoint", None, "export_model"),
     "report": ("forge_inspect.watch.report", None, "write_report"),
 }
 
