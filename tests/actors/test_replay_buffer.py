@@ -131,3 +131,27 @@ def test_max_policy_age_limits_rollouts_admitted_ahead(age: int):
             rollout.cancel()
 
     asyncio.run(main())
+
+
+def test_buffer_without_advance_admits_by_sampled_version():
+    async def main():
+        buffer = ReplayBuffer(batch_size=2, max_policy_age=1)
+        for i in range(4):
+            await buffer.admit()
+            await buffer.add(episode(i, 0))
+        blocked = asyncio.create_task(buffer.admit())
+        await buffer.sample(0, 2)
+        assert not blocked.done()
+        await buffer.sample(1, 2)
+        await asyncio.wait_for(blocked, 20)
+
+        # Whoever tells the buffer which version is served decides.
+        told = ReplayBuffer(batch_size=1, max_policy_age=0)
+        await told.advance(0)
+        await told.admit()
+        await told.add(episode(0, -1))
+        await told.sample(1, 1)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(told.admit(), 0.05)
+
+    asyncio.run(main())

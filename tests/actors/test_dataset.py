@@ -1,0 +1,28 @@
+"""The data set as an actor: what it takes, and what it rejects before a process starts."""
+
+import pytest
+
+from forge.actors import DatasetActor
+from forge.config import ConfigError
+
+ROWS = [{"question": "ab", "answer": "ba"}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "message"),
+    [
+        ((ROWS,), {}, "takes the model whose tokenizer it uses first"),
+        (("model",), {}, "needs either a path"),
+        (("model", ROWS), {"promt_template": "{question}"}, "promt_template.*prompt_template"),
+        (("model", [1, 2]), {}, "row 1 is 1, not a row"),
+        (("model", ROWS), {"kind": "pairs"}, "kind must be one of"),
+    ],
+)
+def test_invalid_dataset_arguments_raise(arguments, settings, message):
+    with pytest.raises((ValueError, ConfigError), match=message):
+        DatasetActor(*arguments, **settings)
+
+
+def test_dataset_accepts_rows_and_settings_of_its_stream():
+    actor = DatasetActor("model", ROWS, prompt_template="{question}>", seed=3, epochs=1, checked=True)
+    assert list(actor.settings["path"]) == ROWS
