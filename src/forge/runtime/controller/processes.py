@@ -326,6 +326,5 @@ def take_gpus(free: list[str], count: int, component: str) -> list[str]:
             f"{component} asks for {count} GPUs and {len(free)} are free on this host: lower procs or num_replicas, "
             f"or set with_gpus to false (--services.{component}.with_gpus false)"
         )
-    devices = free[:count]
-    free[:] = free[count:]
+    devices, free[:] = free[:count], free[count:]
     return devices

@@ -256,8 +256,7 @@ async def shutdown() -> None:
         except Exception as error:
             log.warning("%s: teardown failed: %s", type(component).__name__, error)
     if _runtime is not None:
-        stopping = _runtime
-        _runtime = None
+        stopping, _runtime = _runtime, None
         await stopping.shutdown()
 
 
@@ -268,7 +267,7 @@ async def drain_metrics(profiles: Mapping[str, str] | None = None) -> Snapshot:
 
     Args:
         profiles: the folder for a profile, by component: processes of these components are profiled until the next
-        call.
+            call.
     """
     with on_the_clock("drain_metrics"):
         return await runtime().drain_metrics(profiles or {})
