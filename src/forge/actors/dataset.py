@@ -111,8 +111,7 @@ class DatasetActor(ForgeActor):
         Args:
             seen: the indices of these prompts.
         """
-        pending = (sample for sample in self.issued if sample.prompt.index not in seen)
-        self.issued = deque(pending, self.issued.maxlen)
+        self.issued = deque((s for s in self.issued if s.prompt.index not in seen), self.issued.maxlen)
 
     @endpoint
     def state_dict(self, seen: Seen | None = None) -> dict[str, Any]:
@@ -156,8 +155,8 @@ class DatasetActor(ForgeActor):
                 items.append(self._take_next(endpoint, kind))
         return items
 
+    # Return the next item for an endpoint that reads data of this kind; DataEnded: none is left.
     def _take_next(self, endpoint: str, kind: Kind) -> Any:
-        """Return the next item for an endpoint that reads data of this kind; DataEnded: none is left."""
         if self.kind != kind:
             raise ValueError(f"{endpoint} needs a dataset of kind {kind}; this one is of {self.kind}")
         skipped = self.dataset.skipped

@@ -97,8 +97,8 @@ class Generator(ForgeActor):
                 f"a generator over {options.procs} processes is within one host, in no share: leave hosts and share out"
             )
         gpus = options.procs if options.with_gpus else 1
-        placed = {**options, "procs": 1, "gpus_per_proc": gpus, "hosts": None}
-        return Options(**placed), kwargs | {"vllm": settings.vllm}
+        options = Options(**{**options, "procs": 1, "gpus_per_proc": gpus, "hosts": None})
+        return options, kwargs | {"vllm": settings.vllm}
 
     @classmethod
     def started(cls, service: Service, kwargs: Mapping[str, Any]) -> None:

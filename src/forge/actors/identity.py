@@ -42,8 +42,8 @@ class Identities:
                 continue
             self._published = self._store.identities(self._key)  # again: the version may be new
             identities = self._published.get(origin.version, set())
-            is_first_weights = not origin.identity and not identities
-            if origin.identity not in identities and not is_first_weights:
+            # A token without an identity passes if its version has none either.
+            if origin.identity not in identities and (origin.identity or identities):
                 raise UnknownWeights(self._explain_unknown(origin))
 
     def recent(self, version: int, max_policy_age: int | None) -> dict[int, set[str]]:

@@ -30,7 +30,7 @@ class Ledger:
         self._owner = owner
         self._path = path
         self._lost = lost
-        self._records = 0  # number in the journal
+        self.records = 0  # number of records in the journal, which marks its present end for `rebase`
         self._answers: dict[str, Any] = {}  # by request id
 
     def begin(self) -> None:
@@ -56,7 +56,7 @@ class Ledger:
         """
         if self._is_writer:
             self._open_journal.append(("change", request_id(), change))
-            self._records += 1
+            self.records += 1
         self._remember_answer(request_id(), answer)
         return answer
 
@@ -71,16 +71,11 @@ class Ledger:
             self._rewrite_journal(state)
         return answer
 
-    @property
-    def now(self) -> int:
-        """Return the number of records in the journal: its present end, for a later `rebase`."""
-        return self._records
-
     def rebase(self, state: Any, since: int) -> None:
         """Let the journal start at `state`, which has all changes up to the point `since`; later changes stay.
 
         Args:
-            since: what `now` returned when the state was copied.
+            since: `records` at the moment when the state was copied.
         """
         if self._is_writer:
             self._rewrite_journal(state, since)
@@ -100,7 +95,7 @@ class Ledger:
 
         try:
             for kind, head, body in self._open_journal.replay():
-                self._records += 1
+                self.records += 1
                 if kind == "state":
                     self._answers = head
                     restore(body)
@@ -122,11 +117,11 @@ class Ledger:
     def _is_writer(self) -> bool:
         return self._path is not None and not self._owner.context.rank
 
+    # Start the journal at `state`, followed by the records from number `since` on (None: by none).
     def _rewrite_journal(self, state: Any, since: int | None = None) -> None:
-        """Start the journal at `state`, followed by the records from number `since` on (None: by none)."""
         later = [] if since is None else islice(self._open_journal.replay(), since, None)
         self._open_journal.rewrite(chain([("state", self._answers, state)], later))
-        self._records = 1 if since is None else 1 + self._records - since
+        self.records = 1 if since is None else 1 + self.records - since
 
     def _remember_answer(self, request: str | None, answer: Any) -> None:
         if request is None or self._path is None:

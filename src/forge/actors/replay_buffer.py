@@ -252,8 +252,8 @@ class ReplayBuffer(ForgeActor):
             self.changed.notify_all()
             return len(self.items)
 
+    # Return whether one more rollout may start now.
     def _admits_rollout(self) -> bool:
-        """Return whether one more rollout may start now."""
         if self.batch_size is None:
             return True
         admitted_steps = self.staleness.admitted_steps(self.served)
@@ -275,8 +275,8 @@ class ReplayBuffer(ForgeActor):
             return "no_signal"
         return None
 
+    # Drop the items that are too old to train the weights `version`, now and from now on; return their number.
     def _drop_expired(self, version: int) -> int:
-        """Drop the items that are too old to train the weights `version`, now and from now on; return their number."""
         self.version = max(self.version, version)
         expired = [item for item in self.items if not self.staleness.fresh(item, self.version)]
         if expired:

@@ -64,8 +64,8 @@ class Streams:
         if stream := self.open_ones.pop(number, None):
             stream.future.cancel()
 
+    # Close a stream that was not read for FORGOTTEN seconds; look again later at one that was.
     def _close_if_unread(self, number: int) -> None:
-        """Close a stream that was not read for FORGOTTEN seconds; look again later at one that was."""
         if stream := self.open_ones.get(number):
             remaining = stream.last_read + FORGOTTEN - time.monotonic()
             if remaining > 0:

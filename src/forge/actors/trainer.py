@@ -57,12 +57,10 @@ class Trainer(ForgeActor):
             the checkpoint that was last saved there, or restored, and trains the batches since then again, from a
             journal in the folder. None makes the loss of a process the end of the run.
         report: prefix of the names of its metrics and phases: `<report>/loss`.
-        max_policy_age: maximum age of a trained token, in versions (steps); None is any age. A batch with an older
-            token is an error.
+        max_policy_age: maximum age of a trained token, in versions; an older one is an error. None is any age.
         colocated: free the device after each call, by moving the weights to host memory, for processes that share it.
-        publish_dtype: dtype of published weights, "float32" or "bfloat16", if the trainer is on a GPU, which casts
-            them: half the bytes for engines that compute in bfloat16. Adapters keep theirs. None keeps the weights'
-            dtype.
+        publish_dtype: "float32" or "bfloat16", to which a trainer on a GPU casts published weights: half the bytes for
+            engines that compute in bfloat16. Adapters are not cast. None casts nothing.
         **settings: settings of `forge.training.trainer.PolicyTrainer`: `head` ("policy", "value" or "reward"),
             `backend`, `lora` (train adapters only), `temperature`, and the fields of
             `forge.training.settings.PassSettings`, such as `seq_len`, `dtype` and `mini_batches`.
@@ -111,7 +109,6 @@ class Trainer(ForgeActor):
             raise ValueError(
                 f"{type(loss).__name__} is only defined under aggregation {loss_aggregation}, not {aggregation}"
             )
-        # Aggregation fixed_horizon and a horizon come together, or not at all.
         is_fixed = self.aggregation == "fixed_horizon" and horizon is not None and horizon > 0
         if (aggregation == "fixed_horizon" or horizon is not None) and not is_fixed:
             raise ValueError(
@@ -123,10 +120,8 @@ class Trainer(ForgeActor):
         journal = None if self.recovery is None else str(self.recovery / JOURNAL)
         lost = "what it had learned is lost: set checkpoint.every, or give Trainer a recovery= folder"
         self.ledger = Ledger(self, journal, lost=lost)
-
-        # Writes checkpoints while training continues; the one being written, its path, and `Ledger.now` at its start.
-        self.background: Background | None = None
-        self.writing: tuple[Write, str, int] | None = None
+        self.background: Background | None = None  # writes checkpoints
+        self.writing: tuple[Write, str, int] | None = None  # with its path, and `ledger.records` when it started
 
     @classmethod
     def started(cls, service: Service, kwargs: Mapping[str, Any]) -> None:
@@ -165,19 +160,13 @@ class Trainer(ForgeActor):
         return AutoConfig.from_pretrained(self.model, trust_remote_code=False)
 
     def on_respawn(self) -> None:
-        """Load the last checkpoint and train the batches since then again.
-
-        Raises:
-            Unrecoverable: there is no journal or no checkpoint to restore from.
-        """
+        """Load the last checkpoint and train the batches since then again; Unrecoverable: there is no journal."""
         from ..training import checkpoint
 
-        # A change is a checkpoint that was being written when the process was lost, or the arguments of a step and its
-        # answer.
         def redo_change(change: tuple[Batch, Any, bool] | Write) -> Any:
-            if isinstance(change, Write):
+            if isinstance(change, Write):  # it was being written when the process was lost
                 path = self._begin_write(change)
-                self.writing = change, path, self.ledger.now
+                self.writing = change, path, self.ledger.records
                 return path
             batch, answer, same_step = change
             self.trainer.train_step(batch, self.loss, same_step=same_step)
@@ -202,15 +191,14 @@ class Trainer(ForgeActor):
         targets: Sequence[Mapping[str, Any]] | None = None,
         same_step: bool = False,
     ) -> dict[str, float] | float:
-        """Train one step on a batch and return its metrics as {"<report>/<name>": value}; with `targets` only the loss.
+        """Train one step, of one update or several, and return its metrics as {"<report>/<name>": value}.
 
-        See `PolicyTrainer.train_step` for the metrics. A step may be several updates of the weights.
+        See `PolicyTrainer.train_step` for the metrics. With `targets` it returns only the loss.
 
         Args:
             batch: a packed Batch, or episodes or groups, which are packed here. If the loss is an algorithm it computes
                 the advantages of groups; otherwise an episode without an advantage trains on its whole reward
                 (REINFORCE without a baseline). With `targets`, dicts of tensors, see `forge.data.packing.pack_tensors`.
-            targets: dicts of tensors with what the loss compares to.
             same_step: train more updates of the last step, for example on groups of earlier steps: with its learning
                 rate, and with ages counted from the weights that it started with.
 
@@ -234,7 +222,7 @@ class Trainer(ForgeActor):
             with self._on_device():
                 results = self.trainer.train_step(batch, self.loss, same_step=same_step)
 
-        # Forward and backward pass together cost three forward passes.
+        # 3: a forward and a backward pass cost three forward passes.
         results["flops"] = 3 * self.trainer.passes.epochs * forward_flops(self.architecture, *_count_work(batch))
         metrics = {f"{self.report}/{name}": value for name, value in results.items()}
 
@@ -244,18 +232,15 @@ class Trainer(ForgeActor):
 
     @endpoint
     def recorded(self) -> dict[str, np.ndarray] | None:
-        """Return what the last step computed for the tokens that its batch lists in `recorded`, as arrays by name.
-
-        See `forge.training.step.TokenRecord`. None if the batch lists none, and on all ranks but the first.
-        """
+        """Return what the last step computed for the tokens that its batch lists in `recorded`: arrays by name, see
+        `forge.training.step.TokenRecord`. None if the batch lists none, and on all ranks but the first."""
         return self.trainer.recorded if self.context.rank == 0 else None
 
     @endpoint
     def logprobs(self, batch: Batch) -> np.ndarray:
         """Return the log-probabilities of the batch's trained tokens under the current weights, [tokens], 0 elsewhere.
 
-        Raises:
-            ValueError: this trainer has no policy head.
+        ValueError: this trainer has no policy head.
         """
         with phase("logprobs") if self.context.rank == 0 else nullcontext(), self._on_device():
             return self.trainer.logprobs(batch)
@@ -264,8 +249,7 @@ class Trainer(ForgeActor):
     def predict(self, batch: Batch) -> np.ndarray:
         """Return the predictions of a value or reward head for the batch's trained tokens, [tokens], 0 elsewhere.
 
-        Raises:
-            ValueError: this trainer has a policy head.
+        ValueError: this trainer has a policy head.
         """
         with phase("predict") if self.context.rank == 0 else nullcontext(), self._on_device():
             return self.trainer.predict(batch)
@@ -275,7 +259,6 @@ class Trainer(ForgeActor):
         """Publish the current weights as `version`; every rank writes the blocks that it holds.
 
         Raises:
-            ValueError: this trainer has no store.
             IncompleteVersion, VersionConflict, OSError: nothing was published, see `VersionStore.put`.
         """
         import torch
@@ -300,11 +283,9 @@ class Trainer(ForgeActor):
         """Write a checkpoint and return its path, see `forge.training.checkpoint.save_checkpoint`.
 
         Args:
-            folder: the folder of all checkpoints.
             extra: state of the run to save with it, which `load_checkpoint` returns.
-            keep: number of checkpoints in the folder that are kept, the newest ones.
-            wait: wait until it is written. If False, copy the state in memory, and return while the copy is being
-                written; the next call that saves, loads or exports waits for it, and raises its error.
+            wait: if False, copy the state in memory, and return while the copy is being written: the next call that
+                saves, loads or exports waits for it, and raises its error.
 
         Raises:
             CheckpointFailed: this checkpoint, or the one before that was not waited for, could not be written.
@@ -315,14 +296,13 @@ class Trainer(ForgeActor):
             return self.ledger.answer
         with phase("checkpoint") if self.context.rank == 0 else nullcontext():
             self._settle_write()
-            # Rollouts that train after a resume may be older: their identities are saved as well.
             published = self.identities
             recent = published.recent(self.trainer.step, self.staleness.max_policy_age) if published else {}
             write = Write(folder, {**(extra or {}), IDENTITIES: recent}, keep)
             if not wait:
                 path = self._begin_write(write)
                 self.ledger.complete(write, path)
-                self.writing = write, path, self.ledger.now
+                self.writing = write, path, self.ledger.records
                 return path
             path = str(checkpoint.save_checkpoint(self.trainer, folder, extra=write.extra, keep=None))
             if Path(folder).resolve() == self.recovery:
@@ -388,30 +368,23 @@ class Trainer(ForgeActor):
         self._prune_checkpoints(write, path)
 
     def _prune_checkpoints(self, write: Write, path: str) -> None:
-        """Remove all but the newest checkpoints of a folder, and never `path`.
-
-        It comes after the journal starts from `path`: until then the journal needs a checkpoint that is removed here.
-        """
+        """Remove old checkpoints, once the journal starts from `path`: until then it may need one of them."""
         from ..training import checkpoint
 
         if self.context.rank == 0:
             checkpoint.prune_checkpoints(write.folder, write.keep, path)
 
     def _pack_items(self, items: Any, targets: Sequence[Mapping[str, Any]] | None) -> Batch:
-        """Return the batch of what `train_step` was given."""
         settings: dict[str, Any] = {"aggregation": self.aggregation, "horizon": self.horizon, "unit": self.unit}
         if targets is not None:
             return pack_tensors(items, targets, **settings)
         if isinstance(items, Batch):
             return items
-
-        # An algorithm computes the advantages of groups itself.
-        algorithm: Any = self.loss
+        algorithm: Any = self.loss  # it computes the advantages of groups, if it is an algorithm
         if hasattr(algorithm, "advantages") and all(isinstance(item, Group) for item in items):
             from ..training.credit import make_batch
 
             return make_batch(items, algorithm, self.trainer.step, **settings)
-
         episodes = [e for item in items for e in (item.episodes if isinstance(item, Group) else [item])]
         for episode in episodes:
             if episode.advantage is None:

@@ -55,10 +55,10 @@ def activity_of(pid: int) -> Activity:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:
         return Activity(0.0, False)
-    user_ticks, system_ticks = int(fields[11]), int(fields[12])
+    ticks = int(fields[11]) + int(fields[12])  # user and system time
     states = (_read_state(f"/proc/{pid}/task/{thread}/stat") for thread in threads)
-    wants_cpu = any(state in ("R", "D") for state in states)  # running or runnable; in an uninterruptible wait
-    return Activity((user_ticks + system_ticks) / _TICKS, wants_cpu)
+    # R: running or waiting for a core; D: in an uninterruptible wait, as for a disk.
+    return Activity(ticks / _TICKS, any(state in ("R", "D") for state in states))
 
 
 def is_stopped(pid: int) -> bool:
@@ -66,8 +66,8 @@ def is_stopped(pid: int) -> bool:
     return _read_state(f"/proc/{pid}/stat") == "T"
 
 
+# Return the fields of a stat file in /proc from the state on, which follows the name in parentheses.
 def _read_fields(path: str) -> list[str]:
-    """Return the fields of a stat file in /proc from the state on, which follows the name in parentheses."""
     return Path(path).read_text().rsplit(")", 1)[1].split()
 
 

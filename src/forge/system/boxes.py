@@ -132,8 +132,7 @@ def local_boxes(tensor: Tensor) -> list[tuple[Box, Tensor]]:
     boxes = []
     for block in itertools.product(*runs):
         box = Box(tuple(first for first, _, _ in block), tuple(length for _, _, length in block))
-        indices = tuple(slice(position, position + length) for _, position, length in block)
-        boxes.append((box, local[indices]))
+        boxes.append((box, local[tuple(slice(position, position + length) for _, position, length in block)]))
 
     return boxes
 

@@ -106,14 +106,14 @@ def file_digest(path: Path) -> str:
     return _digest_file(path)[0]
 
 
+# Return the (digest, size) of each file on a list, by its name.
 def _read_sums(path: Path) -> dict[str, tuple[str, int]]:
-    """Return the (digest, size) of each file on a list, by its name."""
     rows = [line.split(" ", 2) for line in read_sealed(path).splitlines()]
     return {name: (digest, int(size)) for digest, size, name in rows}
 
 
+# Return the xxh3-128 of a file's content, and its size in bytes.
 def _digest_file(path: Path) -> tuple[str, int]:
-    """Return the xxh3-128 of a file's content, and its size in bytes."""
     digest = xxhash.xxh3_128()
     size = 0
     try:

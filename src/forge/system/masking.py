@@ -78,8 +78,8 @@ def without_secrets(value: Json, name: str = "") -> Json:
     if is_place or any(map(is_secret, sections)):
         return MASK
     if is_secret(last) and not isinstance(value, bool):
-        is_special_token = re.fullmatch(r"<[^<>\s]+>|\[[A-Z]+\]", str(value))  # <pad> or [PAD]
-        return value if is_special_token else MASK
+        # A special token, such as <pad> or [PAD], is no secret.
+        return value if re.fullmatch(r"<[^<>\s]+>|\[[A-Z]+\]", str(value)) else MASK
     return mask_secrets(value) if isinstance(value, str) else value
 
 

@@ -76,8 +76,8 @@ def sweep_folders() -> list[Path]:
     return [folder for folder in folders if _remove_abandoned(folder)]
 
 
+# Remove a folder if it is abandoned, see `sweep_folders`; return whether it was removed.
 def _remove_abandoned(folder: Path) -> bool:
-    """Remove a folder if it is abandoned, see `sweep_folders`; return whether it was removed."""
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:  # it was removed meanwhile, is a link, or belongs to another user

@@ -159,10 +159,9 @@ class Options(Placement):
             raise ValueError(f"gpus_per_proc = {self.gpus_per_proc} does nothing: with_gpus is false")
         if self.per_process > 1 and (self.procs > 1 or self.with_gpus or self.share is not None):
             raise ValueError("per_process is for light replicas: it needs procs 1, no GPUs and no share")
-        if self.mesh is not None:
-            self._check_mesh(self.mesh)
-
-    def _check_mesh(self, mesh: UserMesh) -> None:
+        mesh = self.mesh
+        if mesh is None:
+            return
         # The processes of a ProcMesh run already: what takes effect when a process starts comes too late for them.
         useless = [name for name in ("env", "threads", "memory_gb") if mesh.procs is not None and self.differs(name)]
         if useless:

@@ -115,8 +115,11 @@ class Placement:
         position = number % options.host_count if is_shared else index
         loopback_hosts = self.hosts.setdefault(component.name, [])
         while len(loopback_hosts) <= position:
-            name = f"{component.name}_host{len(loopback_hosts)}"
-            loopback_hosts.append(LoopbackHosts(name, 1 if is_shared else options.host_count))
+            loopback_hosts.append(
+                LoopbackHosts(
+                    f"{component.name}_host{len(loopback_hosts)}", size=1 if is_shared else options.host_count
+                )
+            )
 
         return loopback_hosts[position]
 
@@ -137,8 +140,7 @@ class Placement:
 
     async def release(self, name: str, index: int | None) -> None:
         """Release the devices and hosts of replica `index` of the service `name`; None stands for all its replicas."""
-        released = [key for key in self._gpus if key[0] == name and index in (key[1], None)]
-        for key in released:
+        for key in [key for key in self._gpus if key[0] == name and index in (key[1], None)]:
             assert self._free_gpus is not None
             self._free_gpus += self._gpus.pop(key)
         if self.machines is not None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ...observability.console import configure_logging, log_failure
 from ...observability.metrics import PROCESS_NAME
@@ -48,24 +48,11 @@ PR_SET_PTRACER = 0x59616D61
 PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 
 
-class Member(Protocol):
-    """A replica, as the group of its processes sees it."""
-
-    options: Options
-    last_answer: float  # when it last answered a call, on the monotonic clock
-
-    async def ping(self) -> None:
-        """Return once every rank of the replica has answered a ping."""
-
-    def fail(self, reason: str) -> object:
-        """Count the replica as lost."""
-
-
 class ProcessGroup:
     """The processes of one replica, or the processes that several replicas share.
 
     Attributes:
-        members: the replicas in these processes (`Member`); when a process is lost, all of them are.
+        members: the replicas in these processes (`Replica`); when a process is lost, all of them are.
         starting: number of replicas that are being built. Importing large libraries can hold the interpreter for
             seconds, so that silence is no sign of a hang meanwhile.
         dead: why the processes are lost or stopped; None while they live.
@@ -147,8 +134,7 @@ class ProcessGroup:
 
         # A user's processes are not killed: hung or dead, nothing may be started in them again. If only the actor timed
         # out and all of them live, as after a pause of the machine, another actor can be started in them.
-        are_alive = all(isinstance(process, Process) and process.alive for process in self.processes)
-        is_usable = is_actor_timeout and are_alive
+        is_usable = is_actor_timeout and all(isinstance(p, Process) and p.alive for p in self.processes)
         if self.hosts.borrowed and not is_usable:
             self.hosts.give_up()
         for member in list(self.members):
@@ -193,15 +179,16 @@ class ProcessGroup:
             sent = time.monotonic()
 
             # The defaults keep the values of this round.
-            def is_answered(pinged: list[Member] = pinged, sent: float = sent) -> bool:
+            def is_answered(pinged: list[Any] = pinged, sent: float = sent) -> bool:
                 return bool(self.starting) or all(member.last_answer > sent for member in pinged)
 
             pings = asyncio.gather(*(member.ping() for member in pinged))
             try:
                 # CPU time of a user's processes does not count: while one of the user's actors is being made, which may
                 # use much of it, no other actor is served.
-                idle_only = self.hosts.borrowed
-                await wait_for(pings, self.processes, self.options.ping_timeout, is_answered, idle_only)
+                await wait_for(
+                    pings, self.processes, self.options.ping_timeout, is_answered, idle_only=self.hosts.borrowed
+                )
             except TimeoutError:
                 self.fail(f"it answered neither a ping nor a call for {time.monotonic() - sent:.3g} s")
 

@@ -276,8 +276,7 @@ class Replica:
                 f"{self}.{label} gave no answer within {round(limit or 0.0, 1):g} s (pid {self.location})"
             ) from None
         except asyncio.CancelledError:
-            is_own_task_cancelled = task is not None and task.cancelling() != cancellations_before
-            if self.failed.done() and not is_own_task_cancelled:
+            if self.failed.done() and (task is None or task.cancelling() == cancellations_before):
                 raise ReplicaDied(f"{self.failed.result()} (while {label} was in flight)") from None
             raise
         except SupervisionError as error:

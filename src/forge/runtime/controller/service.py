@@ -310,8 +310,8 @@ class Service(Handle):
             raise failures[0]
         return [reply[0] for reply in replies if isinstance(reply, list)]
 
+    # Set the call of an endpoint that absent replicas catch up on; None if there is none.
     def _set_latest(self, endpoint: str, call: Call | None) -> None:
-        """Set the call of an endpoint that absent replicas catch up on; None if there is none."""
         # Removed first, so that it is the last one of the dict: replicas catch up on endpoints in the order of the
         # calls.
         self._latest.pop(endpoint, None)
@@ -365,8 +365,7 @@ class Service(Handle):
     def is_only_replica(self, index: int) -> bool:
         """Return whether no replica but `index` serves, or whether this one is starting for the first time."""
         states = {supervisor.index: supervisor.state for supervisor in self._supervisors}
-        own_state = states.pop(index, None)
-        return own_state == "starting" or "up" not in states.values()
+        return states.pop(index, None) == "starting" or "up" not in states.values()  # `pop` leaves the others
 
     async def _retire_supervisor(self, supervisor: Supervisor) -> None:
         supervisor.retire()

@@ -134,8 +134,7 @@ class Supervisor:
             self._balancer.leave(lost)
             if self.state == "stopped":
                 return
-            was_sound = time.monotonic() - self.since > SOUND_AFTER
-            failures = 0 if was_sound else failures + 1
+            failures = 0 if time.monotonic() - self.since > SOUND_AFTER else failures + 1
             self.state = "restarting"
             self.since = time.monotonic()
             self.error = died
@@ -159,8 +158,7 @@ class Supervisor:
         Args:
             failures: number of failures in a row so far: deaths soon after the start.
         """
-        max_restarts = self.options.max_restarts
-        while max_restarts > 0 and failures <= max_restarts:
+        while self.options.max_restarts > 0 and failures <= self.options.max_restarts:
             back_off = min(MAX_BACK_OFF, 0.25 * 2.0**failures) if failures else 0.0
             await asyncio.sleep(back_off)
             started = time.monotonic()

@@ -172,8 +172,7 @@ class UserPlacement:
 
     def release(self, name: str, index: int | None) -> None:
         """Release the hosts and devices of replica `index` of the service `name`; None stands for all its replicas."""
-        released = [key for key in self._placed if key[0] == name and index in (key[1], None)]
-        for key in released:
+        for key in [key for key in self._placed if key[0] == name and index in (key[1], None)]:
             # Until its service ends, a replica keeps its part of a ProcMesh: a part that was lost stays lost.
             if index is None or not self._placed[key].borrowed:
                 del self._placed[key]
@@ -205,8 +204,7 @@ async def _wait_for_hosts(name: str, mesh: HostMesh) -> None:
         cause = str(error).partition("\n\n")[0]  # a stack follows
         # Creating a job of other machines changes the transport of what is started later. A client that was started
         # before it listens on a UNIX socket, which other machines cannot reach.
-        client_transport = start_client()
-        if client_transport == "unix" and monarch_transport() != "unix":
+        if start_client() == "unix" and monarch_transport() != "unix":
             cause += (
                 "\nThis program's first component was started before the job was created, so that other machines "
                 "cannot reach the program: create the job (SlurmJob, KubernetesJob, SSHJob) first"

@@ -67,12 +67,10 @@ class Watchdog:
                         f"no replica of {service._name} takes a call: {states}", _describe_waits(queued, service._name)
                     )
 
+    # Return whether a report is due for a stall of `key` that has lasted for `stalled` seconds.
+    # The first one is due after `first` seconds, the others at doubling times: a run that hangs overnight must not
+    # fill its log.
     def _is_due(self, key: object, stalled: float, first: float) -> bool:
-        """Return whether a report is due for a stall of `key` that has lasted for `stalled` seconds.
-
-        The first one is due after `first` seconds, the others at doubling times: a run that hangs overnight must not
-        fill its log.
-        """
         if stalled < first:
             self._due.pop(key, None)
             return False
@@ -89,8 +87,8 @@ async def _stacks_of(replica: Replica) -> list[str]:
     return lines
 
 
+# Return a line for each of the oldest requests: who waits for `target`, since when and for how long.
 def _describe_waits(requests: list[Request], target: str) -> list[str]:
-    """Return a line for each of the oldest requests: who waits for `target`, since when and for how long."""
     now = time.monotonic()
     lines = []
     for request in sorted(requests, key=lambda request: request.created)[:MAX_WAITS_SHOWN]:

@@ -110,8 +110,8 @@ class Journal:
             yield payload, start
 
 
+# Write one record at the position of `file`; return the number of bytes. `path` is named in errors.
 def _write_record(file: FileIO, path: Path, record: object) -> int:
-    """Write one record at the position of `file`; return the number of bytes. `path` is named in errors."""
     payload = pickle.dumps(record, protocol=pickle.HIGHEST_PROTOCOL)
     fields = _FIELDS.pack(len(payload), crc32(payload))
     data = memoryview(fields + crc32(fields).to_bytes(4, "little") + payload)

@@ -184,8 +184,8 @@ class Segments:
             fix = "free: keep fewer versions, or make it larger (docker run --shm-size)"
             raise NoRoom(errno.ENOSPC, text + fix) from None
 
+    # Return the bytes of a segment in use, uint8; the most recent MAX_MAPPED segments stay mapped.
     def _map_segment(self, name: str) -> Tensor:
-        """Return the bytes of a segment in use, uint8; the most recent MAX_MAPPED segments stay mapped."""
         self.forget()
         with self._mapping:
             memory = self._maps.pop(name, None)

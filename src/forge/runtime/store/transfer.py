@@ -232,8 +232,9 @@ def publish_together(
             key_value_store.wait([f"{prefix}/{label}"], timedelta(seconds=timeout))
             data = key_value_store.get(f"{prefix}/{label}")
         except RuntimeError:  # each kind of store raises a subclass of its own if a rank is late or lost
-            text = f"rank {ranks.rank} waited {timeout:g} s for what rank {label} should put"
-            raise IncompleteVersion(text) from None
+            raise IncompleteVersion(
+                f"rank {ranks.rank} waited {timeout:g} s for what rank {label} should put"
+            ) from None
         error_type, content = json.loads(zlib.decompress(data))
         if error_type is not None:
             raise ERRORS.get(error_type, IncompleteVersion)(content)
