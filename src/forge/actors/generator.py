@@ -119,8 +119,7 @@ class Generator(ForgeActor):
         device = None
         if self.settings.engine == "embedded" and (kind := find_accelerator()):
             # A process that is shared with a trainer sees the devices of all of these processes.
-            index = self.context.replica % torch.accelerator.device_count()
-            device = torch.device(kind.type, index)
+            device = torch.device(kind.type, self.context.replica % torch.accelerator.device_count())
         self.engine = load_engine(model=self.model, device=device, **self.settings)
         self.streams = Streams(self.engine)
 
@@ -150,14 +149,13 @@ class Generator(ForgeActor):
             submitted = self.engine.submit(self._token_ids(prompt), settings, priority=priority)
             completions = await asyncio.wrap_future(submitted)
         self._check_current()
-        token_lists = [completion.token_ids for completion in completions]
-        texts = self.tokenizer.batch_decode(token_lists, skip_special_tokens=True)
+        texts = self.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
         for completion, text in zip(completions, texts, strict=True):
             completion.text, completion.sampled_by = text, str(self.context)
 
         # The prompt is computed once for all completions; each of their tokens attends to it and to those before.
         prompt_length = len(completions[0].prompt_ids)
-        lengths = [*map(len, token_lists)]
+        lengths = [len(completion.token_ids) for completion in completions]
         attended = count_causal(prompt_length) + sum(count_causal(length, prompt_length) for length in lengths)
         flops = forward_flops(self.architecture, prompt_length + sum(lengths), attended, sum(lengths))
         record_metric("generator/tokens", sum(lengths), Reduce.SUM)

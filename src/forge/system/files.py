@@ -58,8 +58,7 @@ def is_full(error: BaseException) -> bool:
 
 def free_bytes(path: Path) -> int:
     """Return the free bytes on the disk that has a path, or would have it: the path need not exist."""
-    nearest_folder = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    return shutil.disk_usage(nearest_folder).free
+    return shutil.disk_usage(next(folder for folder in (path, *path.absolute().parents) if folder.exists())).free
 
 
 def fill_standard_files() -> None:

@@ -139,8 +139,7 @@ class ActorHost(Actor):
                 components profiles its next step; all others stop profiling.
         """
         components = {hosted.context.component for hosted in self._hosted.values()}
-        profiled = next(iter(components & profiles.keys()), None)
-        profile_next(profiles[profiled] if profiled else None, process_name())
+        profile_next(next((profiles[name] for name in components & profiles.keys()), None), process_name())
         return current_rank().rank, drain()
 
     @concurrent_endpoint

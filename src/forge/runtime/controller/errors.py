@@ -35,8 +35,12 @@ class Unrecoverable(ForgeError):
 class RemoteTraceback(Exception):
     """Carries the text of a traceback of another process, as the cause of the exception that was raised there."""
 
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
     def __str__(self) -> str:
-        return f"\n{self.args[0]}"
+        return f"\n{self.text}"
 
 
 class RemoteError(ForgeError):

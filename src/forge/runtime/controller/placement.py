@@ -109,18 +109,15 @@ class Placement:
         if options.host_count is None:
             return Hosts()
 
-        # Replicas of one process share `host_count` hosts in turn. A replica of several processes has as many hosts of
-        # its own, which are one entry of the list.
-        is_shared = options.procs == 1
-        position = number % options.host_count if is_shared else index
+        # Replicas of one process share `host_count` hosts in turn: each entry of the list is one host. A replica of
+        # several processes has `host_count` hosts of its own, which are one entry.
+        if options.procs == 1:
+            position, size = number % options.host_count, 1
+        else:
+            position, size = index, options.host_count
         loopback_hosts = self.hosts.setdefault(component.name, [])
         while len(loopback_hosts) <= position:
-            loopback_hosts.append(
-                LoopbackHosts(
-                    f"{component.name}_host{len(loopback_hosts)}", size=1 if is_shared else options.host_count
-                )
-            )
-
+            loopback_hosts.append(LoopbackHosts(f"{component.name}_host{len(loopback_hosts)}", size))
         return loopback_hosts[position]
 
     def gpus_of(self, component: Component, index: int) -> list[str]:

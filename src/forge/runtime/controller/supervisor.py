@@ -159,8 +159,7 @@ class Supervisor:
             failures: number of failures in a row so far: deaths soon after the start.
         """
         while self.options.max_restarts > 0 and failures <= self.options.max_restarts:
-            back_off = min(MAX_BACK_OFF, 0.25 * 2.0**failures) if failures else 0.0
-            await asyncio.sleep(back_off)
+            await asyncio.sleep(min(MAX_BACK_OFF, 0.25 * 2.0**failures) if failures else 0.0)
             started = time.monotonic()
             try:
                 replica = await self._launch(self.restarts + 1)

@@ -187,9 +187,8 @@ class UserPlacement:
         device_ranges = self._devices.setdefault(id(mesh), {})
         used_until = (devices.stop for used_hosts, devices in device_ranges.values() if {*used_hosts} & {*hosts})
         first = max(used_until, default=0)
-        devices = range(first, first + count)
-        device_ranges[key] = hosts, devices
-        return [str(number) for number in devices]
+        device_ranges[key] = hosts, range(first, first + count)
+        return [str(number) for number in range(first, first + count)]
 
 
 async def _wait_for_hosts(name: str, mesh: HostMesh) -> None:

@@ -76,6 +76,8 @@ class ForkServer:
     def __init__(self, folder: Path, settings: Mapping[str, str]) -> None:
         self.address = folder / f"fork{next(_numbers)}"
         self._settings = settings
+        self._process: subprocess.Popen[bytes]
+        self._is_up: bool  # whether the process has imported its libraries
         self._lives = LIVES
         self._wait_lock = threading.Lock()  # replicas wait in several threads, and one of them replaces the server
         self._start_server()
