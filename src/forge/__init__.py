@@ -30,7 +30,7 @@ __all__ = [*_HOMES]
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
-    if name == "__version__":  # said in pyproject.toml
+    if name == "__version__":  # of the installed package, whose number is in pyproject.toml
         try:
             return version("torchforge-rl")
         except PackageNotFoundError:  # a checkout on Python's path that was never installed
@@ -39,24 +39,31 @@ def __getattr__(name: str) -> Any:
 
 
 class _Finder:
-    """Asks other packages for a module of this one that does not exist, such as torchforge's `forge.controller`."""
+    """Import hook that lets other packages provide modules which this one does not have.
+
+    `forge_compat`, for example, provides torchforge's `forge.controller` as an alias of `forge.runtime.controller`.
+    """
 
     @staticmethod
     def find_spec(
         fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the specification of the module here, or of the first package that has one."""
+        """Return the specification of a module below `forge`, and None for any other module.
+
+        The files of this package come first, then the entry points of the group `forge.modules`: functions from a
+        module's full name to its specification, or to None.
+        """
         parent = fullname.rpartition(".")[0]
         if parent.partition(".")[0] != __name__:
             return None
-        # Modules within an alias are aliases as well: they must not be loaded a second time by their files.
-        specs = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not _Finder)
-        if sys.modules[parent].__name__ == parent and (spec := next(filter(None, specs), None)) is not None:
-            return spec
-        return next(
-            (spec for point in entry_points(group="forge.modules") if (spec := point.load()(fullname)) is not None),
-            None,
-        )
+
+        # A module within an alias is an alias as well. The other finders would load its file a second time.
+        is_in_alias = sys.modules[parent].__name__ != parent
+        own_specs = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not _Finder)
+        if not is_in_alias and (own_spec := next(filter(None, own_specs), None)) is not None:
+            return own_spec
+        alias_specs = (point.load()(fullname) for point in entry_points(group="forge.modules"))
+        return next(filter(None, alias_specs), None)
 
 
 if not any(getattr(finder, "__qualname__", "") == _Finder.__qualname__ for finder in sys.meta_path):

@@ -1,4 +1,4 @@
-"""The components of a run: thin shells that join the plain libraries to the controller."""
+"""The components of a run: thin actors around plain libraries, which the controller places and calls."""
 
 from .dataset import DatasetActor
 from .generator import Generator

@@ -1,7 +1,8 @@
-"""The data of a run, in a fixed order that can be resumed at every position."""
+"""The data of a run as an actor, in a fixed order that can be resumed at every position."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from ..data.files import PathOrRows, read_path_or_rows
@@ -24,14 +25,13 @@ class DatasetActor(ForgeActor):
     the event loop, or in a separate process (`as_actor`), whose loss ends the run.
 
     Args:
-        tokenizer: Hugging Face folder or hub id whose tokenizer makes the tokens.
-        kind: "prompts" (`sample`), "supervised" (`supervised`) or "preferences" (`pairs`).
-        path: of the rows: a file, a folder, a hub id, or the rows themselves.
-        sources: several datasets in shares, see `forge.data.load.load_data`.
-        remember: how many of the last samples are kept, so that those whose rollouts were under way when the state was
-            saved can be handed out again.
-        **dataset: settings of the dataset, and whether its rows are `checked`: of `PromptDataset`, `SupervisedDataset`
-            or `PreferenceDataset`.
+        tokenizer: Hugging Face folder or hub id of the tokenizer.
+        path: the rows themselves, or the file, folder or hub id that has them.
+        kind: "prompts" (read by `sample`), "supervised" (by `supervised`) or "preferences" (by `pairs`).
+        sources: several datasets that are mixed in given shares, see `forge.data.load.load_data`.
+        remember: number of the latest samples that are kept. After a resume those whose rollouts were not finished when
+            the state was saved are handed out again.
+        **dataset: further settings of `PromptDataset`, `SupervisedDataset` or `PreferenceDataset`, such as `checked`.
     """
 
     constructor_checks = True
@@ -55,53 +55,70 @@ class DatasetActor(ForgeActor):
         self.settings = {"path": read_path_or_rows(path), "sources": sources, **dataset}
         check_settings(kind, self.settings)
         self.issued: deque[Sample] = deque(maxlen=remember)
-        self.again: deque[Sample] = deque()  # to be handed out before the stream continues
+        self.again: deque[Sample] = deque()  # samples to hand out again before the stream continues
 
     def setup(self) -> None:
-        """Open the data. ValueError, FileNotFoundError: as `forge.data.load.load_data`."""
+        """Open the tokenizer and the data; raises the errors of `forge.data.load.load_data`."""
         tokenizer = open_tokenizer(self.tokenizer_path)
         self.dataset: Data = load_data(tokenizer, kind=self.kind, **self.settings)
 
     def on_respawn(self) -> None:
-        """Unrecoverable: the position was lost with the process."""
+        """Raise Unrecoverable: the position in the data was lost with the process."""
         raise Unrecoverable(f"{self.context} was lost with its position: resume the run from its last checkpoint")
 
     @endpoint
     def sample(self) -> Sample:
-        """Return the next `(prompt, target)`. Rows left out on the way are counted in `data/skipped`."""
+        """Return the next sample, a prompt with its target. The metric `data/skipped` counts rows that are left out."""
         sample = self.again.popleft() if self.again else self._take_next("sample", "prompts")
         self.issued.append(sample)
         return sample
 
     @endpoint
     def supervised(self, n: int) -> list[Episode]:
-        """Return the next n episodes to be imitated; fewer where the last epoch ends."""
+        """Return the next n episodes of supervised data; fewer at the end of the last epoch.
+
+        Raises:
+            DataEnded: none is left.
+        """
         return self._draw_items(n, "supervised", "supervised")
 
     @endpoint
     def pairs(self, n: int) -> list[Episode]:
-        """Return the next n pairs as 2n episodes: chosen, rejected, chosen, rejected; fewer where the last epoch
-        ends."""
-        drawn: list[Pair] = self._draw_items(n, "pairs", "preferences")
-        return [episode for pair in drawn for episode in pair]
+        """Return the next n pairs as 2n episodes: chosen, rejected, chosen, rejected, ...
+
+        They are fewer at the end of the last epoch.
+
+        Raises:
+            DataEnded: none is left.
+        """
+        pairs: list[Pair] = self._draw_items(n, "pairs", "preferences")
+        return [episode for pair in pairs for episode in pair]
 
     @endpoint
     def observe(self, outcomes: Mapping[int, Sequence[float]]) -> None:
-        """Tell the sampler of the data, if it has one, the rewards of groups by the indices of their prompts."""
+        """Pass the rewards of finished groups to the data's sampler, if it has one, for its choice of prompts.
+
+        Args:
+            outcomes: the rewards of each group, by the index of its prompt.
+        """
         if isinstance(self.dataset, RowStream):
             self.dataset.observe(outcomes)
 
     @endpoint
     def forget(self, seen: Seen) -> None:
-        """Drop the samples that are done with: they are never to be handed out again."""
+        """Drop the remembered samples whose prompts are finished: they are never handed out again.
+
+        Args:
+            seen: the indices of these prompts.
+        """
         self.issued = deque((s for s in self.issued if s.prompt.index not in seen), self.issued.maxlen)
 
     @endpoint
     def state_dict(self, seen: Seen | None = None) -> dict[str, Any]:
-        """Return the position in the stream, and the samples before it that may have to be handed out again.
+        """Return the position in the data, and the samples before it that may have to be handed out again.
 
         Args:
-            seen: the indices that are done with; their samples are forgotten.
+            seen: the indices of finished prompts, whose samples are dropped; see `forget`.
         """
         if seen is not None:
             self.forget(seen)
@@ -112,11 +129,12 @@ class DatasetActor(ForgeActor):
         """Continue from a saved position.
 
         Args:
-            seen: the indices that are done with: all others before the position are handed out again first. None says
-                that all are.
+            state: what `state_dict` returned.
+            seen: the indices of finished prompts; the samples of all others before the position are handed out again
+                first. None: all are finished, except those that the state was still to hand out again.
 
         Returns:
-            indices that would have to be handed out again, and that the state does not remember.
+            The indices of unfinished prompts whose samples the state does not remember.
         """
         self.dataset.load_state_dict(state["position"])
         self.issued.clear()
@@ -130,17 +148,14 @@ class DatasetActor(ForgeActor):
         return [index for index in pending if index not in samples]
 
     def _draw_items(self, n: int, endpoint: str, kind: Kind) -> list[Any]:
-        """ValueError: there is none left."""
-        drawn: list[Any] = []
-        while len(drawn) < n:
-            try:
-                drawn.append(self._take_next(endpoint, kind))
-            except DataEnded:
-                if not drawn:
-                    raise
-                break
-        return drawn
+        """Return the next n items, fewer at the end of the data; DataEnded: none is left."""
+        items = [self._take_next(endpoint, kind) for _ in range(min(n, 1))]
+        with suppress(DataEnded):
+            while len(items) < n:
+                items.append(self._take_next(endpoint, kind))
+        return items
 
+    # Return the next item for an endpoint that reads data of this kind; DataEnded: none is left.
     def _take_next(self, endpoint: str, kind: Kind) -> Any:
         if self.kind != kind:
             raise ValueError(f"{endpoint} needs a dataset of kind {kind}; this one is of {self.kind}")

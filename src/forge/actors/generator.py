@@ -1,4 +1,4 @@
-"""The policy as a service: prompts in, completions with log-probabilities and policy versions out."""
+"""The policy as a service: samples completions of prompts, with log-probabilities and the versions of the weights."""
 
 import asyncio
 import os
@@ -29,18 +29,18 @@ from .publication import connect_store, controller_store, publish_before_updates
 from .staleness import StaleWeights
 from .streams import Streams
 
-SPAN = 0.25  # seconds of a span in the trace, at least
+SPAN = 0.25  # seconds that a span in the trace has at least, while requests run
 
 
 class Generator(ForgeActor):
-    """One generation engine. All concurrent callers share its batch.
+    """One generation engine; requests of all callers run in its batch.
 
     Args:
-        model: Hugging Face folder or hub id to start from (version 0), and what adapters are merged into.
-        store: where new versions come from; None for a policy that never changes.
-        weights_key: under which; their trainer's.
+        model: Hugging Face folder or hub id of the first weights (version 0), into which adapters are merged.
+        store: the store that new versions are loaded from; None for a policy that never changes.
+        weights_key: key of the versions in the store, the same as their trainer's.
         temperature, top_p, top_k, max_tokens, stop_token_ids: defaults of `generate`.
-        sampling: additional ones, fields of `forge.types.Sampling`.
+        sampling: other defaults of `generate`, fields of `forge.types.Sampling`.
         settings: fields of `forge.engines.EngineSettings`: engine, slots, max_seq_len, dtype, on_update, vllm.
     """
 
@@ -67,20 +67,27 @@ class Generator(ForgeActor):
         self.settings = EngineSettings(**settings)
         self.store: Store | None = None
 
-        # Updates under way, requested so far, and the latest of them that was loaded.
+        # Weight updates: number in progress, number requested so far, and the latest request that was loaded.
         self.updating = self.asked = self.loaded = 0
+        self.loading = threading.Lock()
 
-        # requests, and when the span of the trace started
+        # Number of requests that run, and when the current span of the trace started (Unix time).
         self.running = 0
         self.since = 0.0
-        self.loading = threading.Lock()
+
         self.defaults: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
         self.defaults |= {"max_tokens": max_tokens, "stop_token_ids": tuple(stop_token_ids), **(sampling or {})}
-        Sampling(**self.defaults)  # a wrong one is an error here, and not of each request
+        Sampling(**self.defaults)  # a wrong default raises here, before any process starts
 
     @classmethod
     def place(cls, options: Options, kwargs: dict[str, Any]) -> tuple[Options, dict[str, Any]]:
-        """Return one model over `procs` devices is one process that sees them all: vLLM starts its workers itself."""
+        """Return options for one process that sees the devices of all `procs`, and vLLM's settings for that many.
+
+        vLLM starts its own workers for one model over several devices.
+
+        Raises:
+            ValueError: several processes are asked for, and the engine or other options do not allow them.
+        """
         engine_settings = {name: value for name, value in kwargs.items() if name in EngineSettings.model_fields}
         settings = EngineSettings(**engine_settings).over(options.procs)
         if options.procs == 1:
@@ -90,18 +97,18 @@ class Generator(ForgeActor):
                 f"a generator over {options.procs} processes is within one host, in no share: leave hosts and share out"
             )
         gpus = options.procs if options.with_gpus else 1
-        placed = {**options, "procs": 1, "gpus_per_proc": gpus, "hosts": None}
-        return Options(**placed), kwargs | {"vllm": settings.vllm}
+        options = Options(**{**options, "procs": 1, "gpus_per_proc": gpus, "hosts": None})
+        return options, kwargs | {"vllm": settings.vllm}
 
     @classmethod
     def started(cls, service: Service, kwargs: Mapping[str, Any]) -> None:
-        """Publish a version on demand before an update to it, see `forge.actors.publication`."""
+        """Have a trainer publish a version before generators are updated to it, see `forge.actors.publication`."""
         store = controller_store(kwargs.get("store"))
         if store is not None:
             publish_before_updates(store, service, kwargs.get("weights_key", POLICY))
 
     def setup(self) -> None:
-        """Build the engine and load the newest published weights, or the model folder's."""
+        """Open the model, its tokenizer and the engine."""
         import torch
         from transformers import AutoConfig
 
@@ -111,9 +118,8 @@ class Generator(ForgeActor):
         self.special = frozenset(self.tokenizer.all_special_ids)
         device = None
         if self.settings.engine == "embedded" and (kind := find_accelerator()):
-            # Where processes are shared with a trainer each of them sees the devices of all.
-            index = self.context.replica % torch.accelerator.device_count()
-            device = torch.device(kind.type, index)
+            # A process that is shared with a trainer sees the devices of all of these processes.
+            device = torch.device(kind.type, self.context.replica % torch.accelerator.device_count())
         self.engine = load_engine(model=self.model, device=device, **self.settings)
         self.streams = Streams(self.engine)
 
@@ -126,16 +132,16 @@ class Generator(ForgeActor):
     async def generate(
         self, prompt: Prompt | str | Sequence[int], n: int | None = None, priority: int = 0, **sampling: Any
     ) -> Completion | list[Completion]:
-        """Sample completions of one prompt.
+        """Return completions that are sampled for one prompt.
 
         Args:
-            prompt: text is tokenised here; a Prompt or token ids are taken as they are.
-            n: number of samples. None gives one Completion, a number a list of that many.
-            priority: of prompts that wait, the one with the lowest starts first.
+            prompt: a text, which is tokenised here, or a Prompt or token ids, which are taken as they are.
+            n: number of completions, which are returned as a list; None returns one Completion.
+            priority: of the prompts that wait, the one with the lowest priority starts first.
             sampling: fields of `Sampling` that differ from this generator's defaults.
 
         Raises:
-            ValueError: a bad sampling setting, or a prompt that leaves no room for a token.
+            ValueError: a sampling setting is invalid, or the prompt leaves no room for a token.
             StaleWeights: this generator missed an update.
         """
         settings = Sampling(n=1 if n is None else n, **self._merge_sampling(prompt, sampling))
@@ -146,15 +152,16 @@ class Generator(ForgeActor):
         texts = self.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
         for completion, text in zip(completions, texts, strict=True):
             completion.text, completion.sampled_by = text, str(self.context)
-        prompt_length = len(completions[0].prompt_ids)
 
-        lengths = [len(c.token_ids) for c in completions]
+        # The prompt is computed once for all completions; each of their tokens attends to it and to those before.
+        prompt_length = len(completions[0].prompt_ids)
+        lengths = [len(completion.token_ids) for completion in completions]
         attended = count_causal(prompt_length) + sum(count_causal(length, prompt_length) for length in lengths)
         flops = forward_flops(self.architecture, prompt_length + sum(lengths), attended, sum(lengths))
         record_metric("generator/tokens", sum(lengths), Reduce.SUM)
 
+        # The share of special tokens within answers. The one that ends an answer is expected, and does not count.
         for completion in completions:
-            # The token that ends an answer is meant to be one.
             ids = completion.token_ids[: -1 if completion.finish == "stop" else None]
             if ids:
                 record_metric("generation/special_tokens", sum(token in self.special for token in ids) / len(ids))
@@ -166,15 +173,17 @@ class Generator(ForgeActor):
     async def open_stream(
         self, prompt: Prompt | str | Sequence[int], priority: int = 0, stream: int | None = None, **sampling: Any
     ) -> int:
-        """Start a stream, which `next_pieces` of this replica reads: call both within one `session`.
+        """Start a request whose tokens are read while they are generated; return the number of its stream.
+
+        `next_pieces` reads it, and `close_stream` closes it, on the same replica only: call all within one `session`.
 
         Args:
-            prompt, priority, sampling: as of `generate`; `n` is among the sampling.
-            stream: the stream's number, by default a new one. One that the caller has drawn can be closed even if this
-                call's answer is lost.
+            prompt, priority, sampling: see `generate`; the number of completions, `n`, is among the sampling settings.
+            stream: a random number for the stream, which the caller can then close even if the answer to this call is
+                lost. None draws one here.
 
         Raises:
-            ValueError: as of `generate`.
+            ValueError: a sampling setting is invalid, or the prompt leaves no room for a token.
         """
         settings = Sampling(**self._merge_sampling(prompt, sampling))
         with self._exit_on_failure():
@@ -182,12 +191,14 @@ class Generator(ForgeActor):
 
     @endpoint
     async def next_pieces(self, stream: int) -> list[tuple[int, Completion]]:
-        """Return new tokens since the last call: (sample, piece) pairs, at most one of each sample, without text.
+        """Return the new tokens since the last call, as (sample, piece) pairs with at most one piece of each sample.
 
-        Empty if there were none for a second. `finish` is "" except in the last piece of a sample.
+        A piece is a Completion without text; its `finish` is "" unless it is the last piece of its sample. The list is
+        empty if nothing came within a second.
 
         Raises:
-            StreamLost: the stream is of another replica, or of a lost one, or it was not read for a minute.
+            StreamLost: the stream is unknown here: another replica has it, or had it and was lost, or it was not read
+                for a minute.
             StaleWeights: this generator missed an update.
         """
         with self._exit_on_failure():
@@ -199,23 +210,24 @@ class Generator(ForgeActor):
 
     @endpoint
     async def close_stream(self, stream: int) -> None:
-        """Close a stream, and cancel its request."""
+        """Close a stream and cancel its request; does nothing if the stream is unknown here."""
         self.streams.close(stream)
 
     @endpoint(catch_up=True)
     async def update_weights(self, version: int) -> int:
-        """Load a published version while decoding continues, swap it in between two steps; returns the version in use.
-        A fanout of a version that has the number of the trainer's step, and was not published, publishes it first.
+        """Load a published version while decoding continues, switch to it, and return the version in use.
 
-        With `on_update` "finish" that is when the running sequences have ended; a newer version may have come by then.
+        The engine switches between two decoding steps; with `on_update` "finish" once the running sequences have ended,
+        when an even newer version may be in use. After an error the old weights stay in use.
 
-        A generator that was away during a fanout of this loads that version before it serves.
+        A replica that is being replaced during a fanout of this loads the version before it serves. If a version that
+        has the number of the trainer's step was not published yet, the fanout has the trainer publish it first.
 
         Raises:
-            MissingVersion: the store does not hold the version.
-            CorruptWeights: a tensor is not what was published; names it. The old weights stay in use.
-            ValueError: its tensors do not fit this model. The old weights stay in use.
-            StaleWeights: the engine decodes with another version.
+            MissingVersion: the store does not have the version.
+            CorruptWeights: a tensor differs from what was published; names it.
+            ValueError: the version's tensors do not fit this model.
+            StaleWeights: the engine still decodes with another version.
         """
         if self.store is None:
             raise ValueError(
@@ -227,14 +239,14 @@ class Generator(ForgeActor):
         try:
             with phase("update_weights"), self._exit_on_failure():
                 loaded = await asyncio.to_thread(self._load_version, self.store, version, self.asked)
-                if loaded is None:
-                    return self.engine.version  # of a later request
+                if loaded is None:  # a later request came first
+                    return self.engine.version
                 digest, swapped = loaded
                 await asyncio.wrap_future(swapped)
         finally:
             self.updating -= 1
 
-        # What the engine decodes with says which version it is: not what was asked for.
+        # The engine itself states with which weights it decodes: what was asked for is no proof.
         if self.engine.version <= version and (self.engine.version, self.engine.identity) != (version, digest):
             difference = describe_difference(self.store, version, self.engine.version, self.weights_key)
             raise StaleWeights(
@@ -246,7 +258,10 @@ class Generator(ForgeActor):
 
     @contextmanager
     def _trace_busy(self) -> Iterator[None]:
-        """Yield spans in the trace while at least one request runs: a new one whenever a request ends."""
+        """Count the block as a running request, and record spans in the trace while at least one request runs.
+
+        A span ends with a request, and once it is longer than SPAN or nothing runs any more.
+        """
         if not self.running:
             self.since = time.time()
         self.running += 1
@@ -261,7 +276,7 @@ class Generator(ForgeActor):
 
     @contextmanager
     def _exit_on_failure(self) -> Iterator[None]:
-        """Exit if the engine fails: the supervisor replaces this replica."""
+        """End this process if the engine fails within the block: the supervisor then replaces the replica."""
         try:
             yield
         except EngineFailed as error:
@@ -270,9 +285,14 @@ class Generator(ForgeActor):
             os._exit(1)
 
     def _load_version(self, store: Store, version: int, number: int) -> tuple[str, Future[None]] | None:
-        """Read and check a version while decoding continues; only the swap is left to the engine. None if a later
-        request came first: an abandoned one must not bring old weights back. A version of adapters only is merged
-        into the weights that this generator started from."""
+        """Read and check a version, and hand it to the engine; return (digest, future of the switch to it).
+
+        Returns None if a later request was loaded before: an abandoned request must not bring old weights back. A
+        version that has only adapters is merged into the weights of this generator's model.
+
+        Args:
+            number: of the request, counted from 1.
+        """
         from ..engines.weights import read_checkpoint
 
         with self.loading:
@@ -290,24 +310,26 @@ class Generator(ForgeActor):
 
     @endpoint(catch_up=True)
     async def release(self) -> None:
-        """Free the device for a trainer, once the running sequences have ended. New requests wait; the next weight
-        update takes the device back."""
+        """Free the device for a trainer, once the running sequences have ended.
+
+        New requests wait until the next weight update, which takes the device back.
+        """
         with phase("release"), self._exit_on_failure():
             await asyncio.wrap_future(self.engine.release())
 
     @endpoint
     async def held(self) -> list[int]:
-        """Return seeds of the requests that wait for other weights by their schedules, while nothing else runs."""
+        """Return the seeds of requests whose schedules make them wait for other weights; empty while others run."""
         return self.engine.held()
 
     @endpoint
     async def get_version(self) -> int:
-        """Return the version of the weights that this replica decodes with now."""
+        """Return the version of the weights with which this replica decodes now."""
         return self.engine.version
 
     @endpoint
     async def stats(self) -> dict[str, Any]:
-        """Return counters of the engine."""
+        """Return the engine's counters by name."""
         return self.engine.stats()
 
     def _check_current(self) -> None:
@@ -315,9 +337,11 @@ class Generator(ForgeActor):
             check_current(self.store, self.engine.version, str(self.context), self.weights_key)
 
     def _merge_sampling(self, prompt: Prompt | str | Sequence[int], sampling: dict[str, Any]) -> dict[str, Any]:
-        """Return the settings of a request over this generator's; a conversation has tokens that end it."""
+        """Return the sampling settings of a request: the generator's defaults, replaced by the request's own.
+
+        The prompt's own stop tokens are added: one run may have conversations, which end with a token, and plain texts.
+        """
         settings = {**self.defaults, **sampling}
-        # Of the prompt, as one run may have conversations and plain texts.
         if isinstance(prompt, Prompt) and prompt.stop_ids:
             settings["stop_token_ids"] = tuple(dict.fromkeys((*settings["stop_token_ids"], *prompt.stop_ids)))
         return settings

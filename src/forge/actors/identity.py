@@ -1,25 +1,25 @@
-"""The origin of tokens: each is traced to weights that the trainer published, or the batch is rejected."""
+"""Check the origin of tokens: a batch with tokens of weights that the trainer did not publish is rejected."""
 
 from ..runtime.store import MissingVersion, Store, VersionStore
 from ..types import Batch, Origin
 from .staleness import StaleWeights
 
-# The key under which the policy's weights are published; of several policies, the run's own.
+# The key of the policy's weights in the store, in a run with one policy.
 POLICY = "policy"
-# Versions back from a checkpoint whose identities go with it.
+# Number of versions before a checkpoint whose identities are saved with it.
 RECENT = 256
 
 
 class UnknownWeights(RuntimeError):
-    """Tokens of weights that are not those which were published under their version."""
+    """Tokens were sampled with weights that differ from those that were published under their version."""
 
 
 class Identities:
-    """The identities of the versions that the trainer published.
+    """The identities (digests of all weights) of the versions that a trainer published.
 
     Args:
-        store: where it published them.
-        key: under which.
+        store: the store in which they are published.
+        key: their key in the store.
     """
 
     def __init__(self, store: Store, key: str = POLICY) -> None:
@@ -28,28 +28,38 @@ class Identities:
         self._published: dict[int, set[str]] = {}
 
     def check(self, batch: Batch) -> None:
-        """UnknownWeights unless the weights behind every token are those that were published under its version.
+        """Check that every token of a batch was sampled with the weights that were published under its version.
 
-        Tokens without a version (-1) cannot be checked, and pass. Those with a version that was published must say with
-        which weights; those with one that was not pass only as long as they say nothing about it (a generator that was
-        never given a published version).
+        Tokens without a version (-1) cannot be checked, and pass. Tokens of a version that was never published pass if
+        they state no identity: their generator was never given a published version.
+
+        Raises:
+            UnknownWeights: the identity that a token states is not its version's, or a token of a published version
+                states none.
         """
         for origin in batch.origins:
             if origin.version < 0 or origin.identity in self._published.get(origin.version, ()):
                 continue
-            self._published = self._store.identities(self._key)
+            self._published = self._store.identities(self._key)  # again: the version may be new
             identities = self._published.get(origin.version, set())
+            # A token without an identity passes if its version has none either.
             if origin.identity not in identities and (origin.identity or identities):
                 raise UnknownWeights(self._explain_unknown(origin))
 
     def recent(self, version: int, max_policy_age: int | None) -> dict[int, set[str]]:
-        """Return the versions that tokens which have yet to train may state, for a checkpoint at `version`."""
+        """Return the identities, by version, to save with a checkpoint at `version`.
+
+        They are those that rollouts may state which train after a resume from it.
+
+        Args:
+            max_policy_age: how many versions old a token may be when it trains; None is any number.
+        """
         published = self._store.identities(self._key)
         oldest = version - max(RECENT, max_policy_age or 0)
         return {number: digests for number, digests in published.items() if number >= oldest}
 
     def adopt(self, published: dict[int, set[str]]) -> None:
-        """Add identities that were published before this run was resumed."""
+        """Add the identities, by version, that were published before this run was resumed."""
         self._store.adopt(self._key, published)
 
     def _explain_unknown(self, origin: Origin) -> str:
@@ -66,7 +76,15 @@ class Identities:
 
 
 def check_current(store: VersionStore, version: int, who: str, key: str = POLICY) -> None:
-    """StaleWeights if two versions were published after the one that `who` serves: it has missed an update."""
+    """Check that a generator has not missed an update: at most one version is newer than the one that it serves.
+
+    Args:
+        version: the version that the generator serves.
+        who: the generator, for the error.
+
+    Raises:
+        StaleWeights: two or more versions were published since.
+    """
     newer = [published for published in store.published(key) if published > version]
     if len(newer) > 1:
         raise StaleWeights(
@@ -76,8 +94,10 @@ def check_current(store: VersionStore, version: int, who: str, key: str = POLICY
 
 
 def describe_difference(store: Store, version: int, second_version: int, key: str = POLICY) -> str:
-    """Return the tensor in which two versions differ, as the end of a sentence; empty if one of them is no longer
-    stored."""
+    """Return the end of an error that names a tensor in which two versions differ, e.g. " (they differ in 'w')".
+
+    Empty if they do not differ, or one of them is no longer known to the store.
+    """
     try:
         tensor = store.manifest(key, version).first_difference(store.manifest(key, second_version))
     except MissingVersion:

@@ -1,4 +1,4 @@
-"""A journal of what a trainer did and answered, from which the process that replaces it continues."""
+"""A journal of a trainer's changes and answers, from which a process that replaces the trainer continues."""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -8,40 +8,39 @@ from typing import Any
 from ..runtime.controller import ForgeActor, Unrecoverable, request_id
 from ..runtime.store import Journal
 
-# A request is repeated only if its answer was on its way when the process died; those are few.
+# Answers that are kept, the latest ones. Only a request whose answer was on its way when the process died is repeated.
 ANSWERS = 4096
 
 
 class Ledger:
-    """Makes operations happen once, whatever happens to the process: a journal of changes, and answers by request id.
+    """Lets each request change the state once, even if the process dies: a journal of changes, and answers by request.
 
-    An endpoint first looks whether its request was done before (`repeated`, `answer`). If not it makes its change and
-    writes it down without an `await` between: a process that is killed before the entry is whole has done nothing, one
-    that is killed after it has done all. All ranks of the owner read one journal, which rank 0 writes: they must share
-    the file system.
+    An endpoint first asks whether its request was done before, and if so returns the recorded answer (`repeated`,
+    `answer`). If not, it makes its change and records it (`complete`, `restart`), without an `await` in between: a
+    process that is killed before the record is whole has done nothing, and one that is killed later has done all. All
+    ranks of the owner read one journal, which rank 0 writes: they must share the file system.
 
     Args:
-        owner: the component.
-        path: of the journal. None writes nothing: the component then cannot be replaced.
-        lost: for the error in that case: the state that is lost and the setting that keeps it.
+        owner: the component that the changes are made to.
+        path: of the journal; None records nothing, and the component cannot be replaced.
+        lost: for the error in that case: which state is lost, and which setting would keep it.
     """
 
     def __init__(self, owner: ForgeActor, path: str | None, *, lost: str) -> None:
         self._owner = owner
         self._path = path
         self._lost = lost
-        self._records = 0  # in the journal
-        self._answers: dict[str, Any] = {}
+        self.records = 0  # number of records in the journal, which marks its present end for `rebase`
+        self._answers: dict[str, Any] = {}  # by request id
 
     def begin(self) -> None:
-        """Start an empty journal, if this is the first process: an earlier run may have left one."""
-        if self._owner.context.incarnation == 0 and self._list_writes:
+        """Empty the journal, which an earlier run may have left; does nothing in a process that replaces another."""
+        if self._owner.context.incarnation == 0 and self._is_writer:
             self._open_journal.rewrite([])
-            self._records = 0
 
     @property
     def repeated(self) -> bool:
-        """Return whether the request that is being served was done before."""
+        """Return whether the request that is being served was completed before."""
         return request_id() in self._answers
 
     @property
@@ -50,49 +49,59 @@ class Ledger:
         return self._answers[request_id()]  # type: ignore[index]
 
     def complete(self, change: Any, answer: Any) -> Any:
-        """Record a change that completes the request. Redoing it (see `replay`) must give the same answer."""
-        if self._list_writes:
+        """Record a change that completes the request that is being served, and return its answer.
+
+        Args:
+            change: what `replay` passes to `redo`, which must give the same answer.
+        """
+        if self._is_writer:
             self._open_journal.append(("change", request_id(), change))
-            self._records += 1
+            self.records += 1
         self._remember_answer(request_id(), answer)
         return answer
 
     def restart(self, state: Any, answer: Any) -> Any:
-        """Complete the request with a new journal that starts at `state`."""
+        """Complete the request that is being served with a new journal, which starts at `state`; return its answer.
+
+        Args:
+            state: what `replay` passes to `restore`, such as the path of a checkpoint.
+        """
         self._remember_answer(request_id(), answer)
-        if self._list_writes:
+        if self._is_writer:
             self._rewrite_journal(state)
         return answer
 
-    @property
-    def now(self) -> int:
-        """This point in the journal, for `rebase`."""
-        return self._records
-
     def rebase(self, state: Any, since: int) -> None:
-        """Start the journal at `state`, which replaces all changes before the point `since` (see `now`); those after it
-        stay."""
-        if self._list_writes:
+        """Let the journal start at `state`, which has all changes up to the point `since`; later changes stay.
+
+        Args:
+            since: `records` at the moment when the state was copied.
+        """
+        if self._is_writer:
             self._rewrite_journal(state, since)
 
     def replay(self, restore: Callable[[Any], Any], redo: Callable[[Any], Any]) -> None:
-        """Pass the recorded state, if any, to `restore`, and each change after it to `redo`, which returns its answer.
+        """Repeat what the journal records, in a process that replaces another.
+
+        Args:
+            restore: restores the recorded state, if there is one.
+            redo: makes one of the changes after it, and returns the answer to its request.
 
         Raises:
-            Unrecoverable: there is no journal, it is damaged, or what it stands on is gone.
+            Unrecoverable: there is no journal, it is damaged, or the state that it starts from is gone.
         """
         if self._path is None:
             raise Unrecoverable(f"{self._owner.context} was replaced and {self._lost}")
 
         try:
             for kind, head, body in self._open_journal.replay():
-                self._records += 1
+                self.records += 1
                 if kind == "state":
                     self._answers = head
                     restore(body)
                 else:
                     self._remember_answer(head, redo(body))
-        # Whatever else goes wrong, such as a peer that is killed meanwhile, may go better in the next process.
+        # Other errors pass: what they report, such as a peer that was killed, may not happen to the next process.
         except (FileNotFoundError, ValueError) as error:
             raise Unrecoverable(
                 f"{self._owner.context} was replaced and cannot continue from {self._open_journal.path}: {error}"
@@ -105,13 +114,14 @@ class Ledger:
         return Journal(f"{self._path}.{replica}.0" if replica else self._path)
 
     @property
-    def _list_writes(self) -> bool:
+    def _is_writer(self) -> bool:
         return self._path is not None and not self._owner.context.rank
 
+    # Start the journal at `state`, followed by the records from number `since` on (None: by none).
     def _rewrite_journal(self, state: Any, since: int | None = None) -> None:
         later = [] if since is None else islice(self._open_journal.replay(), since, None)
         self._open_journal.rewrite(chain([("state", self._answers, state)], later))
-        self._records = 1 if since is None else 1 + self._records - since
+        self.records = 1 if since is None else 1 + self.records - since
 
     def _remember_answer(self, request: str | None, answer: Any) -> None:
         if request is None or self._path is None:

@@ -1,10 +1,10 @@
-"""Publishing on demand, for loops as in the torchforge documents, which never publish themselves:
+"""Publish versions of weights on demand, for loops that never publish themselves, as in the torchforge documents:
 
     await trainer.train_step.call(batch)
-    await policy.update_weights.fanout(version + 1)     # publishes the trainer's step first
+    await policy.update_weights.fanout(version + 1)     # has the trainer publish its step first
 
-The recipes call `push_weights`, so that this does nothing for them. It also publishes again a version whose only copy
-was lost with its host.
+The recipes publish by `push_weights`, and need this only for a version whose only copy was lost with its host: it is
+published again.
 """
 
 from typing import Any
@@ -15,28 +15,28 @@ from .identity import POLICY
 
 
 async def share_store(store: Store) -> Any:
-    """Return a store that the processes on all machines of this run can use; without other machines the same."""
+    """Return a store that the processes on all machines of this run can use; `store` itself without other machines."""
     machines = runtime().placement.machines
     return store if machines is None or not isinstance(store, VersionStore) else await machines.share(store)
 
 
 def connect_store(store: Any) -> Store | None:
-    """Resolve a component's store in its process: the store itself, or what was shared."""
+    """Return the store that a component was given, for use in its process: one that was shared is connected first."""
     return store.connect() if hasattr(store, "connect") else store
 
 
 def controller_store(store: Any) -> Store | None:
-    """Resolve a component's store in the controller."""
+    """Return the store that a component was given, for use in the controller: the original of one that was shared."""
     return store.store if hasattr(store, "connect") else store
 
 
 def publish_by(store: Store, trainer: Service, key: str = POLICY) -> None:
-    """Let a store have this trainer publish a version of a policy that it does not hold."""
+    """Register a trainer as the publisher of `key`: it publishes versions that the store does not have, on demand."""
     store.publishers = {**store.publishers, key: trainer.publish_step.call}
 
 
 def publish_before_updates(store: Store, generators: Service, key: str = POLICY) -> None:
-    """Publish a version of a policy that the store does not hold before generators are updated to it."""
+    """Before each update of the generators, have the trainer publish the version if the store does not have it."""
 
     async def publish_version(version: int) -> None:
         if key in store.publishers and not store.exists(key, version):

@@ -15,15 +15,15 @@ from ..types import Batch
 
 
 class ReferenceModel(ForgeActor):
-    """Scores batches under the weights that training started from.
+    """Computes log-probabilities of batches under the weights that training started from.
 
     Args:
-        model: Hugging Face folder or hub id.
-        temperature: the sampler's, as in the trainer.
+        model: Hugging Face folder or hub id of these weights.
+        temperature: of the sampler, as in the trainer.
         parallelism: how several `procs` share the model, fields of `forge.training.settings.Parallelism`.
-        sharded: the policy that it is compared with is sharded. In bfloat16 that decides what is rounded: FSDP2 rounds
-            all weights, autocast in one process the inputs of products only.
-        settings: `seq_len`, `dtype` and `weights_dtype` of `forge.training.settings.PassSettings`, as of the policy.
+        sharded: whether the policy that it is compared with is sharded. In bfloat16 that decides what is rounded: FSDP2
+            rounds all weights, autocast in one process only the inputs of products.
+        settings: `seq_len`, `dtype` and `weights_dtype` of `forge.training.settings.PassSettings`, as in the trainer.
     """
 
     constructor_checks = True
@@ -46,13 +46,17 @@ class ReferenceModel(ForgeActor):
 
     @classmethod
     def place(cls, options: Options, kwargs: dict[str, Any]) -> tuple[Options, dict[str, Any]]:
-        """Check that the ranks of a replica can divide the model. ValueError: they cannot."""
+        """Return both unchanged, once it is checked that the ranks of a replica can divide the model.
+
+        Raises:
+            ValueError: they cannot.
+        """
         if options.procs != 1:
             Parallelism(**(kwargs.get("parallelism") or {})).over(options.procs, f"procs = {options.procs}")
         return options, kwargs
 
     def setup(self) -> None:
-        """Load the frozen model; ranks of a replica join one process group."""
+        """Load the frozen model; the ranks of a replica of several processes join a process group."""
         import torch
 
         from ..runtime.process_groups import process_store
@@ -61,7 +65,7 @@ class ReferenceModel(ForgeActor):
 
         context = self.context
         if context.world_size == 1:
-            self.ranks = join_ranks(context.replica)  # several may see the devices of all
+            self.ranks = join_ranks(context.replica)  # each replica takes another one of the devices that all see
         else:
             store = process_store(context.rendezvous, context.world_size, context.rank)
             self.ranks = join_ranks(context.rank, context.world_size, store, self.layout)
@@ -80,18 +84,18 @@ class ReferenceModel(ForgeActor):
         """Leave the process group."""
         from ..training.distributed import leave_ranks
 
-        if self.context.world_size > 1:  # else the group belongs to a trainer in the same process
+        if self.context.world_size > 1:  # otherwise the group is that of a trainer in the same process
             leave_ranks()
 
     @endpoint
     def logprobs(self, batch: Batch) -> np.ndarray:
-        """Return log-probabilities of the batch's trained tokens, [tokens], 0 elsewhere."""
+        """Return the log-probabilities of the batch's trained tokens, [tokens]; 0 at all other tokens."""
         from ..training.build import precision_context
         from ..training.distributed import reshard_model
         from ..training.step import score_tokens
 
         with phase("reference") if self.context.rank == 0 else nullcontext():
-            batch = replace(batch, experts=None)  # of another model
+            batch = replace(batch, experts=None)  # recorded routing of the policy, which is another model
             with nullcontext() if self.rounded else precision_context(self.ranks, self.dtype):
                 logprobs = score_tokens(
                     lambda part: self.policy(part, self.temperature).logprobs,

@@ -1,4 +1,4 @@
-"""The replay buffer: rollouts wait in it for the trainer, and it bounds how far they may run ahead."""
+"""The replay buffer: finished rollouts wait in it for the trainer, and it limits how far ahead rollouts may start."""
 
 import asyncio
 import random
@@ -18,30 +18,31 @@ REASONS = ("unscored", "unscored_episodes", "no_signal", "too_old", "repeated", 
 
 
 class ReplayBuffer(ForgeActor):
-    """Episodes or groups, bounded in number and in age.
+    """Holds episodes or groups for the trainer, limited in number and in age, and admits new rollouts.
 
-    `add` waits while the buffer is full (back-pressure); `sample` waits until there is enough that is fresh. What is
-    dropped is counted with its reason. A group with an unscored episode keeps the others if two remain. A group that
-    has an index is taken once in a run: one that comes again is dropped.
+    `add` waits while the buffer is full (back-pressure); `sample` waits until there are enough items that are fresh.
+    Dropped items are counted by reason. Of a group with an unscored episode the other episodes are kept, if at least
+    two remain. A group that has an index is accepted once in a run: one that comes again is dropped.
 
-    With `batch_size` it also admits rollouts: number i trains in step `i // batch_size`, and `admit` returns once
-    version `i // batch_size - max_policy_age` is served: of which `advance` tells, or else `sample`, which is called
-    once the weights that train next are out. What is dropped is admitted again. This is what makes one rollout loop
-    synchronous or asynchronous.
+    With `batch_size` the buffer also admits rollouts: rollout i trains in step `i // batch_size`, and `admit` returns
+    once version `i // batch_size - max_policy_age` is served by the generators. The loop reports the served version by
+    `advance`; a loop that never does so calls `sample` when the weights that train next are published. A dropped item
+    lets another rollout start. So one rollout loop is synchronous or asynchronous, as `max_policy_age` says.
 
     It lives in the controller (`as_local`) or in a separate process (`as_actor`), whose loss ends the run.
 
     Args:
-        capacity: most items held.
+        capacity: maximum number of items.
         max_policy_age: see `Staleness`; an older item is dropped.
         order: "fifo" or "random" (without replacement).
         seed: of the random order.
-        replace: drop groups whose rewards are all equal, for others to come in their place, at most that many per
-            `sample`: where a policy is right or wrong about everything, the search must end.
+        replace: maximum number of groups between two `sample` calls that are dropped because their rewards are all
+            equal (no signal). Others replace them; the limit ends the search if the policy solves everything, or
+            nothing.
         batch_size: rollouts of one training step; None admits any number.
-        steps: training steps of the run; no rollout beyond them is admitted.
-        start: the version served at the start.
-        keep_dropped: most dropped groups that are kept for `take_dropped`, the first of them.
+        steps: training steps of the run; no rollout beyond them is admitted. None is no limit.
+        start: the version that is served at the start.
+        keep_dropped: maximum number of dropped groups that are kept for `take_dropped`, the first ones.
         keep_outcomes: whether the rewards of groups are kept for `take_outcomes`.
     """
 
@@ -82,7 +83,7 @@ class ReplayBuffer(ForgeActor):
         self.steps = steps
 
         self.served = start
-        self.told_served = False
+        self.is_advanced = False  # whether `advance` was ever called
         self.admitted = start * (batch_size or 0)
         self.items: list[Item] = []
         self.dropped = dict.fromkeys(REASONS, 0)
@@ -98,35 +99,37 @@ class ReplayBuffer(ForgeActor):
         self.changed = asyncio.Condition()
 
     def on_respawn(self) -> None:
-        """Unrecoverable: the items were lost with the process."""
+        """Raise Unrecoverable: the items were lost with the process."""
         raise Unrecoverable(f"{self.context} was lost with the items it held: resume the run from its last checkpoint")
 
     @endpoint
     async def admit(self) -> None:
-        """Wait until one more rollout may start; waits until it is cancelled once the run has all it needs."""
+        """Wait until one more rollout may start; once the run needs no more, wait until the call is cancelled."""
         async with self.changed:
             await self.changed.wait_for(self._admits_rollout)
             self.admitted += 1
 
     @endpoint
     async def advance(self, version: int) -> None:
-        """The generators now serve `version`."""
+        """Set the version that the generators serve from now on, which may admit rollouts."""
         async with self.changed:
             self.served = version
-            self.told_served = True
+            self.is_advanced = True
             self.changed.notify_all()
 
     @endpoint
     async def add(self, item: Item) -> bool:
-        """Put one item in, waiting for room. Returns False if it was dropped: unscored, repeated, without signal, or
-        too old by then."""
+        """Add one item once there is space for it; return False if it was dropped instead.
+
+        Dropped are items that are unscored, repeated, without signal (see `replace`), or too old by then.
+        """
         async with self.changed:
             while (reason := self._reason_to_drop(item)) is None and len(self.items) >= self.capacity:
                 await self.changed.wait()
             index = _item_index(item)
             if index is not None and reason != "repeated":
                 self.seen.add(index)
-                # With what is dropped as well: a prompt that is solved by all answers may have no signal.
+                # Also the rewards of dropped groups: a prompt that all answers solve has no signal, but an outcome.
                 if self.keep_outcomes:
                     self.outcomes[index] = [reward for reward in _item_rewards(item) if reward is not None]
 
@@ -135,14 +138,14 @@ class ReplayBuffer(ForgeActor):
                 self._drop_items(reason, [item])
                 return False
 
+            # Of a group only the scored episodes are kept, and the others count as dropped, if they had a turn.
             scored = _keep_scored(item)
             assert scored is not None
             if isinstance(item, Group) and isinstance(scored, Group):
-                numbers = range(len(item.episodes))
-                lost = [i for i in numbers if item.episodes[i].reward is None and not item.episodes[i].had_no_turn]
-                self._count_dropped("unscored_episodes", len(lost))
-                if lost:
-                    self._keep_dropped_item("unscored", _select_samples(item, lost))
+                unscored = [i for i, e in enumerate(item.episodes) if e.reward is None and not e.had_no_turn]
+                self._count_dropped("unscored_episodes", len(unscored))
+                if unscored:
+                    self._keep_dropped_item("unscored", _select_samples(item, unscored))
 
             self.items.append(scored)
             self.changed.notify_all()
@@ -150,23 +153,26 @@ class ReplayBuffer(ForgeActor):
 
     @endpoint
     async def sample(self, version: int, batch_size: int) -> Any:
-        """Take `batch_size` items to train `version`, waiting until they are there. Each item is taken once.
+        """Remove and return `batch_size` items that may train the weights `version`, once there are as many.
 
-        ValueError: the batch is larger than the capacity.
+        Items that are too old for this version are dropped.
+
+        Raises:
+            ValueError: the batch is larger than the capacity.
         """
         if batch_size > self.capacity:
             raise ValueError(f"a batch of {batch_size} can never be drawn from a buffer of {self.capacity}")
         async with self.changed:
             self._drop_expired(version)
-            if not self.told_served:
+            # In a loop that never calls `advance`, the weights that train next are the served ones.
+            if not self.is_advanced:
                 self.served = max(self.served, version)
                 self.changed.notify_all()
             with phase("wait_for_batch"):
                 await self.changed.wait_for(lambda: len(self.items) >= batch_size)
             if self.order == "random":
                 self.random.shuffle(self.items)
-            batch = self.items[:batch_size]
-            self.items = self.items[batch_size:]
+            batch, self.items = self.items[:batch_size], self.items[batch_size:]
             self.replaced = 0
             self.changed.notify_all()
         record_metric("buffer/size", len(self.items))
@@ -174,45 +180,42 @@ class ReplayBuffer(ForgeActor):
 
     @endpoint
     async def expire(self, version: int) -> int:
-        """Drop the items that are too old to train `version`; returns their number."""
+        """Drop the items that are too old to train the weights `version`; return their number."""
         async with self.changed:
             return self._drop_expired(version)
 
     @endpoint
     async def clear(self) -> None:
-        """Drop all items; they count as forgotten."""
-        # Rollouts are admitted in their place, and callers of `add` that wait for room go ahead.
+        """Drop all items, with the reason "forgotten"; as many other rollouts may start."""
         async with self.changed:
             self._drop_items("forgotten", self.items)
             self.items = []
 
     @endpoint
     async def take_dropped(self) -> list[tuple[str, Group]]:
-        """Return groups that were dropped since the last call, each with its reason; at most `keep_dropped`."""
-        dropped = self.kept
-        self.kept = []
+        """Return (reason, group) for the groups that were dropped since the last call, at most `keep_dropped`."""
+        dropped, self.kept = self.kept, []
         return dropped
 
     @endpoint
     async def handled(self) -> Seen:
-        """Return the indices of all groups that ever came in, kept or not."""
+        """Return the indices of all groups that were ever added, kept or dropped."""
         return Seen(self.seen.low, set(self.seen.above))
 
     @endpoint
     async def take_outcomes(self) -> dict[int, list[float]]:
-        """Return the rewards of all groups that came in since the last call, kept or not, by index."""
-        outcomes = self.outcomes
-        self.outcomes = {}
+        """Return the rewards of all groups that were added since the last call, kept or dropped, by their index."""
+        outcomes, self.outcomes = self.outcomes, {}
         return outcomes
 
     @endpoint
     async def counts(self) -> dict[str, int]:
-        """Return items held, and items dropped since the start by reason."""
+        """Return the number of items held, as "size", and the numbers of items dropped since the start, by reason."""
         return {"size": len(self.items), **self.dropped}
 
     @endpoint
     async def state_dict(self) -> dict[str, Any]:
-        """Return everything held, the counters and the random state."""
+        """Return the items, the counters and the random state, for `load_state_dict`."""
         return {
             "items": list(self.items),
             "dropped": dict(self.dropped),
@@ -221,16 +224,17 @@ class ReplayBuffer(ForgeActor):
             "seen": Seen(self.seen.low, set(self.seen.above)),
             "replaced": self.replaced,
             "outcomes": dict(self.outcomes),
-            # They are in `seen`: nothing else would record them after a resume.
+            # Their rollouts are in `seen`, and not repeated: after a resume nothing else could return them.
             "kept": list(self.kept),
         }
 
     @endpoint
     async def load_state_dict(self, state: dict[str, Any], forgotten: Sequence[int] = ()) -> int:
-        """Restore a saved state instead of the current one; returns how many items it holds.
+        """Replace the present state by a saved one, and return the number of items.
 
         Args:
-            forgotten: indices of groups that can no longer come in, counted as dropped.
+            state: what `state_dict` returned.
+            forgotten: indices of groups that can no longer be added: they count as dropped, with this reason.
         """
         async with self.changed:
             self.items = list(state["items"])
@@ -248,14 +252,17 @@ class ReplayBuffer(ForgeActor):
             self.changed.notify_all()
             return len(self.items)
 
+    # Return whether one more rollout may start now.
     def _admits_rollout(self) -> bool:
         if self.batch_size is None:
             return True
-        steps = self.staleness.admitted_steps(self.served)
-        return self.admitted < self.batch_size * (steps if self.steps is None else min(steps, self.steps))
+        admitted_steps = self.staleness.admitted_steps(self.served)
+        if self.steps is not None:
+            admitted_steps = min(admitted_steps, self.steps)
+        return self.admitted < self.batch_size * admitted_steps
 
     def _reason_to_drop(self, item: Item) -> str | None:
-        """Return the reason for which `add` would drop an item now; None if it would keep it."""
+        """Return why `add` would drop an item now, as the counters name the reason; None if it would keep the item."""
         index = _item_index(item)
         scored = _keep_scored(item)
         if index is not None and index in self.seen:
@@ -268,6 +275,7 @@ class ReplayBuffer(ForgeActor):
             return "no_signal"
         return None
 
+    # Drop the items that are too old to train the weights `version`, now and from now on; return their number.
     def _drop_expired(self, version: int) -> int:
         self.version = max(self.version, version)
         expired = [item for item in self.items if not self.staleness.fresh(item, self.version)]
@@ -277,7 +285,7 @@ class ReplayBuffer(ForgeActor):
         return len(expired)
 
     def _drop_items(self, reason: str, items: Sequence[Item]) -> None:
-        """Count items that are dropped, and admit rollouts in their place."""
+        """Count dropped items with their reason, and let as many other rollouts start."""
         self.admitted -= len(items)
         self._count_dropped(reason, len(items))
         for item in items:
@@ -303,19 +311,22 @@ def _item_rewards(item: Item) -> list[float | None]:
 
 
 def _keep_scored(item: Item) -> Item | None:
-    """Return the item with its scored episodes only; None if too few remain of a policy."""
+    """Return an item without its unscored episodes; None if it has no scored one, or too few of a policy.
+
+    An advantage compares episodes of one policy: of each policy in a group two must remain, or one if it had only one.
+    """
     if isinstance(item, Episode):
         return item if item.reward is not None else None
     if not isinstance(item, Group):
-        return item  # of the caller's own class, who judges it
+        return item  # an item of the caller's own class, which the caller has judged
     scored = [i for i, episode in enumerate(item.episodes) if episode.reward is not None]
     all_counts = Counter(episode.policy for episode in item.episodes)
-    counts = Counter(item.episodes[i].policy for i in scored)
-    if any(counts[policy] < min(2, count) for policy, count in all_counts.items()):
+    scored_counts = Counter(item.episodes[i].policy for i in scored)
+    if any(scored_counts[policy] < min(2, count) for policy, count in all_counts.items()):
         return None
     return item if len(scored) == len(item.episodes) else _select_samples(item, scored)
 
 
 def _select_samples(group: Group, samples: list[int]) -> Group:
-    """Return some episodes of a group, by their numbers."""
+    """Return a copy of a group with some of its episodes, given by their numbers."""
     return replace(group, episodes=[group.episodes[i] for i in samples], samples=tuple(samples))

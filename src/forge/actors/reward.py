@@ -1,4 +1,4 @@
-"""Rewards as a service."""
+"""Rewards as a service: scores responses in separate processes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,14 +11,18 @@ from ..types import Completion
 
 
 class RewardActor(ForgeActor):
-    """A `forge.rewards.reward.Reward` in separate processes.
+    """Scores responses in separate processes by a `forge.rewards.reward.Reward`.
 
     Args:
-        functions: functions, verifiers, or objects with `score_group`; names that `load_reward` resolves; mappings
-            `{"use": "package.module:Name", **settings}` that name one with its settings.
-        verifiers: a `forge_verifiers.config.VerifiersConfig`, whose scores are added as they are.
-        accuracy: the function that decides whether a response is right, see `Reward`.
-        weights, names: of the functions, see `Reward`.
+        functions: what the reward is the weighted sum of. Each is a function, a verifier, an object with `score_group`,
+            a name that `load_reward` resolves, or a mapping `{"use": "package.module:Name", **settings}`.
+        verifiers: a `forge_verifiers.config.VerifiersConfig`, whose scores are added without a weight.
+        accuracy: the function that decides whether a response is right, or its name, see `Reward`.
+        weights: of the functions, see `Reward`.
+        names: of the functions, see `Reward`.
+
+    Raises:
+        ValueError: there are neither functions nor verifiers.
     """
 
     def __init__(
@@ -44,13 +48,13 @@ class RewardActor(ForgeActor):
             raise ValueError("a reward needs at least one function, or verifiers")
 
     def setup(self) -> None:
-        """Set up the scorers: models, sandboxes, panels."""
+        """Prepare the scorers: load models, start sandboxes, build the panel of verifiers."""
         panels = [] if self.verifiers is None else [self.verifiers.panel()]
         self.reward = Reward([*self.scorers, *panels], self.accuracy, self.weights, self.names)
         self.reward.setup()
 
     async def teardown(self) -> None:
-        """Close the scorers."""
+        """Close the scorers, if they were set up."""
         if hasattr(self, "reward"):
             await self.reward.close()
 
@@ -63,17 +67,19 @@ class RewardActor(ForgeActor):
         evaluation: bool = False,
         completions: Sequence[Completion] | None = None,
     ) -> list[Score]:
-        """Score the responses of one prompt, in order.
+        """Return the scores of the responses of one prompt, in their order.
 
         Args:
             prompt: a `Prompt`, whose row has the columns that functions name, or a text.
-            evaluation: a scorer that learns learns nothing of it: these responses then have no reward, and only the
-                accuracy function decides which are right.
-            completions: with the tokens of the responses, for functions that read them.
+            responses: the texts to score.
+            target: the right answer of the prompt, if it has one.
+            evaluation: score without rewards if one of the scorers learns from what it scores, or there is no accuracy
+                function: each score then only says whether the response is right.
+            completions: the responses with their tokens, for functions that read these.
         """
         if evaluation and (self.reward.learner is not None or self.reward.accuracy is None):
-            right = await self.reward.judge(prompt, responses, target, completions)
-            return [Score(None, correct) for correct in right]
+            judgements = await self.reward.judge(prompt, responses, target, completions)
+            return [Score(None, is_right) for is_right in judgements]
         return await self.reward.score(prompt, responses, target, completions)
 
     @endpoint
@@ -91,21 +97,25 @@ class RewardActor(ForgeActor):
 
     @endpoint
     async def is_correct(self, prompt: Any, response: str, target: str) -> bool | None:
-        """Return whether a response is right by the accuracy function; None if it could not be scored."""
+        """Return whether a response is right, as the accuracy function says; None if it could not be scored."""
         return (await self.reward.judge(prompt, [response], target))[0]
 
     @endpoint
     async def state_dict(self) -> dict[str, Any] | None:
-        """Return the state of the scorer that learns in this replica; None if none does."""
+        """Return the state of this replica's scorer that learns, with the replica's index; None if none learns."""
         if self.reward.learner is None:
             return None
         return {"replica": self.context.replica, **await self.reward.learner.state_dict()}
 
     @endpoint(catch_up=True)
     async def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        """Restore this replica's own of the states of all replicas, or one of them where it has none.
+        """Restore the state of the scorer that learns: this replica's own, or the first one if it has none.
 
-        ValueError: this reward does not learn, or the states are of another one.
+        Args:
+            states: what `state_dict` returned in all replicas.
+
+        Raises:
+            ValueError: no scorer of this reward learns, or the states are of another reward.
         """
         if self.reward.learner is None:
             raise ValueError("the run started with a reward that learns, and this one does not: resume with that one")

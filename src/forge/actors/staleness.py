@@ -1,4 +1,4 @@
-"""Staleness: the one rule, for admission, buffer and trainer, on how old a token may be when it trains."""
+"""Staleness: how old a token may be when it trains; one rule for admission of rollouts, buffer and trainer."""
 
 from dataclasses import dataclass
 
@@ -6,18 +6,21 @@ from ..types import Batch, Episode, Group
 
 
 class StaleWeights(RuntimeError):
-    """Tokens of weights that are older than allowed, or of a replica that missed an update."""
+    """Tokens were sampled with weights that are older than allowed, or by a replica that missed an update."""
 
 
 @dataclass(frozen=True)
 class Staleness:
-    """At most `max_policy_age` versions lie between the weights that sampled a token and those it trains; None: any.
+    """The rule that a token may be at most `max_policy_age` versions older than the weights that it trains.
 
-    At 0 sampling and training take turns (lock-step). Version -1 means that the sampler is unknown: its age cannot be
-    judged, and the trainer takes it as on-policy.
+    At 0 sampling and training take turns (lock-step). A token of version -1, whose sampler is unknown, has no age: it
+    passes, and the trainer treats it as on-policy.
+
+    Args:
+        max_policy_age: maximum age in versions; None is any age.
 
     Raises:
-        ValueError: a negative age.
+        ValueError: the age is negative.
     """
 
     max_policy_age: int | None = None
@@ -27,22 +30,28 @@ class Staleness:
             raise ValueError(f"max_policy_age must be None or at least 0, got {self.max_policy_age}")
 
     def admitted_steps(self, served: int) -> float:
-        """Rollouts for steps below this may start while the generators serve version `served`."""
+        """Return the number of steps, from the first of the run, whose rollouts may start under version `served`.
+
+        >>> Staleness(max_policy_age=1).admitted_steps(served=3)
+        5
+        """
         return float("inf") if self.max_policy_age is None else served + self.max_policy_age + 1
 
     def fresh(self, item: Episode | Group, version: int) -> bool:
-        """Return whether an item may train weights `version`, by its oldest token, or by the `policy_version` that an
-        item of another class states."""
+        """Return whether an item is young enough to train the weights `version`, by the version of its oldest token.
+
+        An item of another class is judged by its `policy_version`, and may train if it has none.
+        """
         if self.max_policy_age is None:
             return True
         oldest = item.version if hasattr(item, "version") else getattr(item, "policy_version", None)
         return oldest in (None, -1) or oldest >= version - self.max_policy_age
 
     def check(self, batch: Batch, version: int) -> None:
-        """Check every trained token of a batch by the version that the token itself states.
+        """Check that all trained tokens of a batch may train the weights `version`, by the versions that they state.
 
         Raises:
-            StaleWeights: a token is older than allowed, or of a version after `version`; names who sampled it.
+            StaleWeights: a token is older than allowed, or of a later version than `version`; names who sampled it.
         """
         if self.max_policy_age is None:
             return
@@ -53,13 +62,13 @@ class Staleness:
         oldest = int(known_versions.min())
         newest = int(known_versions.max())
 
-        for extreme, is_wrong, reason in (
+        for sampled_version, is_wrong, reason in (
             (oldest, oldest < version - self.max_policy_age, f"max_policy_age is {self.max_policy_age}"),
             (newest, newest > version, "that is in the future"),
         ):
             if is_wrong:
-                samplers = sorted({origin.sampled_by for origin in batch.origins if origin.version == extreme})
+                samplers = {origin.sampled_by for origin in batch.origins if origin.version == sampled_version}
                 raise StaleWeights(
-                    f"step {version} was given tokens that version {extreme} sampled "
-                    f"({', '.join(samplers) or 'unknown'}): {reason}"
+                    f"step {version} was given tokens that version {sampled_version} sampled "
+                    f"({', '.join(sorted(samplers)) or 'unknown'}): {reason}"
                 )

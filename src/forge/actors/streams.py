@@ -1,4 +1,4 @@
-"""Streaming: requests whose tokens are read while they are generated."""
+"""Streams: requests whose tokens are read while they are generated."""
 
 import asyncio
 import secrets
@@ -10,104 +10,118 @@ from ..engines.interface import Engine, extend_completion, slice_completion
 from ..observability import Reduce, record_metric
 from ..types import Completion, Sampling
 
-WAIT = 1.0  # seconds that a caller waits for new tokens
-MOST = 4096  # log-probabilities that are sent at once: an answer holds up its caller while it is unpacked
-FORGOTTEN = 60.0  # seconds without a request after which a stream is closed
+WAIT = 1.0  # seconds that `next` waits for new tokens
+MOST = 4096  # log-probabilities that one call returns: a caller can do nothing else while it unpickles them
+FORGOTTEN = 60.0  # seconds after which a stream that nobody reads is closed
 
 
 class StreamLost(LookupError):
-    """A stream that this generator does not know: the one that wrote it was lost, or it was not read for a minute."""
+    """This generator does not know a stream: the generator that had it was lost, or it was not read for a minute."""
 
 
 class Streams:
-    """The streams of one engine. A stream that is not read for a minute is cancelled."""
+    """The streams of one engine by their numbers. A stream that is not read for a minute is closed."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.open_ones: dict[int, _Stream] = {}
 
     def open(self, prompt_ids: Sequence[int], sampling: Sampling, priority: int, number: int | None = None) -> int:
-        """Start a request; its number, by default a new one. ValueError: as of `Engine.submit`."""
+        """Start a request and return the number of its stream.
+
+        Args:
+            number: the number to use, a random one; None draws one.
+
+        Raises:
+            ValueError: see `Engine.submit`.
+        """
         stream = _Stream(asyncio.get_running_loop())
         stream.future = self.engine.submit(prompt_ids, sampling, priority=priority, listener=stream.tell)
         stream.future.add_done_callback(stream.ended)
-        # No other generator may know the number: a session whose generator was lost moves to another one.
+        # Random, and not counted: a session moves to another generator if its own is lost, and must not find another
+        # stream of this number there.
         number = secrets.randbits(63) if number is None else number
         self.open_ones[number] = stream
-        stream.loop.call_later(FORGOTTEN, self._look_at, number)
+        stream.loop.call_later(FORGOTTEN, self._close_if_unread, number)
         return number
 
     async def next(self, number: int) -> list[tuple[int, Completion]]:
-        """(sample, piece) of what came since the last time, the oldest first and not too much: of each sample at most
-        one, whose `finish` says that it was the last. Waits a second for something to come.
+        """Return new tokens of a stream as (sample, piece) pairs, at most one piece of each sample.
 
-        StreamLost: there is no such stream here. What the engine raised.
+        It waits a second for tokens, and returns about MOST of them, the oldest first. The last piece of a sample has a
+        `finish`.
+
+        Raises:
+            StreamLost: there is no such stream here.
+            Exception: what the engine raised for this request.
         """
         if number not in self.open_ones:
             raise StreamLost(f"stream {number} is not known here: the generator that wrote it was lost; ask again")
         return await self.open_ones[number].next()
 
     def close(self, number: int) -> None:
-        """End a stream, whether it has ended or not."""
+        """Forget a stream, and cancel its request if it is still running."""
         if stream := self.open_ones.pop(number, None):
             stream.future.cancel()
 
-    def _look_at(self, number: int) -> None:
+    # Close a stream that was not read for FORGOTTEN seconds; look again later at one that was.
+    def _close_if_unread(self, number: int) -> None:
         if stream := self.open_ones.get(number):
             remaining = stream.last_read + FORGOTTEN - time.monotonic()
             if remaining > 0:
-                stream.loop.call_later(remaining, self._look_at, number)
+                stream.loop.call_later(remaining, self._close_if_unread, number)
             else:
                 self.close(number)
 
 
 class _Stream:
-    """The tokens of one request that were not read yet. Only its `loop` touches it."""
+    """The tokens of one request that were not read yet. The engine's threads pass them on to the event loop `loop`."""
 
     future: Future[list[Completion]]
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.last_read = time.monotonic()
-        self.pieces: dict[int, Completion] = {}  # by sample
-        self.something = asyncio.Event()
+        self.pieces: dict[int, Completion] = {}  # unread tokens by sample
+        self.is_readable = asyncio.Event()  # there are unread tokens, or the request has ended
         self.done = False
 
     def tell(self, sample: int, piece: Completion) -> None:
-        """Take new tokens from the engine, in its thread."""
+        """Add new tokens of a sample; the engine calls it in its own thread."""
         self.loop.call_soon_threadsafe(self._take_piece, sample, piece)
 
     def ended(self, _: Future[list[Completion]]) -> None:
-        """Note that the request has ended, in the thread that completed it."""
-        if not self.loop.is_closed():  # as it may be when the engine is closed last
+        """Note that the request has ended; called in the thread that completed it."""
+        if not self.loop.is_closed():  # the engine may be closed after the loop
             self.loop.call_soon_threadsafe(self._end_stream)
 
     async def next(self) -> list[tuple[int, Completion]]:
         self.last_read = time.monotonic()
         try:
             async with asyncio.timeout(WAIT):
-                await self.something.wait()
+                await self.is_readable.wait()
         except TimeoutError:
             return []
         pieces = self._take_some()
         if not self.done and not self.pieces:
-            self.something.clear()
+            self.is_readable.clear()
+        # A request that failed raises its error once all of its tokens were read.
         elif not pieces:
-            self.future.result()  # raises what went wrong
+            self.future.result()
         record_metric("generator/tokens", sum(len(piece.token_ids) for piece in pieces.values()), Reduce.SUM)
         return list(pieces.items())
 
     def _take_some(self) -> dict[int, Completion]:
-        """Return the tokens that one call returns."""
+        """Remove and return unread tokens, by sample: as many as have about MOST log-probabilities."""
         pieces: dict[int, Completion] = {}
-        room = MOST
-        while self.pieces and room > 0:
-            sample = next(iter(self.pieces))
+        budget = MOST  # log-probabilities
+        while self.pieces and budget > 0:
+            sample = next(iter(self.pieces))  # the one that waits longest
             piece = self.pieces.pop(sample)
             size = len(piece.token_ids)
-            width = 1 + max(map(len, piece.top_logprobs), default=0)
-            count = min(size, max(1, room // width))
-            room -= max(1, count) * width
+            width = 1 + max(map(len, piece.top_logprobs), default=0)  # log-probabilities of a token
+            count = min(size, max(1, budget // width))
+            budget -= max(1, count) * width
             pieces[sample] = slice_completion(piece, 0, count)
             if count < size:
                 self.pieces[sample] = slice_completion(piece, count, size)
@@ -119,8 +133,8 @@ class _Stream:
             extend_completion(self.pieces[sample], piece)
         else:
             self.pieces[sample] = piece
-        self.something.set()
+        self.is_readable.set()
 
     def _end_stream(self) -> None:
         self.done = True
-        self.something.set()
+        self.is_readable.set()

@@ -1,4 +1,4 @@
-"""The trainer as an actor: one process a rank, every endpoint runs on all of them."""
+"""The trainer as an actor: one process for each rank, and every endpoint runs on all of them."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from ..algorithms.base import Aggregation
     from ..training.checkpoint import Background
 
-JOURNAL = "trainer.journal"
-IDENTITIES = "identities"
+JOURNAL = "trainer.journal"  # file in the recovery folder
+IDENTITIES = "identities"  # key in a checkpoint's `extra`
 
 
 class Write(NamedTuple):
-    """A checkpoint that is written while training continues."""
+    """The arguments of a checkpoint that is being written, see `Trainer.save_checkpoint`."""
 
     folder: str
     extra: dict[str, Any] | None
@@ -40,29 +40,28 @@ class Write(NamedTuple):
 
 
 class Trainer(ForgeActor):
-    """Trains the policy and publishes its versions; or trains a critic or reward model.
+    """Trains a policy and publishes its versions, or trains a critic or reward model.
 
     Args:
-        model: Hugging Face folder or hub id to start from.
+        model: Hugging Face folder or hub id of the first weights.
         loss: a callable over named tensors, see `forge.losses`.
-        store: where versions are published; None for a trainer that does not. `push_weights` publishes one, and so does
-            a fanout of `Generator.update_weights` with the number of the trainer's step.
-        weights_key: under which; the generators'.
+        store: where versions are published, by `push_weights` or by a fanout of `Generator.update_weights` with the
+            number of the trainer's step; None for a trainer that publishes nothing.
+        weights_key: key of the versions in the store, the same as the generators'.
         optimizer: fields of `forge.training.settings.OptimizerSettings`.
-        aggregation: how tokens share the loss when a batch arrives as episodes or tensors, see
-            `forge.data.packing.pack`; None: the loss's own, or "token_mean" if it has none.
-        horizon: of aggregation "fixed_horizon".
-        parallelism: fields of `forge.training.settings.Parallelism`; by default all ranks share the weights.
-        recovery: the checkpoint folder from which a replaced trainer restores itself, on a file system that all ranks
-            share: it loads the checkpoint that was last saved there, or restored, and trains the batches since then
-            again, from a journal alongside it. None makes the loss of a process the end of the run.
-        report: what its metrics and its time are called: `<report>/loss`.
-        max_policy_age: the most versions (steps) that a trained token may be old; None is any age. A batch with an
-            older one is an error.
-        colocated: leave the device to others whenever a call is done: what it holds goes to host memory.
-        publish_dtype: of published weights, float32 or bfloat16, where a GPU casts them: half the bytes for engines
-            that compute in bfloat16. Adapters stay as they are. None: the weights'.
-        **settings: others, of `forge.training.trainer.PolicyTrainer`: `head` ("policy", "value" or "reward"),
+        aggregation: how the tokens of a batch of episodes or tensors are weighted in the loss, see
+            `forge.data.packing.pack`; None is the loss's own, or "token_mean" if it has none.
+        horizon: length that the aggregation "fixed_horizon" divides by.
+        parallelism: fields of `forge.training.settings.Parallelism`; by default the weights are sharded over all ranks.
+        recovery: a checkpoint folder on a file system that all ranks share. A trainer that replaces a lost one loads
+            the checkpoint that was last saved there, or restored, and trains the batches since then again, from a
+            journal in the folder. None makes the loss of a process the end of the run.
+        report: prefix of the names of its metrics and phases: `<report>/loss`.
+        max_policy_age: maximum age of a trained token, in versions; an older one is an error. None is any age.
+        colocated: free the device after each call, by moving the weights to host memory, for processes that share it.
+        publish_dtype: "float32" or "bfloat16", to which a trainer on a GPU casts published weights: half the bytes for
+            engines that compute in bfloat16. Adapters are not cast. None casts nothing.
+        **settings: settings of `forge.training.trainer.PolicyTrainer`: `head` ("policy", "value" or "reward"),
             `backend`, `lora` (train adapters only), `temperature`, and the fields of
             `forge.training.settings.PassSettings`, such as `seq_len`, `dtype` and `mini_batches`.
     """
@@ -88,7 +87,7 @@ class Trainer(ForgeActor):
         **settings: Any,
     ) -> None:
         check_model_name(model)
-        PolicySettings(**settings)  # a wrong one is an error here, and not of the process that loads the model
+        PolicySettings(**settings)  # a wrong setting raises here, before a process loads the model
         self.publish_dtype = publish_dtype
         self.model = model
         self.loss = loss
@@ -110,30 +109,29 @@ class Trainer(ForgeActor):
             raise ValueError(
                 f"{type(loss).__name__} is only defined under aggregation {loss_aggregation}, not {aggregation}"
             )
-        if (aggregation == "fixed_horizon" or horizon is not None) and not (
-            self.aggregation == "fixed_horizon" and (horizon or 0) > 0
-        ):
+        is_fixed = self.aggregation == "fixed_horizon" and horizon is not None and horizon > 0
+        if (aggregation == "fixed_horizon" or horizon is not None) and not is_fixed:
             raise ValueError(
                 f"aggregation fixed_horizon, and no other, needs a horizon of at least 1: got {self.aggregation} and "
                 f"{horizon}"
             )
 
         self.recovery = None if recovery is None else Path(recovery).resolve()
-        lost = "what it had learned is lost: set checkpoint.every, or give Trainer a recovery= folder"
         journal = None if self.recovery is None else str(self.recovery / JOURNAL)
+        lost = "what it had learned is lost: set checkpoint.every, or give Trainer a recovery= folder"
         self.ledger = Ledger(self, journal, lost=lost)
-        self.background: Background | None = None
-        self.writing: tuple[Write, str, int] | None = None  # its path, and the point in the journal
+        self.background: Background | None = None  # writes checkpoints
+        self.writing: tuple[Write, str, int] | None = None  # with its path, and `ledger.records` when it started
 
     @classmethod
     def started(cls, service: Service, kwargs: Mapping[str, Any]) -> None:
-        """Let the store publish this trainer's step on demand, see `forge.actors.publication`."""
+        """Register the trainer as the store's publisher of its versions, see `forge.actors.publication`."""
         store = controller_store(kwargs.get("store"))
         if store is not None:
             publish_by(store, service, kwargs.get("weights_key", POLICY))
 
     def setup(self) -> None:
-        """Join the ranks, and load model, optimiser and loss."""
+        """Join the process group, and load model and optimizer."""
         import torch
 
         from ..runtime.process_groups import process_store
@@ -156,18 +154,19 @@ class Trainer(ForgeActor):
 
     @cached_property
     def architecture(self) -> Any:
-        """Return the model's transformers configuration."""
+        """Return the transformers configuration of the model, loaded on first use."""
         from transformers import AutoConfig
 
         return AutoConfig.from_pretrained(self.model, trust_remote_code=False)
 
     def on_respawn(self) -> None:
-        """Load the last checkpoint and repeat the batches since then. Unrecoverable: there is no checkpoint."""
+        """Load the last checkpoint and train the batches since then again; Unrecoverable: there is no journal."""
         from ..training import checkpoint
 
         def redo_change(change: tuple[Batch, Any, bool] | Write) -> Any:
             if isinstance(change, Write):  # it was being written when the process was lost
-                self.writing = change, (path := self._begin_write(change)), self.ledger.now
+                path = self._begin_write(change)
+                self.writing = change, path, self.ledger.records
                 return path
             batch, answer, same_step = change
             self.trainer.train_step(batch, self.loss, same_step=same_step)
@@ -177,7 +176,7 @@ class Trainer(ForgeActor):
             self.ledger.replay(lambda path: checkpoint.load_checkpoint(self.trainer, path), redo_change)
 
     def teardown(self) -> None:
-        """Finish a checkpoint that is being written, and leave the process group."""
+        """Wait for a checkpoint that is being written, and leave the process group."""
         from ..training.distributed import leave_ranks
 
         try:
@@ -192,16 +191,16 @@ class Trainer(ForgeActor):
         targets: Sequence[Mapping[str, Any]] | None = None,
         same_step: bool = False,
     ) -> dict[str, float] | float:
-        """Return one step, of one update or several; its metrics as `<report>/<name>`, see `PolicyTrainer.train_step`.
+        """Train one step, of one update or several, and return its metrics as {"<report>/<name>": value}.
 
-        Episodes and groups are packed here, with the branches of each episode. Groups get the advantages of an
-        algorithm; of another loss, an episode without an advantage trains on all that it earned (REINFORCE without a
-        baseline). `train_step(inputs, targets)` takes dicts of tensors, see
-        `forge.data.packing.pack_tensors`, and returns the loss.
+        See `PolicyTrainer.train_step` for the metrics. With `targets` it returns only the loss.
 
         Args:
-            same_step: another update of the last step, such as on groups of steps before. They have its learning rate,
-                and ages are counted from the weights that it started with.
+            batch: a packed Batch, or episodes or groups, which are packed here. If the loss is an algorithm it computes
+                the advantages of groups; otherwise an episode without an advantage trains on its whole reward
+                (REINFORCE without a baseline). With `targets`, dicts of tensors, see `forge.data.packing.pack_tensors`.
+            same_step: train more updates of the last step, for example on groups of earlier steps: with its learning
+                rate, and with ages counted from the weights that it started with.
 
         Raises:
             ValueError: the batch does not fit the loss, or has nothing to train on.
@@ -216,29 +215,30 @@ class Trainer(ForgeActor):
             batch = self._pack_items(batch, targets)
             if batch.unit != self.unit:
                 raise ValueError(f"{type(self.loss).__name__} needs batches in units of {self.unit}, not {batch.unit}")
-            # Additional updates are of the step that was counted last.
+            # Additional updates belong to the step that was counted last.
             self.staleness.check(batch, self.trainer.step - same_step)
             if self.identities is not None:
                 self.identities.check(batch)
             with self._on_device():
                 results = self.trainer.train_step(batch, self.loss, same_step=same_step)
 
+        # 3: a forward and a backward pass cost three forward passes.
         results["flops"] = 3 * self.trainer.passes.epochs * forward_flops(self.architecture, *_count_work(batch))
         metrics = {f"{self.report}/{name}": value for name, value in results.items()}
 
-        # After the step, not before it: a batch that kills the trainer must not kill every trainer that follows.
+        # Recorded after the step, not before it: a batch that kills the trainer must not kill its replacements as well.
         answer = metrics if targets is None else results["loss"]
         return self.ledger.complete((batch, answer, same_step), answer)
 
     @endpoint
     def recorded(self) -> dict[str, np.ndarray] | None:
-        """Return numbers that the last step computed for the tokens that its batch lists in `recorded`, see
-        `forge.training.step.TokenRecord`; None: it lists none."""
+        """Return what the last step computed for the tokens that its batch lists in `recorded`: arrays by name, see
+        `forge.training.step.TokenRecord`. None if the batch lists none, and on all ranks but the first."""
         return self.trainer.recorded if self.context.rank == 0 else None
 
     @endpoint
     def logprobs(self, batch: Batch) -> np.ndarray:
-        """Return log-probabilities of the batch's trained tokens under the current weights, [tokens], 0 elsewhere.
+        """Return the log-probabilities of the batch's trained tokens under the current weights, [tokens], 0 elsewhere.
 
         ValueError: this trainer has no policy head.
         """
@@ -247,7 +247,7 @@ class Trainer(ForgeActor):
 
     @endpoint
     def predict(self, batch: Batch) -> np.ndarray:
-        """Return predictions of a value or reward head for the batch's trained tokens, [tokens], 0 elsewhere.
+        """Return the predictions of a value or reward head for the batch's trained tokens, [tokens], 0 elsewhere.
 
         ValueError: this trainer has a policy head.
         """
@@ -256,10 +256,10 @@ class Trainer(ForgeActor):
 
     @endpoint
     def push_weights(self, version: int) -> None:
-        """Publish the current weights as `version`: every rank writes what it holds.
+        """Publish the current weights as `version`; every rank writes the blocks that it holds.
 
         Raises:
-            IncompleteVersion, VersionConflict, OSError: see `VersionStore.put`; nothing was published.
+            IncompleteVersion, VersionConflict, OSError: nothing was published, see `VersionStore.put`.
         """
         import torch
 
@@ -272,7 +272,7 @@ class Trainer(ForgeActor):
 
     @endpoint
     def publish_step(self, version: int) -> None:
-        """`push_weights`, if the trainer's step has this number."""
+        """Publish the current weights as `version` if that is the trainer's step; otherwise do nothing."""
         if version == self.trainer.step:
             self.push_weights(version)
 
@@ -280,14 +280,15 @@ class Trainer(ForgeActor):
     def save_checkpoint(
         self, folder: str, extra: dict[str, Any] | None = None, keep: int = 2, wait: bool = True
     ) -> str:
-        """Write a checkpoint, see `forge.training.checkpoint.save_checkpoint`; returns its path.
+        """Write a checkpoint and return its path, see `forge.training.checkpoint.save_checkpoint`.
 
         Args:
-            wait: False copies the state in memory, and returns while the copy is being written: whatever comes next to
-                save, load or export waits for it, and raises what went wrong.
+            extra: state of the run to save with it, which `load_checkpoint` returns.
+            wait: if False, copy the state in memory, and return while the copy is being written: the next call that
+                saves, loads or exports waits for it, and raises its error.
 
         Raises:
-            CheckpointFailed: this one, or the one before it that was not waited for, could not be written.
+            CheckpointFailed: this checkpoint, or the one before that was not waited for, could not be written.
         """
         from ..training import checkpoint
 
@@ -301,7 +302,7 @@ class Trainer(ForgeActor):
             if not wait:
                 path = self._begin_write(write)
                 self.ledger.complete(write, path)
-                self.writing = write, path, self.ledger.now
+                self.writing = write, path, self.ledger.records
                 return path
             path = str(checkpoint.save_checkpoint(self.trainer, folder, extra=write.extra, keep=None))
             if Path(folder).resolve() == self.recovery:
@@ -312,7 +313,7 @@ class Trainer(ForgeActor):
 
     @endpoint
     def load_checkpoint(self, path: str) -> dict[str, Any]:
-        """Restore a checkpoint; returns its `extra`."""
+        """Restore the checkpoint at `path`, and return the `extra` that was saved with it."""
         from ..training import checkpoint
 
         if self.ledger.repeated:
@@ -326,7 +327,7 @@ class Trainer(ForgeActor):
 
     @endpoint
     def export_model(self, folder: str) -> None:
-        """Write the policy and its tokenizer in Hugging Face format."""
+        """Write the model and its tokenizer into a folder in Hugging Face format."""
         from ..training import checkpoint
 
         self._settle_write()
@@ -334,7 +335,7 @@ class Trainer(ForgeActor):
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
-        """Offload to host memory afterwards, also after an error."""
+        """Within the block use the device; afterwards, also after an error, a colocated trainer leaves it."""
         try:
             yield
         except BaseException as error:
@@ -350,14 +351,14 @@ class Trainer(ForgeActor):
             self.trainer.offload()
 
     def _begin_write(self, write: Write) -> str:
-        """Copy the state, and write the copy while training continues."""
+        """Copy the state in memory, and start to write the copy while training continues; return the path."""
         from ..training.checkpoint import Background
 
         self.background = self.background or Background(self.trainer)
         return str(self.background.save(write.folder, extra=write.extra))
 
     def _settle_write(self) -> None:
-        """Wait for the checkpoint that is being written, and stand on it from here on."""
+        """Wait for the checkpoint that is being written, if any, and let the journal start from it."""
         if self.writing is None or self.background is None:
             return
         (write, path, since), self.writing = self.writing, None
@@ -367,33 +368,33 @@ class Trainer(ForgeActor):
         self._prune_checkpoints(write, path)
 
     def _prune_checkpoints(self, write: Write, path: str) -> None:
-        """Not before the journal stands on `path`: until then it may stand on a checkpoint that is now to go."""
+        """Remove old checkpoints, once the journal starts from `path`: until then it may need one of them."""
         from ..training import checkpoint
 
         if self.context.rank == 0:
             checkpoint.prune_checkpoints(write.folder, write.keep, path)
 
     def _pack_items(self, items: Any, targets: Sequence[Mapping[str, Any]] | None) -> Batch:
-        shares: dict[str, Any] = {"aggregation": self.aggregation, "horizon": self.horizon, "unit": self.unit}
+        settings: dict[str, Any] = {"aggregation": self.aggregation, "horizon": self.horizon, "unit": self.unit}
         if targets is not None:
-            return pack_tensors(items, targets, **shares)
+            return pack_tensors(items, targets, **settings)
         if isinstance(items, Batch):
             return items
-        algorithm: Any = self.loss
+        algorithm: Any = self.loss  # it computes the advantages of groups, if it is an algorithm
         if hasattr(algorithm, "advantages") and all(isinstance(item, Group) for item in items):
             from ..training.credit import make_batch
 
-            return make_batch(items, algorithm, self.trainer.step, **shares)
+            return make_batch(items, algorithm, self.trainer.step, **settings)
         episodes = [e for item in items for e in (item.episodes if isinstance(item, Group) else [item])]
         for episode in episodes:
             if episode.advantage is None:
                 if episode.outcome is None:
                     raise ValueError("an episode without a reward cannot be trained on: drop it, or score it first")
                 episode.advantage = episode.outcome
-        return pack(episodes, **shares)
+        return pack(episodes, **settings)
 
 
 def _count_work(batch: Batch) -> tuple[float, float, float]:
-    """Return tokens, tokens attended to, and tokens predicted, of a forward pass."""
+    """Return the numbers of tokens, of attended tokens and of predicted tokens of a forward pass over a batch."""
     lengths = batch.lengths.astype(float)
     return float(lengths.sum()), float((lengths * (lengths + 1) / 2).sum()), float(batch.mask.sum())

@@ -1,7 +1,8 @@
-"""Private names of Monarch, all that forge uses: another version of Monarch can break this file and no other.
+"""All private names of Monarch that forge uses: another version of Monarch can break this file and no other.
 
-`forge.runtime.controller._monarch` calls `check` before it uses any. A name is imported when it is first read from this
-module, so that importing the module itself starts no thread: the fork server reads its constants before it forks.
+`forge.runtime.controller._monarch` calls `check_monarch` before it uses any of them. A name is imported when it is
+first read from this module: importing the module itself must start no thread, as the fork server imports it before it
+forks.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MAIN = "monarch._src.actor.bootstrap_main"
 
 
 class PrivateName(NamedTuple):
-    """The module of a private name, and what it is used for."""
+    """The module of a private name, and what forge uses the name for, as the end of "to ..."."""
 
     module: str
     purpose: str
@@ -59,12 +60,18 @@ def __getattr__(name: str) -> Any:
 
 
 def check_monarch() -> None:
-    """Raise ImportError, in one line, if the Monarch that is installed lacks one of the names."""
+    """Check that the installed version of Monarch has all of these private names.
+
+    Raises:
+        ImportError: some are missing; names them and the version to install, in one line.
+    """
     missing = [
-        f"{place.module}.{name} ({place.purpose})" for name, place in NAMES.items() if not _name_exists(name, place)
+        f"{private.module}.{name} ({private.purpose})"
+        for name, private in NAMES.items()
+        if not _name_exists(name, private)
     ]
     if not missing:
-        # Attributes of instances show only once there is one.
+        # Whether instances have the attributes that `method_of` reads is tried with an endpoint.
         from monarch.actor import concurrent_endpoint
 
         async def probe_endpoint(actor: object, number: int) -> int:
@@ -87,25 +94,29 @@ def check_monarch() -> None:
         )
 
 
-def _name_exists(name: str, place: PrivateName) -> bool:
+def _name_exists(name: str, private: PrivateName) -> bool:
     try:
-        return hasattr(import_module(place.module), name)
+        return hasattr(import_module(private.module), name)
     except ImportError:
         return False
 
 
 def method_of(marked: EndpointProperty[Any, Any]) -> tuple[Callable[..., Any], bool]:
-    """Return the method that one of Monarch's decorators marked, and whether it answers through a port."""
+    """Return (method, has_port): the method that a decorator of Monarch's marked, and whether it answers by a port.
+
+    Such a method (`explicit_response_port=True`) gets a port as its first argument, and sends its answer there.
+    """
     method: Callable[..., Any] = marked._method
     if not getattr(method, _CONCURRENT, False):
         return method, marked._explicit_response_port
-    # The wrapper's signature has a port more than the method's, unless the method has one itself.
+    # `concurrent_endpoint` wraps the method, and the wrapper always has a port: if the signatures are equal, the method
+    # has a port of its own.
     original: Callable[..., Any] = inspect.unwrap(method)
     return original, inspect.signature(method) == inspect.signature(original)
 
 
 def meshes_of(state: object) -> Mapping[str, HostMesh]:
-    """Return the host meshes of a job's state by name; empty for any other object."""
+    """Return the host meshes of a Monarch job's state (`JobState`) by name; empty for any other object."""
     kind = type(state)
     if kind.__name__ != "JobState" or not kind.__module__.startswith("monarch."):
         return {}

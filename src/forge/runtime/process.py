@@ -1,4 +1,4 @@
-"""Processes of this machine by their ids: watch, kill, read their stacks, and end with a parent."""
+"""Processes of this machine, by their ids: watch and kill them, read their stacks, and end with a parent."""
 
 import asyncio
 import ctypes
@@ -20,36 +20,45 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 @cache
 def machine_id() -> str:
-    """Return the name of this machine, with what tells its process ids from other machines': its boot, and the
-    container."""
+    """Return an id of where this process runs: "<host name> <boot id> <namespace of process ids>".
+
+    Process ids of two processes can be compared only if their ids are equal: the machine has not been restarted
+    between them, and they are in the same container.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{socket.gethostname()} {boot} {os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def end_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when its parent ends."""
+    """Have the kernel send this process the signal `number` when its parent, process `parent`, ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # it ended before the line above, whose signal never comes then
+    if os.getppid() != parent:  # the parent ended before the line above: the kernel then sends nothing
         os.kill(os.getpid(), number)
 
 
 class Activity(NamedTuple):
-    """CPU time that a process has used, in seconds, and whether a thread of it runs or waits for a core or for memory
-    that was swapped out."""
+    """What a process does at one moment.
+
+    Attributes:
+        cpu_seconds: CPU time that it has used since its start.
+        wants_cpu: whether one of its threads runs, or waits for a core, a disk, or memory that was swapped out.
+    """
 
     cpu_seconds: float
     wants_cpu: bool
 
 
 def activity_of(pid: int) -> Activity:
-    """Return the activity of a process of this machine; none if it has ended."""
+    """Return the activity of a process of this machine; Activity(0.0, False) if it has ended."""
     try:
         fields = _read_fields(f"/proc/{pid}/stat")
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:
         return Activity(0.0, False)
+    ticks = int(fields[11]) + int(fields[12])  # user and system time
     states = (_read_state(f"/proc/{pid}/task/{thread}/stat") for thread in threads)
-    return Activity((int(fields[11]) + int(fields[12])) / _TICKS, any(state in ("R", "D") for state in states))
+    # R: running or waiting for a core; D: in an uninterruptible wait, as for a disk.
+    return Activity(ticks / _TICKS, any(state in ("R", "D") for state in states))
 
 
 def is_stopped(pid: int) -> bool:
@@ -57,6 +66,7 @@ def is_stopped(pid: int) -> bool:
     return _read_state(f"/proc/{pid}/stat") == "T"
 
 
+# Return the fields of a stat file in /proc from the state on, which follows the name in parentheses.
 def _read_fields(path: str) -> list[str]:
     return Path(path).read_text().rsplit(")", 1)[1].split()
 
@@ -64,7 +74,7 @@ def _read_fields(path: str) -> list[str]:
 def _read_state(path: str) -> str:
     try:
         return _read_fields(path)[0]
-    except OSError:  # it ended
+    except OSError:  # the process or thread has ended
         return ""
 
 
@@ -75,23 +85,27 @@ class Watched(Protocol):
 
     @property
     def stopped(self) -> bool:
-        """Return whether it is known to be stopped by a signal."""
+        """Return whether the process is known to be stopped by a signal."""
 
     def kill(self) -> None:
-        """End it by force, if that is possible and allowed."""
+        """End the process by force, if that is possible and allowed."""
 
     async def activity(self) -> Activity | None:
-        """Return what it does; None if nothing tells."""
+        """Return the activity of the process; None if it cannot be seen from here."""
 
     async def stacks(self) -> str:
-        """Return the Python stack of each of its threads, or why there is none."""
+        """Return the Python stacks of its threads as indented lines, or a line that says why there are none."""
 
     def close(self) -> None:
-        """Stop watching it."""
+        """Stop watching the process."""
 
 
 class Process:
-    """One process by its pid file descriptor, so that it is never confused with a later process of the same id."""
+    """A process of this machine that is watched by its pid file descriptor, which no later process can take over.
+
+    Args:
+        ended: called in the running event loop when the process ends, or soon if it has ended already.
+    """
 
     def __init__(self, pid: int, ended: Callable[[], None]) -> None:
         self.pid = pid
@@ -109,20 +123,20 @@ class Process:
 
     @property
     def stopped(self) -> bool:
-        """Return whether it exists and was stopped by a signal (SIGSTOP)."""
+        """Return whether the process exists and was stopped by a signal (SIGSTOP)."""
         return is_stopped(self.pid)
 
     @property
     def alive(self) -> bool:
-        """Return whether it has not ended."""
+        """Return whether the process has not ended; False once it is no longer watched."""
         return self._handle is not None and not select.select([self._handle], [], [], 0)[0]
 
     async def activity(self) -> Activity:
-        """Return what it does."""
+        """Return the activity of the process, see `activity_of`."""
         return activity_of(self.pid)
 
     def kill(self) -> None:
-        """Send SIGKILL, if it has not ended yet."""
+        """Send SIGKILL to the process, if it has not ended yet and is still watched."""
         if self._handle is not None:
             try:
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
@@ -130,15 +144,15 @@ class Process:
                 return
 
     async def stacks(self) -> str:
-        """Return the Python stack of each of its threads, see `stacks`."""
+        """Return the Python stacks of its threads, see `read_stacks`."""
         return await read_stacks(self.pid)
 
     def _on_end(self) -> None:
-        self.close()  # otherwise the handle stays readable, and this is called again
+        self.close()  # otherwise the handle stays readable, and this method is called again
         self._ended()
 
     def close(self) -> None:
-        """Stop watching it."""
+        """Stop watching the process: `ended` is no longer called."""
         if self._handle is not None:
             asyncio.get_running_loop().remove_reader(self._handle)
             os.close(self._handle)
@@ -146,7 +160,10 @@ class Process:
 
 
 async def read_stacks(pid: int) -> str:
-    """Return the Python stacks of a process's threads, read by py-spy without stopping it, or the reason for none."""
+    """Return the Python stacks of a process's threads as indented lines, or a line that says why there are none.
+
+    py-spy reads them, without stopping the process.
+    """
     # The py-spy of this environment is preferred: it fits this Python.
     program = shutil.which("py-spy", path=sysconfig.get_path("scripts")) or shutil.which("py-spy")
     if program is None:

@@ -1,4 +1,4 @@
-"""The store in which the ranks of a process group find one another, on one machine or on several."""
+"""The key-value store by which the ranks of a torch.distributed process group find one another."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ TCP = "tcp://"
 
 
 def process_store(rendezvous: str | None, world_size: int, rank: int = 0) -> dist.Store | None:
-    """Return the store of a process group, whose ranks then accept only connections of this user.
+    """Return the store of a new process group; None without a rendezvous, as a single process needs no store.
+
+    From then on this process accepts no torch.distributed connections of other users of its machine.
 
     Args:
-        rendezvous: name of a file in TMPDIR that no other process group used, or its whole path; tcp://HOST:PORT of
-            rank 0 for ranks on several machines; None for a single process, which needs no store.
+        rendezvous: for ranks on one machine, the name of a new file in TMPDIR, or its whole path; for ranks on several
+            machines, tcp://HOST:PORT of rank 0.
 
     Raises:
-        ConnectionError: the file's folder is on another machine.
+        ConnectionError: the file's folder is not on this machine.
     """
     if rendezvous is None:
         return None
@@ -34,7 +36,7 @@ def process_store(rendezvous: str | None, world_size: int, rank: int = 0) -> dis
         host, _, port = rendezvous.removeprefix(TCP).rpartition(":")
         return dist.TCPStore(host, int(port), world_size, rank == 0)
 
-    # In the run's private folder: a TCPStore obeys every local user.
+    # TMPDIR is the run's private folder. On one machine a TCPStore would obey every local user.
     path = Path(os.environ.get("TMPDIR", tempfile.gettempdir())) / rendezvous
     if not path.parent.is_dir():
         raise ConnectionError(

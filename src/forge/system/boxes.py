@@ -1,4 +1,4 @@
-"""Boxes: the blocks of a tensor that one process holds, for any layout of a DTensor."""
+"""Boxes: which blocks of a tensor one process holds, for any layout of a DTensor."""
 
 from __future__ import annotations
 
@@ -18,25 +18,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A block of a tensor: offset and size in each dimension."""
+    """A block of a tensor: its offset (first index) and its size in each dimension.
+
+    >>> print(Box(offset=(2, 0), size=(1, 3)))
+    [2:3, 0:3]
+    """
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
 
     @property
     def numel(self) -> int:
-        """Return number of elements."""
+        """Return the number of elements."""
         return prod(self.size)
 
     def meet(self, box: Box) -> Box | None:
-        """Return the intersection, None if it is empty."""
-        low = tuple(map(max, self.offset, box.offset))
-        sides = zip(self.offset, self.size, box.offset, box.size, low, strict=True)
-        size = tuple(min(a + n, b + m) - start for a, n, b, m, start in sides)
-        return Box(low, size) if all(n > 0 for n in size) else None
+        """Return the intersection with another block of the same tensor; None if it is empty.
+
+        >>> print(Box((0, 0), (2, 3)).meet(Box((1, 1), (4, 4))))
+        [1:2, 1:3]
+        """
+        start = tuple(map(max, self.offset, box.offset))
+        dimensions = zip(self.offset, self.size, box.offset, box.size, start, strict=True)
+        size = tuple(min(a + n, b + m) - first for a, n, b, m, first in dimensions)
+        return Box(start, size) if all(n > 0 for n in size) else None
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """Return the indices of this block in the local tensor of `outer`."""
+        """Return the indices of this block in a tensor that holds only the block `outer`, which contains it.
+
+        >>> Box((3, 0), (1, 2)).within(Box((2, 0), (2, 2)))
+        (slice(1, 2, None), slice(0, 2, None))
+        """
         starts = (a - b for a, b in zip(self.offset, outer.offset, strict=True))
         return tuple(slice(start, start + n) for start, n in zip(starts, self.size, strict=True))
 
@@ -45,7 +57,7 @@ class Box:
 
 
 def full_box(shape: Iterable[int]) -> Box:
-    """Return the block that covers a whole tensor.
+    """Return the block that covers a whole tensor of this shape.
 
     >>> full_box((2, 3))
     Box(offset=(0, 0), size=(2, 3))
@@ -55,24 +67,28 @@ def full_box(shape: Iterable[int]) -> Box:
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Return whether a tensor is a DTensor. None can exist in a process that has not imported the class, which takes .7
-    s."""
+    """Return whether a tensor is a DTensor, without importing the class, which takes 0.7 s.
+
+    A process that has not imported the class has no DTensor.
+    """
     module = sys.modules.get("torch.distributed.tensor")
     return isinstance(tensor, getattr(module, "DTensor", ()))
 
 
 def local_boxes(tensor: Tensor) -> list[tuple[Box, Tensor]]:
-    """Return this process's part of a tensor: its non-empty blocks, each with its values (a view).
+    """Return the part of a tensor that this process holds, as (block, values) pairs; values are views of the tensor.
+
+    A plain tensor is one block. Empty blocks are left out.
 
     Raises:
-        ValueError: a DTensor with Partial placements.
+        ValueError: a DTensor has a Partial placement.
     """
     if not is_dtensor(tensor):
         return [(full_box(tensor.shape), tensor)] if tensor.numel() else []
     from torch.distributed.tensor.placement_types import _StridedShard
 
     coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:
+    if coordinate is None:  # this process is not in the tensor's mesh
         return []
 
     # For each dimension of the tensor the indices that this rank holds, divided by one mesh dimension after the other.
@@ -87,7 +103,8 @@ def local_boxes(tensor: Tensor) -> list[tuple[Box, Tensor]]:
     spans = [torch.arange(size) for size in tensor.shape]
     steps = list(zip(tensor.placements, tensor.device_mesh.shape, coordinate, strict=True))
 
-    # A strided shard divides after the mesh dimensions to its right (FSDP over tensor parallelism).
+    # Strided shards come last, and in the reverse order: each divides what the mesh dimensions to its right have left
+    # (FSDP over tensor parallelism).
     ordinary = [step for step in steps if not isinstance(step[0], _StridedShard)]
     strided = [step for step in reversed(steps) if isinstance(step[0], _StridedShard)]
     for placement, ranks, rank in ordinary + strided:
@@ -95,8 +112,9 @@ def local_boxes(tensor: Tensor) -> list[tuple[Box, Tensor]]:
             raise ValueError("a DTensor with a Partial placement holds partial sums: redistribute it")
         if not placement.is_replicate():
             parts = spans[placement.dim].chunk(ranks)  # type: ignore[attr-defined]
-            none = spans[placement.dim][:0]  # type: ignore[attr-defined]
-            spans[placement.dim] = parts[rank] if rank < len(parts) else none  # type: ignore[attr-defined]
+            empty = spans[placement.dim][:0]  # type: ignore[attr-defined]
+            # `chunk` makes fewer parts than ranks of a short dimension: the last ranks hold nothing.
+            spans[placement.dim] = parts[rank] if rank < len(parts) else empty  # type: ignore[attr-defined]
 
     local = tensor.to_local()
     if tuple(map(len, spans)) != tuple(local.shape):
@@ -104,28 +122,33 @@ def local_boxes(tensor: Tensor) -> list[tuple[Box, Tensor]]:
     if not local.numel():
         return []
 
-    # Uneven strided shards may hold indices with gaps, such as [0 1 4 5]: two runs (first index, position, length), (0,
-    # 0, 2) and (4, 2, 2), and so two boxes.
+    # Uneven strided shards may hold indices with gaps, such as [0 1 4 5]. In each dimension they are divided into runs
+    # (first index, position in the local tensor, length), here (0, 0, 2) and (4, 2, 2). Each combination of runs is a
+    # box.
     runs = []
     for span in spans:
-        breaks = ((span.diff() != 1).nonzero()[:, 0] + 1).tolist()
+        breaks = ((span.diff() != 1).nonzero()[:, 0] + 1).tolist()  # positions after a gap
         runs.append([(int(span[a]), a, b - a) for a, b in itertools.pairwise([0, *breaks, len(span)])])
     boxes = []
     for block in itertools.product(*runs):
-        box = Box(tuple(first for first, _, _ in block), tuple(n for _, _, n in block))
-        boxes.append((box, local[tuple(slice(start, start + n) for _, start, n in block)]))
+        box = Box(tuple(first for first, _, _ in block), tuple(length for _, _, length in block))
+        boxes.append((box, local[tuple(slice(position, position + length) for _, position, length in block)]))
 
     return boxes
 
 
 def overlap_or_gap(shape: tuple[int, ...], boxes: list[Box]) -> str | None:
-    """Say why the blocks do not fill `shape` exactly once; None if they do."""
+    """Return why blocks do not fill a tensor of this shape exactly once, as the end of an error; None if they do.
+
+    >>> overlap_or_gap((4,), [Box((0,), (3,))])
+    '1 of its 4 elements were not written (there is [0:3])'
+    """
     full = full_box(shape)
     boxes = sorted(boxes, key=lambda box: box.offset)
     for number, a in enumerate(boxes):
         for b in itertools.islice(boxes, number + 1, None):
             if shape and b.offset[0] >= a.offset[0] + a.size[0]:
-                break  # and so do all later ones
+                break  # b starts behind a, and so do all later blocks
             if not a.meet(b):
                 continue
             return f"{a} was written twice, with different values" if a == b else f"{a} and {b} were both written"

@@ -1,8 +1,8 @@
-"""Checksums: of a folder's files, in a text file alongside them, and of a text, at its end.
+"""Checksums of the files of a folder, in a list alongside them; and sealed texts, which end with their own checksum.
 
-A list has a line `<xxh3-128> <size> <name>` for each file. It may name other lists of the same folder, which are
-followed: each rank of a trainer writes the list of its own files. A sealed text ends with `# xxh3-128 <digest>` of all
-that precedes it.
+A list has a line `<xxh3-128> <size> <name>` for each file. It may name other lists in the folder or its subfolders,
+whose files are then checked as well: each rank of a trainer writes a list of its own files. A sealed text ends with a
+line `# xxh3-128 <digest>` of all that precedes it.
 """
 
 import errno
@@ -16,19 +16,25 @@ import xxhash
 
 from .files import write_atomic
 
-# Lines of digest, size and name.
+# The name of a list, or its end.
 CHECKSUMS = "checksums.txt"
-# Starts the last line of a sealed file, with the digest of all lines above it.
+# Starts the last line of a sealed text; the digest of all lines above follows.
 SEAL = "# xxh3-128 "
-CHUNK = 1 << 22  # bytes
+CHUNK = 1 << 22  # bytes that are read at a time
 
 
 class DamagedFile(OSError):
-    """A file differs from its checksum; names the file."""
+    """A file differs from its checksum, or is missing; the message names it."""
 
 
 def write_checksums(folder: Path, files: Iterable[str], name: str = CHECKSUMS) -> None:
-    """Write the checksums of these files of the folder as its file `name`, and fsync it."""
+    """Write a list of checksums of files, and fsync it.
+
+    Args:
+        folder: the folder of the files, and of the list.
+        files: the names of the files, relative to the folder.
+        name: of the list.
+    """
     names = sorted(files)
     with ThreadPoolExecutor(_count_threads(names)) as pool:
         digests = list(pool.map(lambda file: _digest_file(folder / file), names))
@@ -37,16 +43,20 @@ def write_checksums(folder: Path, files: Iterable[str], name: str = CHECKSUMS) -
 
 
 def check_files(folder: Path, name: str = CHECKSUMS) -> None:
-    """Compare all files of a list with their checksums.
+    """Compare all files on a list, and on the lists that it names, with their checksums.
+
+    Args:
+        folder: the folder of the list.
+        name: of the list.
 
     Raises:
-        DamagedFile: the first file, by name, that is missing or differs.
+        DamagedFile: a file is missing or differs; names the first one by name.
         OSError: a file cannot be read.
     """
     expected = _read_sums(folder / name)
     with ThreadPoolExecutor(_count_threads(expected)) as pool:
         digests = list(pool.map(lambda file: _digest_file(folder / file), expected))
-    # The size comes first: it tells a truncated file from a changed one.
+    # The size is compared first, so that the error tells a truncated file from a changed one.
     for file, (digest, size) in zip(expected, digests, strict=True):
         expected_digest, expected_size = expected[file]
         if size != expected_size:
@@ -60,20 +70,20 @@ def check_files(folder: Path, name: str = CHECKSUMS) -> None:
 
 
 def _count_threads(files: object) -> int:
-    # xxhash is faster than a disk; several files at once keep the disk busy.
+    # xxhash is faster than a disk: reading several files at once keeps the disk busy.
     return max(1, min(8, os.cpu_count() or 1, len(files)))  # type: ignore[arg-type]
 
 
 def write_sealed(path: Path, text: str) -> None:
-    """Write a text with its checksum, durably. It must end with a newline."""
+    """Write a text, which must end with a newline, and its checksum as the last line; it survives a power cut."""
     write_atomic(path, f"{text}{SEAL}{xxhash.xxh3_128_hexdigest(text.encode())}\n", durable=True)
 
 
 def read_sealed(path: Path) -> str:
-    """Return the text that `write_sealed` wrote.
+    """Return the text that `write_sealed` wrote to a file, without the line of the checksum.
 
     Raises:
-        DamagedFile: it was changed, or is missing.
+        DamagedFile: the file was changed, or is missing.
     """
     try:
         text, seal, digest = path.read_bytes().decode("utf-8", "replace").rpartition(SEAL)
@@ -88,20 +98,26 @@ def read_sealed(path: Path) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """Return the xxh3-128 of a file, in hexadecimal digits."""
+    """Return the xxh3-128 of a file's content, in hexadecimal digits.
+
+    Raises:
+        DamagedFile: the file is missing, is not a regular file, or the disk cannot read it.
+    """
     return _digest_file(path)[0]
 
 
+# Return the (digest, size) of each file on a list, by its name.
 def _read_sums(path: Path) -> dict[str, tuple[str, int]]:
     rows = [line.split(" ", 2) for line in read_sealed(path).splitlines()]
     return {name: (digest, int(size)) for digest, size, name in rows}
 
 
+# Return the xxh3-128 of a file's content, and its size in bytes.
 def _digest_file(path: Path) -> tuple[str, int]:
     digest = xxhash.xxh3_128()
     size = 0
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # opening a FIFO waits, and a device may have no end
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a FIFO would wait, and a device may have no end
             raise DamagedFile(f"{path} is damaged: it is not a regular file")
         with path.open("rb") as file:
             while chunk := file.read(CHUNK):

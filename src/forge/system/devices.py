@@ -1,4 +1,4 @@
-"""The accelerator of this process, and what it can compute."""
+"""The accelerator that this process uses, and what a device can compute."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-_planned_type = ""  # of the device that tensors without memory stand for
+_planned_type = ""  # the device type that the meta device stands for, see `planning_for`; empty outside of a plan
 
 GRANTED = "FORGE_GPUS"  # environment variable: the GPUs that a component's process was granted
 
@@ -20,13 +20,16 @@ class NoAccelerator(RuntimeError):
 
 
 def type_of(device: torch.device) -> str:
-    """Return the type of a device, such as "cpu"; of the meta device the type of the device that a plan is for."""
+    """Return the type of a device, such as "cpu"; for the meta device, within `planning_for` the type it stands for."""
     return (_planned_type or device.type) if device.type == "meta" else device.type
 
 
 @contextmanager
 def planning_for(device_type: str) -> Iterator[None]:
-    """Within the block, tensors of the meta device take the paths of devices of this type."""
+    """Within the block, code treats tensors on the meta device as if they were on a device of this type, e.g. "cuda".
+
+    A plan runs a model without memory this way.
+    """
     global _planned_type
     before = _planned_type
     _planned_type = device_type
@@ -37,7 +40,7 @@ def planning_for(device_type: str) -> Iterator[None]:
 
 
 def has_wide_products(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether `torch.mm` can return the sums of two half-precision matrices in float32, which only CUDA can."""
+    """Return whether `torch.mm(a, b, out_dtype=torch.float32)` works for two half-precision matrices: only on CUDA."""
     import torch
 
     halves = torch.bfloat16, torch.float16
@@ -45,10 +48,10 @@ def has_wide_products(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def find_accelerator() -> torch.device | None:
-    """Return the accelerator that torch can use; None: it computes on the CPU.
+    """Return the accelerator that torch can use; None if it computes on the CPU.
 
     Raises:
-        NoAccelerator: this process was given GPUs, and torch sees none.
+        NoAccelerator: this process was given GPUs, and torch sees none; says what to check.
     """
     import torch
 
@@ -66,7 +69,7 @@ def find_accelerator() -> torch.device | None:
 
 
 def repeat_bits() -> None:
-    """Have this process compute the same bits each time, on a GPU too."""
+    """Make this process compute the same bits each time it gets the same input, on a GPU as well."""
     import torch
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts

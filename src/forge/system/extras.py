@@ -1,4 +1,4 @@
-"""Optional packages: whether a configuration may name those that are not installed."""
+"""Optional packages: whether a configuration may need packages, files or settings that this machine does not have."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ _runs_elsewhere = ContextVar("runs_elsewhere", default=False)
 
 @contextmanager
 def run_elsewhere() -> Iterator[None]:
-    """Within the block, configurations are of runs on other machines: this one need not have what they need."""
+    """Within the block, configurations are for runs on other machines: `are_needed` is False."""
     token = _runs_elsewhere.set(True)
     try:
         yield
@@ -18,5 +18,5 @@ def run_elsewhere() -> Iterator[None]:
 
 
 def are_needed() -> bool:
-    """Return whether this machine must have what a configuration needs."""
+    """Return whether this machine must have what a configuration needs; False within `run_elsewhere`."""
     return not _runs_elsewhere.get()

@@ -1,4 +1,4 @@
-"""Files: written atomically, read from folders of others; and text in UTF-8."""
+"""Files: write them atomically, and read text in UTF-8; folders, free space, and errors of full disks."""
 
 import codecs
 import errno
@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's quota, the size of a file (ulimit -f)
+# Errors of a full disk, an exhausted quota of the user, and the limit on the size of a file (ulimit -f).
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class NoRoom(OSError):
-    """A disk is full: one line with the path, the bytes that are needed and those that are free."""
+    """A disk is full; the message is one line with the path, the bytes that are needed and the bytes that are free."""
 
     def __str__(self) -> str:
         return str(self.strerror)
@@ -22,11 +23,14 @@ class NoRoom(OSError):
 
 @contextmanager
 def room_for(path: Path, size: int) -> Iterator[None]:
-    """Within the block `size` bytes are written to a path. NoRoom: the disk is full."""
+    """Within the block, which writes `size` bytes to `path`, replace errors of a full disk by NoRoom.
+
+    Raises:
+        NoRoom: the disk is full; names the path, and how many bytes are free.
+    """
     try:
         yield
-    except Exception as error:
-        # A library may report a full disk in another way than by its errno.
+    except Exception as error:  # a library may report a full disk by another class than OSError
         if isinstance(error, NoRoom) or not is_full(error):
             raise
         text = f"{path} needs {size:,} bytes, and its disk has {free_bytes(path):,} free: "
@@ -36,7 +40,7 @@ def room_for(path: Path, size: int) -> Iterator[None]:
 
 @contextmanager
 def removed_on_error(folder: Path) -> Iterator[None]:
-    """Remove a folder if writing to it fails, so that it does not occupy the disk."""
+    """Remove a folder if the block, which writes to it, raises: an incomplete folder must not occupy the disk."""
     try:
         yield
     except BaseException:
@@ -45,7 +49,7 @@ def removed_on_error(folder: Path) -> Iterator[None]:
 
 
 def is_full(error: BaseException) -> bool:
-    """Return whether an exception reports a lack of space, for one of the reasons in `FULL`."""
+    """Return whether an exception reports one of the errors in FULL, by its errno or in its text."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in FULL
     # Errors of Rust libraries and of checkpoints have no errno.
@@ -53,15 +57,16 @@ def is_full(error: BaseException) -> bool:
 
 
 def free_bytes(path: Path) -> int:
-    """Return the free bytes on the disk of a path, which need not exist."""
+    """Return the free bytes on the disk that has a path, or would have it: the path need not exist."""
     return shutil.disk_usage(next(folder for folder in (path, *path.absolute().parents) if folder.exists())).free
 
 
 def fill_standard_files() -> None:
-    """Open standard input, output and errors as /dev/null if they are closed, as after `>&-`.
+    """Open /dev/null as standard input, output and error if these are closed, as after `>&-` in a shell.
 
-    Otherwise a socket would get their number, and a child process would close it or print into it.
+    Otherwise a socket could get one of their numbers, and a child process would close it or print into it.
     """
+    # `open` returns the lowest free number. Numbers above 2 are none of the three.
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)
     os.close(number)
@@ -71,13 +76,16 @@ def fill_standard_files() -> None:
 
 
 def cache_folder() -> Path:
-    """Return this user's folder for files that can be created again."""
+    """Return torchforge's folder in this user's cache, for files that can be created again; it may not exist yet."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torchforge"
 
 
 @contextmanager
 def written_aside(path: Path) -> Iterator[Path]:
-    """Yield a path to write to, renamed to `path` at the end: a killed process leaves the old file or the new one."""
+    """Yield the path of a temporary file that the block writes; it is renamed to `path` at the end of the block.
+
+    So a killed process leaves the old file or the new one. If the block raises, the temporary file is removed.
+    """
     aside = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
     try:
         yield aside
@@ -87,15 +95,18 @@ def written_aside(path: Path) -> Iterator[Path]:
 
 
 def write_atomic(path: Path, text: str, *, durable: bool = False, secret: bool = False) -> None:
-    """Write a text file aside and rename it.
+    """Write a text file in UTF-8 so that readers, and a killed process, see the old file or the new one.
 
     Args:
-        durable: file and name survive a power cut, at the price of two fsyncs.
-        secret: only this user can read it.
+        durable: let the file survive a power cut, at the price of two fsyncs.
+        secret: create the file so that only this user can read it.
+
+    Raises:
+        NoRoom: the disk is full.
     """
     mode = 0o600 if secret else 0o666
     with room_for(path, len(text.encode())), written_aside(path) as aside:
-        aside.unlink(missing_ok=True)  # from a killed process of this number, perhaps with another mode
+        aside.unlink(missing_ok=True)  # left by a killed process with this one's id, perhaps with another mode
         with open(aside, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(text)
             if durable:
@@ -106,7 +117,7 @@ def write_atomic(path: Path, text: str, *, durable: bool = False, secret: bool =
 
 
 def escape_controls(text: object) -> str:
-    r"""Escape control characters in a name or text from elsewhere, which a terminal would obey.
+    r"""Return a text with its control characters escaped: a terminal would obey those of a name from elsewhere.
 
     >>> escape_controls("a\nb")
     'a\\nb'
@@ -115,7 +126,7 @@ def escape_controls(text: object) -> str:
 
 
 def make_private(folder: Path) -> None:
-    """Create a folder that only this user may enter, or close one of this user's to others."""
+    """Create a folder that only this user may enter; if it exists and is this user's, take others' permissions away."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
     if status.st_uid == os.geteuid() and status.st_mode & 0o077:
@@ -123,7 +134,7 @@ def make_private(folder: Path) -> None:
 
 
 def is_plain(path: Path) -> bool:
-    """Return whether there is a plain file at a path, and not a link to one."""
+    """Return whether there is a regular file at a path itself: a symbolic link to one does not count."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except (OSError, ValueError):
@@ -131,23 +142,34 @@ def is_plain(path: Path) -> bool:
 
 
 def read_text(path: Path) -> str:
-    """Read a file in UTF-8, without a byte order mark. ValueError: it has another encoding; names the line."""
+    """Return the text of a file in UTF-8, without a byte order mark.
+
+    Raises:
+        ValueError: the file has another encoding; names the line.
+    """
     return decode_content(path.read_bytes(), path)
 
 
 def decode_content(content: bytes, path: Path) -> str:
-    """Decode the content of a file, see `read_text`."""
+    """Return the text of a file's content in UTF-8, without a byte order mark.
+
+    Args:
+        path: of the file, for the error.
+
+    Raises:
+        ValueError: the content has another encoding; names the line.
+    """
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        wide = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-        fault = "it is in UTF-16" if wide else f"the byte 0x{content[error.start]:02x} is not UTF-8"
+        is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        fault = "it is in UTF-16" if is_utf16 else f"the byte 0x{content[error.start]:02x} is not UTF-8"
         line = content.count(b"\n", 0, error.start) + 1
         raise ValueError(f"{path}, line {line}: {fault}: save the file as UTF-8") from None
 
 
 def sync_path(path: Path) -> None:
-    """fsync a file or a folder."""
+    """Flush a file, or a folder's list of files, to the disk (fsync): it then survives a power cut."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

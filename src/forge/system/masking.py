@@ -1,8 +1,8 @@
-"""Masks for secrets in all that is shown or written: a run's folder, trackers, model cards, reports, log lines, errors.
+"""Mask secrets in what is shown or written: the run directory, trackers, model cards, reports, log lines, errors.
 
-What is masked: values of names such as `api_key`, everything in environments and headers, what a variable of such a
-name holds in this process's environment, keys that start as known services' do, and passwords in addresses. A secret
-that none of these tells, such as one in a sentence, stays.
+Masked are: values of names such as `api_key`; all values of environments and HTTP headers; the value of an environment
+variable with such a name, wherever it occurs; keys that start like those of known services; passwords in URLs. A
+secret that none of these rules finds, such as one in a sentence, stays.
 """
 
 import os
@@ -10,14 +10,14 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-Json = Any  # plain data, as of a configuration
+Json = Any  # dicts, lists, strings, numbers, booleans and None
 
 MASK = "***"
-MIN_VALUE = 8  # characters of a variable's value that is looked for in texts
+MIN_VALUE = 8  # characters of an environment variable's value from which it is looked for in texts
 
-# A name is read in words: api-key, apiKey and API_KEY are two, apikey is one.
+# The words of a name: api-key, apiKey and API_KEY have two, apikey has one.
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
-# Mappings and lists whose values are all hidden.
+# Names of mappings and lists whose values are all masked.
 _PLACES = re.compile(r"(.*_)?(headers?|cookies?|env(ironment)?_var(iable)?s)|env(iron(ment)?)?")
 _OWNERS = (
     "access|account|admin|anthropic|api|app|auth|azure|bearer|bot|client|encryption|github|gitlab|google|hf|hub|id|login"
@@ -28,11 +28,11 @@ _NAME = re.compile(
     r"|credentials?|creds?|cookies?|(proxy_)?authorization|bearer|auth|oauth|jwt|dsn|(github|gitlab)_pat|webhook(_url)?"
     r"|access_key_id|private_key_pem|connection_?string|(amz_|goog_)?signature|sig)|keys"
 )
-# Special tokens and numbers of tokens, which end like the names of secrets.
+# Names of special tokens, and of numbers of tokens: they end like names of secrets, and are none.
 _HARMLESS = re.compile(
     r"(.*_)?(bos|eos|pad|unk|cls|sep|mask|stop|start|end|think|special|image|new|max|min|num|per|prompt|target)_tokens?"
 )
-# Keys and tokens of services, by how they start.
+# Keys and tokens of known services, by their prefixes.
 _KNOWN = re.compile(
     r"(?<![A-Za-z0-9])(sk-|hf_|gh[pousr]_|github_pat_|glpat-|xox[a-z]-|AIza|npm_|pypi-|gsk_|nvapi-|r8_|SG\.|dckr_pat_)"
     r"(?=[\w.-]{0,200}[0-9A-Z])[\w.-]{8,}|(?<![A-Za-z0-9])(A[KS]IA)[A-Z0-9]{12,}|(?<![\w-])(eyJ)[\w-]{5,}\.[\w.-]+"
@@ -49,14 +49,16 @@ _VALUE = re.compile(r"\"[^\"\n]*\"|'[^'\n]*'|[^\s\"'&;,)}\]]+")
 
 
 def without_secrets(value: Json, name: str = "") -> Json:
-    """Return plain data in which secrets are `MASK`: of environment variables and headers, of names such as
-    `api_key`, and texts that look like one.
+    """Return a copy of `value` in which secrets are replaced by MASK.
+
+    >>> without_secrets({"api_key": "sk-1234", "steps": 3})
+    {'api_key': '***', 'steps': 3}
 
     Args:
-        name: the key of the value, if it has one; dotted names are read part by part.
+        name: the dotted name of the value, of which each part is read; empty if it has none.
     """
     *sections, last = name.split(".")
-    # An environment may also be a simulated world, which is a name and not a mapping.
+    # A text named `environment` may be the name of a simulated world, which is no secret.
     is_place = any(map(_is_place, sections)) or (_is_place(last) and (last == "env" or not isinstance(value, str)))
     if value is None or (isinstance(value, str) and not value):
         return value
@@ -65,22 +67,24 @@ def without_secrets(value: Json, name: str = "") -> Json:
         return {key: without_secrets(item, f"{path}.{key}" if path else str(key)) for key, item in value.items()}
 
     if isinstance(value, list | tuple):
-        # In a command line the word after --api-key is its value.
-        words = ["", *(item if isinstance(item, str) else "" for item in value)]
+        # In a command line the item after --api-key is its value: each item goes with the one before it.
+        previous = ["", *(item if isinstance(item, str) else "" for item in value)]
+        item_name = f"{name}." if is_place else name  # makes the place one of the item's sections
         return [
-            MASK if word.startswith("--") and is_secret(word) else without_secrets(item, name + "." * is_place)
-            for word, item in zip(words, value, strict=False)
+            MASK if option.startswith("--") and is_secret(option) else without_secrets(item, item_name)
+            for option, item in zip(previous, value, strict=False)
         ]
 
     if is_place or any(map(is_secret, sections)):
         return MASK
     if is_secret(last) and not isinstance(value, bool):
+        # A special token, such as <pad> or [PAD], is no secret.
         return value if re.fullmatch(r"<[^<>\s]+>|\[[A-Z]+\]", str(value)) else MASK
     return mask_secrets(value) if isinstance(value, str) else value
 
 
 def mask_secrets(text: str) -> str:
-    """Mask the secrets in a text: passwords of addresses, values of names such as `api_key`, keys, tokens.
+    """Return a text in which secrets are replaced by MASK: passwords of URLs, values of names such as `api_key`, keys.
 
     >>> mask_secrets("https://user:secret@host/x")
     'https://***@host/x'
@@ -96,7 +100,7 @@ def mask_secrets(text: str) -> str:
 
 
 def is_secret(name: str) -> bool:
-    """Return whether the value of this name is a secret, as far as a name can tell.
+    """Return whether a value of this name is a secret, judged by the name only.
 
     >>> is_secret("OPENAI_API_KEY")
     True
@@ -108,7 +112,12 @@ def is_secret(name: str) -> bool:
 
 
 def masked_names(values: Json, name: str = "") -> Iterator[str]:
-    """Yield the dotted names of values that a mask has replaced, entirely or in part."""
+    """Yield the dotted names of the values in which `without_secrets` has replaced something by MASK.
+
+    Args:
+        values: what `without_secrets` returned.
+        name: the dotted name of `values`; empty if it has none.
+    """
     if isinstance(values, dict):
         for key, item in values.items():
             yield from masked_names(item, f"{name}.{key}" if name else str(key))
@@ -116,7 +125,7 @@ def masked_names(values: Json, name: str = "") -> Iterator[str]:
         for option, item in zip(["", *values], values, strict=False):
             is_option = isinstance(option, str) and option.startswith("--") and is_secret(option)
             yield from [name] if item == MASK and is_option else masked_names(item, name)
-    # A text of the user's own may have stars: it is one that would be masked with a secret in their place.
+    # The user's own text may contain the characters of MASK. It was masked if a secret in their place would be masked.
     elif (
         isinstance(values, str)
         and MASK in values
@@ -130,25 +139,29 @@ def _is_place(name: str) -> bool:
 
 
 def _environment_secrets() -> list[str]:
-    """Return the secrets of this process's environment, the longest first."""
+    """Return the values of this process's environment variables that are secrets by their names, longest first."""
     values = [value for name, value in os.environ.items() if len(value) >= MIN_VALUE and is_secret(name)]
     return sorted(values, key=len, reverse=True)
 
 
 def _without_assigned(text: str) -> str:
-    """Mask the values that are assigned to names of secrets, also within the values of other names."""
+    """Mask the values that a text assigns to names of secrets: --api-key x, api_key=x, X-Api-Key: x.
+
+    The search continues right after each name, so that assignments within the value of another name are found.
+    """
     parts = []
     position = 0
     while match := _ASSIGNED.search(text, position):
-        name, mark = match.groups()
+        name, separator = match.groups()
         parts.append(text[position : match.end()])
         position = match.end()
-        if not is_secret(name) or (mark.isspace() and not name.startswith("--")):
+        # A space separates only an option of a command line from its value.
+        if not is_secret(name) or (separator.isspace() and not name.startswith("--")):
             continue
         value = _VALUE.match(text, position)
 
-        # In a sentence a word follows the colon.
-        is_word = mark[0] == ":" and value is not None and not re.search(r"[0-9]", value[0])
+        # A word without digits after a colon is part of a sentence ("the key: none").
+        is_word = separator[0] == ":" and value is not None and not re.search(r"[0-9]", value[0])
         if value is not None and not value[0].isdecimal() and not is_word:
             parts.append(MASK)
             position = value.end()

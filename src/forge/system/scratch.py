@@ -1,4 +1,4 @@
-"""Scratch folders, which do not outlive their process for longer than until the next start of a run."""
+"""Scratch folders: temporary folders that are removed with their process, or else at the next start of a run."""
 
 import atexit
 import fcntl
@@ -15,12 +15,15 @@ from .files import escape_controls
 
 log = logging.getLogger(__name__)
 
-# Folders with these names are removed when their process has ended.
+# How the names of scratch folders start.
 PREFIXES = ("forge-run-", "forge-weights-", "forge-trackers-", "forge-agents-")
 
 
 def _machine_id() -> str:
-    """Return an id of this machine since its start: locks on a folder that machines share are not seen by others."""
+    """Return an id of this machine since its last start, 6 hexadecimal digits.
+
+    It is part of the folders' names, because a machine does not see the locks that others hold in a shared folder.
+    """
     try:
         name = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
@@ -32,12 +35,14 @@ MACHINE = _machine_id()
 
 
 class Scratch:
-    """A new folder that is removed by `close`, or when this process exits. If it is killed, `sweep` removes the folder
-    at the next start of a run: the process holds a lock on it while it lives, which also keeps systemd-tmpfiles away.
+    """A new folder that is removed by `close`, or when this process exits.
+
+    The process holds a lock on the folder while it lives, which also keeps systemd-tmpfiles from cleaning it. If the
+    process is killed, `sweep_folders` removes the folder at the next start of a run.
 
     Args:
-        prefix: of the folder's name, one of PREFIXES; followed by the ids of this process and of the machine.
-        base: the folder that it is created in; None is the folder for temporary files.
+        prefix: start of the folder's name, one of PREFIXES; the ids of this process and of the machine follow.
+        base: the folder in which it is created; None is the folder for temporary files.
     """
 
     def __init__(self, prefix: str, base: str | Path | None = None) -> None:
@@ -45,13 +50,13 @@ class Scratch:
         new = Path(tempfile.mkdtemp(prefix="forge-new-", dir=base))
         self._lock: int | None = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        # Renamed once it is locked: a sweeping process must not take it for an abandoned one.
+        # It gets its final name once it is locked: before, `sweep_folders` would take it for an abandoned folder.
         self.path = new.rename(new.with_name(f"{prefix}{os.getpid()}-{MACHINE}-{new.name.removeprefix('forge-new-')}"))
         self._owner = os.getpid()
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Remove the folder now. A fork of the process that made it leaves it as it is."""
+        """Remove the folder now; in a fork of the process that created it, do nothing."""
         if self._lock is None or os.getpid() != self._owner:
             return
         atexit.unregister(self.close)
@@ -61,33 +66,34 @@ class Scratch:
 
 
 def sweep_folders() -> list[Path]:
-    """Remove folders that dead processes of this user left on this host since its start; return them.
+    """Remove the scratch folders that dead processes of this user left on this machine; return the removed ones.
 
-    A folder is abandoned if it is this user's and no process holds its lock. Folders of other hosts, in a shared
-    TMPDIR, have other names.
+    A folder is abandoned if it is this user's and no process holds its lock. In a folder that machines share, those of
+    other machines are recognised by their names and left.
     """
     bases = {Path("/dev/shm"), Path("/tmp"), Path(tempfile.gettempdir())}
     folders = (folder for base in bases for prefix in PREFIXES for folder in base.glob(f"{prefix}*-{MACHINE}-*"))
     return [folder for folder in folders if _remove_abandoned(folder)]
 
 
+# Remove a folder if it is abandoned, see `sweep_folders`; return whether it was removed.
 def _remove_abandoned(folder: Path) -> bool:
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:  # it was removed, is a link, or another user's
+    except OSError:  # it was removed meanwhile, is a link, or belongs to another user
         return False
 
     try:
         if os.fstat(handle).st_uid != os.geteuid():
             return False
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Another program may have mounted a folder of the user's in it, whose files are not ours.
+        # Something may be mounted in it, such as a folder of the user's: those files must not be removed.
         mounts = [line.split(" ")[4] for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()]
         if any(mount.startswith(os.path.realpath(folder)) for mount in mounts):
             log.warning("%s was left by a process that is dead, and something is mounted in it: unmount it", folder)
             return False
         shutil.rmtree(folder)
-    except (BlockingIOError, FileNotFoundError):  # its process lives, or another one removed it
+    except (BlockingIOError, FileNotFoundError):  # its process lives, or another process removed it
         return False
     except OSError as error:
         name = escape_controls(folder)

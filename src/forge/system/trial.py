@@ -1,4 +1,4 @@
-"""Files of strangers, opened in a child process with limits on time and memory before this one opens them."""
+"""Try files from untrusted sources: a child process opens them first, with limits on CPU time and memory."""
 
 import importlib
 import resource
@@ -11,13 +11,15 @@ MEMORY = 4 << 30  # bytes
 
 
 def try_in_child(function: str, *arguments: str, subject: str) -> None:
-    """Call `module:function(*arguments)` in a child process.
+    """Call a function in a child process, to see whether it can be called here.
 
     Args:
-        subject: what the error is about.
+        function: `package.module:function`.
+        arguments: its arguments.
+        subject: what the arguments are, which starts the error, e.g. "the tokenizer".
 
     Raises:
-        ValueError: it raised, crashed, or exceeded `CPU_SECONDS` or `MEMORY`.
+        ValueError: the function raised, crashed, or exceeded CPU_SECONDS or MEMORY.
 
     Example:
         >>> try_in_child("json:loads", "[1, 2]", subject="the text")

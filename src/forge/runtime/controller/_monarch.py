@@ -6,9 +6,9 @@ Monarch queries the state of each process every 500 ms here (every 10 s by defau
 notices when a process ends or hangs. Monarch's own judgement is the last resort, after 60 s: thousands of calls in
 flight can delay the answers to the controller for tens of seconds. Monarch gives up a process that needs more than 30 s
 to start, which is an error here, and the supervisor starts another one; with longer limits Monarch 0.7 loses such a
-process without a word. An actor that was not queried for 60 s of wall-clock time is stopped as an orphan, though the
-clock may have been set or the machine have slept: here that is 10 min, for the actors of a lost controller on hosts
-that only the user can stop.
+process without an error. By default an actor that was not queried for 60 s of wall-clock time is stopped as an orphan,
+even if the clock was set or the machine slept. Here the limit is 10 min; it is needed for the actors of a lost
+controller on hosts that only the user can stop.
 """
 
 import atexit
@@ -36,18 +36,19 @@ EXIT_TIMEOUT = 3.0  # seconds for Monarch's threads to end; a lost host's never 
 def wait_for_threads() -> None:
     """Wait until Monarch's threads have ended, before Python ends.
 
-    Monarch gives them a second. Those that a busy machine leaves would need the interpreter while it ends: Python
-    before 3.14 then unwinds their stack, and Monarch's library aborts a process whose work is done.
+    Monarch waits one second for them, which is too short on a busy machine. A thread that is left would ask for the
+    interpreter while it ends: Python before 3.14 then unwinds the thread's stack, and Monarch's library aborts a
+    process whose work is done.
     """
     deadline = time.monotonic() + EXIT_TIMEOUT
-    while time.monotonic() < deadline and _has_threads():
+    while time.monotonic() < deadline and _has_monarch_threads():
         time.sleep(0.01)
 
 
-def _has_threads() -> bool:
-    for name in Path("/proc/self/task").glob("*/comm"):
-        with suppress(OSError):  # it has ended
-            if name.read_text().startswith("monarch-pytokio"):
+def _has_monarch_threads() -> bool:
+    for name_file in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):  # the thread has ended
+            if name_file.read_text().startswith("monarch-pytokio"):
                 return True
     return False
 
@@ -113,30 +114,32 @@ __all__ = [
 
 
 def new_service_proc_id():
-    """Return a new identity for a host's worker process."""
-    from monarch.job import new_service_proc_id as new  # imports pyarrow and flask
+    """Return a new identity for a host's worker process: the part of its address before the `@`."""
+    from monarch.job import new_service_proc_id as new  # here, as it imports pyarrow and flask
 
     return new()
 
 
 @cache
 def enable_tls(address: str) -> None:
-    """Have Monarch listen at an address of this machine, with the certificates that the environment names; before
-    anything of it runs."""
+    """Have Monarch listen at `address` of this machine, with the TLS certificates that the environment names.
+
+    Call it before anything of Monarch runs.
+    """
     reload_config_from_env()
     enable_transport(f"tls://[{address}]:0" if ":" in address else f"tls://{address}:0")
 
 
 def set_fault_hook(hook):
-    """Install `hook(failure)` for faults that no call is waiting on; returning from it means handled."""
+    """Have Monarch call `hook(failure)` for faults that no call is waiting on; a fault is handled once it returns."""
     _monarch_actor.unhandled_fault_hook = hook
 
 
 @cache
 def end_at_exit() -> None:
-    """End Monarch's client when this process exits; call it once there is one.
+    """Register the end of Monarch's client for the exit of this process; call it once there is a client.
 
-    Monarch does so too, later, but within a second: on a busy machine it prints a traceback instead.
+    Monarch ends its client itself, later, but allows one second for it: on a busy machine it prints a traceback.
     """
     atexit.register(_end_monarch)
 

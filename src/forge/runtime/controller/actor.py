@@ -37,14 +37,14 @@ def endpoint(*, catch_up: bool = False) -> Callable[[F], F]: ...
 
 
 def endpoint(method: F | None = None, *, catch_up: bool = False) -> F | Callable[[F], F]:
-    """Make a method callable through a service.
+    """Make a method callable through a service; written as `@endpoint` or `@endpoint(catch_up=True)`.
 
     `async def` endpoints interleave with one another; plain `def` endpoints run in the component's own thread, one at
     a time, in the order of their calls.
 
     Args:
-        catch_up: a replica that is away during a `fanout` of this endpoint gets the latest one before it serves (new
-            weights). Without it, a fanout waits for replicas that are being replaced.
+        catch_up: for calls that bring every replica up to date, such as new weights. A `fanout` then does not wait
+            for replicas that are being replaced: they get its latest call before they serve. By default it waits.
     """
 
     def mark(method: F) -> F:
@@ -56,26 +56,28 @@ def endpoint(method: F | None = None, *, catch_up: bool = False) -> F | Callable
 
 
 class Launcher:
-    """A component with its placement, ready to start. Created by `Component.options(...)`."""
+    """A component class with its placement, ready to start. Created by `Component.options(...)`."""
 
     def __init__(self, cls: type[ForgeActor], options: Options) -> None:
         self._cls = cls
         self._options = options
 
     def __getattr__(self, name: str) -> Any:
-        """Return a setting by its name, such as `procs`, for programs of torchforge."""
+        """Return one of the options by its name, such as `procs`; programs of torchforge read them here."""
         if name.startswith("_") or name not in Options.model_fields:
             raise AttributeError(f"{self._cls.__name__}.options(...) has no {name!r}: start it with as_service")
         return getattr(self._options, name)
 
     def as_service(self, *args: object, **kwargs: object) -> Pending[Service]:
-        """Start the replicas, each constructed with these arguments; await the returned coroutine until all are ready.
+        """Return a coroutine that starts the replicas, each built with these arguments, and waits until all serve.
+
+        The arguments are checked by the call itself, before the coroutine is awaited and anything starts.
 
         Raises:
-            TypeError: an argument is missing or unknown. ValueError: the arguments do not fit the placement. Both are
-                raised by this call itself, before anything starts; so is what the constructor raises of a component
-                with `constructor_checks`.
-            what a replica's `__init__` or `setup` raised.
+            TypeError: an argument is missing or unknown.
+            ValueError: the arguments do not fit the placement.
+            Exception: what the constructor raises, of a component with `constructor_checks`; when the coroutine is
+                awaited, what a replica's `__init__` or `setup` raised.
         """
         # Checked here and not in the replica: a mistake in the arguments should not cost the start of a process.
         try:
@@ -84,7 +86,8 @@ class Launcher:
             hint = "".join(map(foreign_hint, kwargs))
             raise TypeError(f"{self._cls.__name__}.as_service: {error}{hint}") from None
 
-        # The constructor of a user's subclass may do more than to check: it runs in the process only.
+        # Only the class that defines the constructor can promise that it is cheap: a user's subclass that overrides it
+        # may load a model there, which belongs in the replica's process.
         constructor_class = next(cls for cls in self._cls.__mro__ if "__init__" in vars(cls))
         if vars(constructor_class).get("constructor_checks"):
             self._cls(*args, **kwargs)
@@ -100,18 +103,19 @@ class Launcher:
         return start_service()
 
     def as_actor(self, *args: object, **kwargs: object) -> Pending[Service]:
-        """Start one replica, an actor mesh of `procs` ranks; see `as_service`."""
+        """Return a coroutine that starts one replica, an actor mesh of `procs` ranks; see `as_service`."""
         if self._options.num_replicas != 1:
             raise ValueError(f"an actor has one replica, got num_replicas={self._options.num_replicas}: use as_service")
         return self.as_service(*args, **kwargs)
 
 
 class ForgeActor:
-    """Base of every component. Subclasses take their settings in `__init__`, which must be cheap and picklable in its
-    arguments; heavy work belongs in `setup`, which runs in the component's process before it serves.
+    """Base class of every component.
 
-    Methods marked by Monarch's own decorators, `endpoint` and `concurrent_endpoint` of `monarch.actor`, are endpoints
-    as well."""
+    Subclasses take their settings in `__init__`, which must be cheap and whose arguments must be picklable. Heavy work
+    belongs in `setup`, which runs in the component's process before it serves. Methods marked by Monarch's own
+    decorators, `endpoint` and `concurrent_endpoint` of `monarch.actor`, are endpoints as well.
+    """
 
     context: ActorContext = ActorContext("local")
     constructor_checks = False  # whether this class's constructor runs in the controller as well, to check arguments
@@ -141,27 +145,36 @@ class ForgeActor:
 
     @classmethod
     def options(cls, config: Options | None = None, **options: object) -> Launcher:
-        """Choose the placement, see `Options`: as one object, as keywords, or as both."""
+        """Return a launcher of this component with a placement: `config`, keywords (fields of `Options`), or both.
+
+        A keyword replaces the value that `config` has.
+        """
         return Launcher(cls, Options(**{**(config or {}), **options}))
 
     @classmethod
     def place(cls, options: Options, kwargs: Kwargs) -> tuple[Options, Kwargs]:
-        """Reconcile placement and constructor arguments; called before anything starts. Components override it to raise
-        ValueError where the two do not fit."""
+        """Return the placement and the constructor arguments to use; called in the controller before anything starts.
+
+        A component overrides it to adjust the two to each other, or to raise ValueError if they do not fit.
+        """
         return options, kwargs
 
     @classmethod
     def started(cls, service: Service, kwargs: Mapping[str, object]) -> None:
-        """Called in the controller once a service of this component serves."""
+        """Prepare the controller for a new service; called there once all replicas of the service are ready.
+
+        Args:
+            kwargs: the keyword arguments of the component's constructor.
+        """
 
     @classmethod
     def as_service(cls, *args: object, **kwargs: object) -> Pending[Service]:
-        """Start replicas with default options, set up with these arguments."""
+        """Return a coroutine that starts one replica with default options, see `Launcher.as_service`."""
         return cls.options().as_service(*args, **kwargs)
 
     @classmethod
     def as_actor(cls, *args: object, **kwargs: object) -> Pending[Service]:
-        """Start one replica with default options, set up with these arguments."""
+        """Return a coroutine that starts an actor with default options, see `Launcher.as_actor`."""
         return cls.options().as_actor(*args, **kwargs)
 
     @classmethod
@@ -171,8 +184,10 @@ class ForgeActor:
 
     @classmethod
     async def as_local(cls, *args: object, **kwargs: object) -> Local:
-        """Start an instance in this process with the same verbs, for components whose state belongs to the controller.
-        `forge.runtime.controller.shutdown` runs its `teardown`."""
+        """Start an instance in this process, called by the same verbs: for state that belongs to the controller.
+
+        `forge.runtime.controller.shutdown` runs the instance's `teardown`.
+        """
         component = cls(*args, **kwargs)
         add_local(component)
         prepared = component.setup()
@@ -182,10 +197,10 @@ class ForgeActor:
 
     @classmethod
     def endpoints(cls) -> dict[str, bool]:
-        """Return the `@endpoint` methods by name, and whether a replica must catch up on each.
+        """Return the names of the `@endpoint` methods, each with its `catch_up`, e.g. {"update_weights": True}.
 
         Raises:
-            TypeError: an endpoint has the name of something that every service has.
+            TypeError: an endpoint has the name of an attribute that every service has, such as `stop`.
         """
         catch_up = {
             name: method.__forge_catch_up__
@@ -203,8 +218,10 @@ class ForgeActor:
         """Prepare to serve; called once in the component's process, before it serves. May be async."""
 
     def on_respawn(self) -> Pending[None] | None:
-        """Restore the state of the lost process; called after `setup` in a process that replaces another, before it
-        serves. May be async. Raise `Unrecoverable` if the state is lost: the run then ends with that error."""
+        """Restore the state of the lost process; called in its replacement after `setup`, before it serves.
+
+        May be async. It should raise `Unrecoverable` if the state is lost: the run then ends with that error.
+        """
 
     def teardown(self) -> Pending[None] | None:
         """Release the resources that `setup` acquired; called once at shutdown. May be async."""

@@ -30,9 +30,9 @@ from .types import ActorContext, Kwargs, _request
 Answer = tuple[int, Any]
 Function = Callable[..., Any]
 
-# The newest `ActorHost` of each name, in a process that forge did not start.
+# The newest `ActorHost` of each name; only in a process that forge did not start, where there may be several.
 _named: dict[str, ActorHost] = {}
-# The token of the request that the running task serves, and that its thread inherits.
+# The token of the request that the running task serves. The component's thread inherits it.
 _token: contextvars.ContextVar[int | None] = contextvars.ContextVar("forge_token", default=None)
 
 
@@ -41,11 +41,12 @@ class ActorHost(Actor):
     never raises: an exception would end this actor, and with it every component of the process.
 
     Args:
-        name: of a process that forge did not start, for its log lines and traces. The first one holds.
+        name: for the log lines and traces of a process that forge did not start; its first name stays. None in forge's
+            own processes, whose environment has a name.
     """
 
     def __init__(self, name: str | None = None) -> None:
-        # Of the same name in this process: Monarch gave it up, though it lives.
+        # An actor of the same name in this process: Monarch gave it up and another was made, though it lives.
         self._predecessor: ActorHost | None = None
         if name is not None:
             os.environ.setdefault(PROCESS_NAME, name)
@@ -60,27 +61,32 @@ class ActorHost(Actor):
 
     @concurrent_endpoint
     async def ping(self) -> Answer:
-        """Return the process id of every rank, and the address of its host in the pool, or else its machine."""
+        """Return (rank, (process id, host)); each rank answers for itself.
+
+        `host` is the address by which the run knows the process's host, or `machine_id()` on a host without address.
+        """
         return current_rank().rank, (os.getpid(), os.environ.get(HOST) or machine_id())
 
     @concurrent_endpoint
     async def start(self, number: int, context: ActorContext, definition: bytes) -> Answer:
-        """Build a component from its pickled (class, args, kwargs) and run its `setup`; in a replaced process, its
-        `on_respawn` too."""
+        """Build a component and run its `setup`, then its `on_respawn` if its process replaces another one.
+
+        Args:
+            number: the replica's number, by which later calls name the component.
+            definition: the pickled class, positional and keyword arguments of the component.
+        """
         context = replace(context, rank=current_rank().rank if context.world_size > 1 else 0)
         hosted = Hosted(context)
-        steps: list[str | Function] = [lambda: hosted.build(definition), "setup"]
-
         async with self._setting_up:
             if self._predecessor is not None:
                 await self._predecessor.clear()
                 self._predecessor = None
-            for step in steps:
-                answer = await hosted.run(step)
-                if isinstance(answer[1], RemoteFailure):
-                    return answer
+            answer = await hosted.run(hosted.build, definition)
+            if not isinstance(answer[1], RemoteFailure):
+                answer = await hosted.run("setup")
 
-        if context.incarnation:
+        # Not under the lock, which is for the imports of `setup`: restoring a state may take long.
+        if context.incarnation and not isinstance(answer[1], RemoteFailure):
             answer = await hosted.run("on_respawn")
         if not isinstance(answer[1], RemoteFailure):
             self._hosted[number] = hosted
@@ -90,14 +96,18 @@ class ActorHost(Actor):
     async def invoke(
         self, number: int, token: int, request_id: str, method: str, args: tuple, kwargs: Kwargs
     ) -> Answer:
-        """Call an endpoint of a hosted component."""
+        """Call the endpoint `method` of the component with this number; return (rank, value).
+
+        Args:
+            token: id of this attempt, by which `cancel` stops it.
+            request_id: id of the request, which all of its attempts share.
+        """
         hosted = self._hosted.get(number)
-        # The replica was closed while the call was on its way.
-        if hosted is None:
+        if hosted is None:  # the replica was closed while the call was on its way
             missing = LookupError(f"replica {number} is not in this process")
             return current_rank().rank, RemoteFailure.capture(f"{method} (pid {os.getpid()})", missing)
 
-        # `cancel` reaches a call by the task that serves it; the endpoint reads both ids from its context.
+        # `cancel` stops a call by its task. The endpoint and its thread read both ids from their context.
         task = asyncio.current_task()
         assert task is not None
         self._serving[token] = task
@@ -110,8 +120,10 @@ class ActorHost(Actor):
 
     @concurrent_endpoint
     async def cancel(self, token: int) -> Answer:
-        """Stop work on a request whose caller no longer waits. Returns False for a plain endpoint that has started: a
-        thread cannot be stopped."""
+        """Stop work on the attempt with this token, whose caller no longer waits; return (rank, is stopped).
+
+        `is stopped` is False only for a plain (`def`) endpoint that has started: its thread cannot be stopped.
+        """
         if any(hosted.in_thread_now == token for hosted in self._hosted.values()):
             return current_rank().rank, False
         if token in self._serving:
@@ -120,15 +132,19 @@ class ActorHost(Actor):
 
     @concurrent_endpoint
     async def drain_metrics(self, profiles: Mapping[str, str]) -> Answer:
-        """Return the metrics of this process since the last call. `profiles` is the folder of the next step's profile
-        by component; the first component of this process that it names is profiled."""
+        """Return (rank, the metrics that this process recorded since the last call).
+
+        Args:
+            profiles: the folder for a profile of the next step, by component. A process that hosts one of these
+                components profiles its next step; all others stop profiling.
+        """
         components = {hosted.context.component for hosted in self._hosted.values()}
         profile_next(next((profiles[name] for name in components & profiles.keys()), None), process_name())
         return current_rank().rank, drain()
 
     @concurrent_endpoint
     async def close(self, number: int) -> Answer:
-        """Run a component's `teardown`. The owner of the process stops it, unless it hosts other components."""
+        """Run the `teardown` of the component with this number; the process continues until its owner stops it."""
         return await self._close_component(number)
 
     async def _close_component(self, number: int) -> Answer:
@@ -138,24 +154,24 @@ class ActorHost(Actor):
         return reply
 
     async def clear(self) -> None:
-        """Close all components, once what runs in their threads has ended: others take their place."""
+        """Cancel all calls and close all components, once their threads are idle: another actor replaces this one."""
         for task in self._serving.values():
             task.get_loop().call_soon_threadsafe(task.cancel)
         for number, hosted in list(self._hosted.items()):
-            await hosted.in_thread(lambda: None)  # behind what runs there
+            await hosted.in_thread(lambda: None)  # its turn comes after all that was sent to the thread before
             await self._close_component(number)
 
 
-# A process of a user's mesh may import this package in one thread, for an actor of the user's, while Monarch unpickles
-# this class in another. By the name of the module Python would lock the module before the package, which is a deadlock
-# to the first thread (one run of the tests in ten).
+# Monarch unpickles this class by the module's name that it states. In a process of a user's mesh one thread may do that
+# while another imports this package for an actor of the user's. Importing this module by its own name would lock it
+# before the package, and the other thread locks them in the reverse order: a deadlock (in one run of the tests in ten).
 ActorHost.__module__ = __package__
 
 
 class Hosted:
-    """One component of a process: its instance, and the thread of its plain endpoints."""
+    """One component of a process: its instance, and the thread of its plain (`def`) endpoints."""
 
-    instance: Any  # of the user's class, which calls reach by name
+    instance: Any  # of the component's class; calls look up its methods by name
 
     def __init__(self, context: ActorContext) -> None:
         self.context = context
@@ -163,27 +179,29 @@ class Hosted:
         self.in_thread_now: int | None = None  # the request, by token, that its thread works on
 
     def build(self, definition: bytes) -> None:
-        """Construct the component from its pickled class and arguments."""
+        """Construct the component from `definition`, its pickled class, positional and keyword arguments."""
         cls, args, kwargs = pickle.loads(definition)
         self.instance = cls.__new__(cls)
         self.instance.context = self.context
         self.instance.__init__(*args, **kwargs)
 
     async def run(self, method: str | Function, *args: object, **kwargs: object) -> Answer:
-        """Run a method, async ones in the event loop and plain ones in the component's thread; return the rank and the
-        value, or an exception as `RemoteFailure`."""
+        """Run a method, given by name or as a function; return (rank, value), or (rank, RemoteFailure) if it raised.
+
+        An `async def` method runs in the event loop, a plain one in the component's thread.
+        """
         try:
             function = getattr(self.instance, method) if isinstance(method, str) else method
             if inspect.iscoroutinefunction(function):
                 return self.context.rank, await function(*args, **kwargs)
             return self.context.rank, await self.in_thread(lambda: function(*args, **kwargs))
-        # The caller decides what an error means, even one that asks this process to exit.
+        # The caller decides what an error means, even a SystemExit: here it would end all components of the process.
         except BaseException as error:
             name = method if isinstance(method, str) else "setup"
             return self.context.rank, RemoteFailure.capture(f"{self.context}.{name} (pid {os.getpid()})", error)
 
     async def in_thread(self, function: Function) -> object:
-        """Run a function in the component's thread, with the caller's context."""
+        """Run a function in the component's thread, with the context variables of the caller."""
         context = contextvars.copy_context()
 
         def run_method() -> object:
@@ -191,7 +209,7 @@ class Hosted:
             try:
                 return function()
             except StopIteration as error:
-                # A future cannot carry it: the caller would wait forever.
+                # A future cannot carry StopIteration: the caller would wait forever.
                 raise RuntimeError("it raised StopIteration: the iterator is exhausted") from error
             finally:
                 self.in_thread_now = None

@@ -8,18 +8,19 @@ from .replica import Replica
 from .routers import Router
 from .types import Request
 
-# Sessions that were opened without a block to close them are forgotten beyond this many, the oldest first.
+# Sessions kept: a session that was opened by id, without a block, is never closed. The oldest are forgotten first.
 MAX_SESSIONS = 65_536
 
 Waiter = tuple[Request, "asyncio.Future[Replica]"]
 
 
 class LoadBalancer:
-    """Assigns requests to the replicas that serve, first come first served; a request that waits for a certain replica
-    lets others pass.
+    """Assigns requests to the replicas that serve, in the order of arrival.
+
+    A request that must wait for one certain replica, because of its session, does not hold up the requests behind it.
 
     Args:
-        router: chooses among the replicas with room.
+        router: chooses one of the replicas that have fewer than `max_in_flight` requests.
         max_in_flight: maximum number of requests at one replica.
     """
 
@@ -34,7 +35,7 @@ class LoadBalancer:
 
     @property
     def queued(self) -> list[Request]:
-        """Return requests that wait for a replica."""
+        """Return the requests that wait for a replica, in the order of their arrival."""
         return [request for request, _ in self._queue]
 
     def join(self, replica: Replica) -> None:
@@ -43,12 +44,12 @@ class LoadBalancer:
         self._assign_waiting()
 
     def leave(self, replica: Replica) -> None:
-        """Remove a replica: it gets no additional requests. Its sessions move with their next call."""
+        """Remove a replica: it gets no additional requests, and the next call of a session of its moves the session."""
         if replica in self.up:
             self.up.remove(replica)
 
     async def drain(self, replica: Replica, timeout: float) -> None:
-        """Send a replica no more requests and wait until it has finished its own, at most `timeout` seconds."""
+        """Send a replica no more requests, and wait at most `timeout` seconds until it has finished those in flight."""
         self.leave(replica)
         drained = self._drained[id(replica)] = asyncio.Event()
         try:
@@ -62,7 +63,7 @@ class LoadBalancer:
             del self._drained[id(replica)]
 
     def close(self, error: Callable[[], BaseException]) -> None:
-        """Fail present and later waiters with what `error` returns: no replica will serve again."""
+        """Refuse all waiting and future requests with the exception that `error()` returns: the service has ended."""
         self._closed = error
         for _, waiter in self._queue:
             if not waiter.done():
@@ -70,7 +71,7 @@ class LoadBalancer:
         self._queue.clear()
 
     def check_open(self) -> None:
-        """Raise the error of `close`, if it was called."""
+        """Raise the exception that was given to `close`, if it was called."""
         if self._closed is not None:
             raise self._closed()
 
@@ -79,11 +80,13 @@ class LoadBalancer:
         self._sessions.pop(session, None)
 
     async def acquire(self, request: Request) -> Replica:
-        """Wait for a replica and enter the request at it; the caller must `release` it.
+        """Wait until a replica is assigned to the request; return it with the request entered.
+
+        The caller must `release` the request afterwards.
 
         Raises:
             TimeoutError: the request's time limit passed.
-            the error of `close`.
+            Exception: the exception given to `close`, or what the user's router raised.
         """
         self.check_open()
         replica = self._choose_replica(request)
@@ -97,27 +100,28 @@ class LoadBalancer:
             async with asyncio.timeout(request.time_left):
                 return await waiter
         except BaseException:
-            if not waiter.done() or waiter.cancelled():
-                if (request, waiter) in self._queue:  # not if `close` emptied the queue
-                    self._queue.remove((request, waiter))
-            elif waiter.exception() is None:  # a replica was assigned just before it stopped waiting
+            # The caller stops waiting. A replica that was assigned to it just before is given back.
+            is_assigned = waiter.done() and not waiter.cancelled() and waiter.exception() is None
+            if is_assigned:
                 self.release(waiter.result(), request)
+            elif (request, waiter) in self._queue:  # not if `close` emptied the queue
+                self._queue.remove((request, waiter))
             raise
 
     def release(self, replica: Replica, request: Request) -> None:
-        """Remove a request that has its answer, or gets none from this replica."""
+        """Remove a request from its replica, whether it was answered or not, and assign the next ones."""
         replica.leave(request)
         if not replica.requests and id(replica) in self._drained:
             self._drained[id(replica)].set()
         self._assign_waiting()
 
     def _assign_waiting(self) -> None:
-        """Assign waiting requests to the replicas that have room."""
-        passed: deque[Waiter] = deque()  # those that must keep waiting, in their order
+        """Assign waiting requests, in the order of their arrival, while a replica has room."""
+        still_waiting: deque[Waiter] = deque()
         while self._queue and any(map(self._has_room, self.up)):
             request, waiter = self._queue.popleft()
-            if waiter.done():
-                passed.append((request, waiter))  # it stopped waiting, and removes itself in a moment
+            if waiter.done():  # its caller stopped waiting, and removes it from the queue in a moment
+                still_waiting.append((request, waiter))
                 continue
             try:
                 replica = self._choose_replica(request)
@@ -126,33 +130,36 @@ class LoadBalancer:
                 continue
 
             if replica is None:
-                passed.append((request, waiter))
+                still_waiting.append((request, waiter))
             else:
                 replica.enter(request)
                 waiter.set_result(replica)
 
-        self._queue.extendleft(reversed(passed))
+        self._queue.extendleft(reversed(still_waiting))  # to the front, in the same order
 
     def _choose_replica(self, request: Request) -> Replica | None:
         """Return the replica for this request, or None if it must wait."""
         # A session stays with its replica while that serves, even if the replica is full and others are idle.
         if request.session is not None:
-            home = self._sessions.get(request.session)
-            if home is not None and home.alive and home in self.up:
+            session_replica = self._sessions.get(request.session)
+            if session_replica is not None and session_replica.alive and session_replica in self.up:
                 self._sessions.move_to_end(request.session)
-                return home if self._has_room(home) else None
+                return session_replica if self._has_room(session_replica) else None
 
-        free = [replica for replica in self.up if self._has_room(replica)]
+        # Requests that may have killed a replica are sent in groups of an eighth, see `forge.runtime.controller.types`.
+        candidates = [replica for replica in self.up if self._has_room(replica)]
         if request.deaths:
-            most = max(1, request.suspects // 8)
-            free = [replica for replica in free if sum(other.deaths > 0 for other in replica.requests) < most]
+            group_size = max(1, request.suspects // 8)
+            candidates = [
+                replica for replica in candidates if sum(other.deaths > 0 for other in replica.requests) < group_size
+            ]
 
-        # A replica that died with this request may have died by itself: another one is the better try.
-        free = [replica for replica in free if replica.index not in request.avoid] or free
-        if not free:
+        # A replica that died with this request may have died by itself: another one is the better try, if there is one.
+        candidates = [replica for replica in candidates if replica.index not in request.avoid] or candidates
+        if not candidates:
             return None
-        choice = self.router(free, request)
-        if not any(choice is replica for replica in free):
+        choice = self.router(candidates, request)
+        if not any(choice is replica for replica in candidates):
             raise TypeError(f"the router returned {choice!r}, which is none of the candidates that it was given")
         if request.session is not None:
             self._sessions[request.session] = choice

@@ -1,4 +1,4 @@
-"""Main program of the processes that Monarch starts, with Monarch's log in a private file."""
+"""Main program of the processes that Monarch starts: applies forge's settings, then runs Monarch's own main program."""
 
 from . import _monarch  # noqa: F401  (loads Monarch's library)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 
 
@@ -32,7 +33,7 @@ class Unrecoverable(ForgeError):
 
 
 class RemoteTraceback(Exception):
-    """Carries the traceback text of another process; shown as the cause of the exception that was raised in it."""
+    """Carries the text of a traceback of another process, as the cause of the exception that was raised there."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -48,7 +49,14 @@ class RemoteError(ForgeError):
 
 @dataclass(frozen=True, slots=True)
 class RemoteFailure:
-    """An exception on its way to the caller: the exception itself where it survives pickling, and its traceback."""
+    """An exception on its way from a component's process to the caller's.
+
+    Attributes:
+        origin: what raised it, e.g. "counter[0].add (pid 1234)".
+        summary: class and message of the exception.
+        traceback: its traceback as text.
+        payload: the pickled exception; None if it does not survive pickling, or would end the caller's process or task.
+    """
 
     origin: str
     summary: str
@@ -57,27 +65,29 @@ class RemoteFailure:
 
     @classmethod
     def capture(cls, origin: str, error: BaseException) -> RemoteFailure:
-        """Capture an exception with its traceback as text, and pickled if possible."""
-        payload: bytes | None
-        try:
-            # An exception that ends a process or a task (SystemExit, CancelledError) must not end one of the caller's.
-            payload = pickle.dumps(error) if isinstance(error, Exception) else b""
-            # Some exceptions pickle and then fail to rebuild, because their __init__ takes other arguments.
-            pickle.loads(payload)
-        except Exception:
-            payload = None
+        """Return the failure that stands for `error`, which `origin` raised."""
+        payload = None
+        # An exception that ends a process or a task (SystemExit, CancelledError) must not end one of the caller's.
+        if isinstance(error, Exception):
+            with suppress(Exception):  # it cannot be pickled
+                pickled = pickle.dumps(error)
+                pickle.loads(pickled)  # some pickle, and fail to rebuild: their __init__ takes other arguments
+                payload = pickled
 
         try:
             summary = f"{type(error).__name__}: {error}"
             text = "".join(traceback.format_exception(error))
-        except Exception as unprintable:
+        except Exception as unprintable:  # its own __str__ raised
             summary = f"{type(error).__name__} (which cannot be printed: {unprintable!r})"
             text = "".join(traceback.format_tb(error.__traceback__)) + summary
 
         return cls(origin, summary, text, payload)
 
     def to_exception(self) -> BaseException:
-        """Return the exception to raise at the caller, with the remote traceback as its cause."""
+        """Return the exception to raise in the caller's process, with the remote traceback as its cause.
+
+        It is the captured exception, or a RemoteError with its class and message if there is no pickled one.
+        """
         error: BaseException = RemoteError(f"{self.origin} raised {self.summary}")
         if self.payload is not None:
             try:

@@ -33,7 +33,7 @@ _session_ids = itertools.count()
 
 
 class Handle(ABC):
-    """The callers' side of a service: its endpoints as attributes, and sessions."""
+    """A service as its callers see it: each endpoint is an attribute, and `session` opens a session."""
 
     def __init__(self, name: str, endpoints: frozenset[str]) -> None:
         self._name = name
@@ -41,11 +41,11 @@ class Handle(ABC):
 
     @abstractmethod
     async def _dispatch(self, call: Call) -> Value:
-        """Carry out a call: the controller sends it to replicas, any other process asks the controller to."""
+        """Carry out a call and return its value: the controller sends it to replicas, other processes ask it to."""
 
     @abstractmethod
     def _end_session(self, session: str) -> None:
-        """Forget which replica a session belongs to."""
+        """Forget which replica the calls of a session go to."""
 
     def __getattr__(self, name: str) -> Any:
         # Through __dict__: an attribute that is missing while a handle is unpickled must not lead back here.
@@ -59,13 +59,14 @@ class Handle(ABC):
 
     @asynccontextmanager
     async def session(self, session_id: str | None = None) -> AsyncIterator[str]:
-        """Within the block, `route` sends every call to the same replica, where a cache or a conversation is.
+        """Yield the id of a session: within the block, `route` sends every call to the same replica.
 
-        If that replica is lost, the session moves to another one, without what the first had stored.
+        That keeps a cache or a conversation in one place. If the replica is lost, the session moves to another one,
+        without what the first had stored.
 
         Args:
-            session_id: name of a session that several callers share; it outlives the block. None opens one that ends
-                with the block.
+            session_id: name of a session that several callers share; the session continues after the block. None opens
+                a session that ends with the block.
         """
         ends_here = session_id is None
         session_id = session_id or f"{self._name}-{os.getpid()}-{next(_session_ids)}"
@@ -104,22 +105,26 @@ class Endpoint:
         """Return the endpoint with other settings: `policy.generate.options(timeout=30).route(prompt)`.
 
         Args:
-            timeout: seconds until the call is an error, waiting for a replica included; None is `call_timeout`.
+            timeout: seconds until the call raises CallTimeout, the wait for a replica included; None is the component's
+                `call_timeout`.
             session: id of a session, instead of a `session()` block.
-            request_id: what `forge.runtime.controller.request_id()` gives in the endpoint; None makes one.
+            request_id: the id that `forge.runtime.controller.request_id()` returns in the endpoint; None makes one.
         """
         if timeout is not None and timeout <= 0:
             raise ValueError(f"timeout must be positive (seconds), got {timeout}")
         return replace(self, timeout=timeout, session=session, request_id=request_id)
 
     def route(self, *args: object, **kwargs: object) -> Pending[Value]:
-        """Send to one replica and return its answer.
+        """Send the call to one replica and return its value.
 
-        If the replica is lost meanwhile, another one gets the call: an endpoint may see a call twice. `sess_id=`, the
-        id of a session, is not passed on: it is `options(session=...)` as torchforge writes it.
+        If the replica is lost meanwhile, another one gets the call: an endpoint may see a call twice. The keyword
+        `sess_id` is not passed to the endpoint: it is torchforge's spelling of `options(session=...)`.
 
         Raises:
-            what the endpoint raised; CallTimeout, PoisonRequest, or ReplicaDied once the retries are used up.
+            CallTimeout: no answer within the time limit.
+            PoisonRequest: the call seems to have killed the replicas that served it.
+            ReplicaDied: each replica that served the call died, and the retries are used up.
+            Exception: what the endpoint raised.
         """
         sess_id = kwargs.pop("sess_id", None)
         if sess_id is not None:
@@ -127,33 +132,36 @@ class Endpoint:
         return self.service._dispatch(self._make_call("route", args, kwargs))
 
     def fanout(self, *args: object, **kwargs: object) -> Pending[list[Value]]:
-        """Send to every replica, those being replaced included, and return one value for each, in replica order.
+        """Send the call to every replica and return one value for each, in the order of their indices.
+
+        It waits for replicas that are being replaced; of an endpoint with `catch_up` these get the call before they
+        serve, and give no value.
 
         Raises:
-            the first failure, once every replica has answered or failed.
+            Exception: the first failure, once every replica has answered or failed.
         """
         return self.service._dispatch(self._make_call("fanout", args, kwargs))
 
     def call(self, *args: object, **kwargs: object) -> Pending[list[Value]]:
-        """Send to every rank of a component with one replica, and return one value for each, in rank order."""
+        """Send the call to a component with one replica and return the values of all of its ranks, in rank order."""
         return self.service._dispatch(self._make_call("call", args, kwargs))
 
     def call_one(self, *args: object, **kwargs: object) -> Pending[Value]:
-        """Send to a component of one process, and return its value."""
+        """Send the call to a component with one replica of one process, and return its value."""
         return self.service._dispatch(self._make_call("call_one", args, kwargs))
 
     def _make_call(self, verb: str, args: tuple, kwargs: Kwargs) -> Call:
-        # The caller and its session are taken at the moment when the call is written, not awaited.
+        # The caller's name and session are those of the place where the call is written, not where it is awaited.
         session = self.session or _session.get({}).get(self.service._name)
         return Call(verb, self.name, args, kwargs, name_caller(), self.timeout, session, self.request_id)
 
 
 class Local(Handle):
-    """A component in the process of its caller, created by `ForgeActor.as_local`. Arguments and values are shared with
-    the caller, not copied.
+    """A component in the process of its caller, created by `ForgeActor.as_local`.
 
-    `async def` endpoints run in the caller's event loop. Plain `def` endpoints run in the component's thread, one at a
-    time, so that slow ones (tokenising, reading files) do not block the loop.
+    Arguments and values are shared with the caller, not copied. `async def` endpoints run in the caller's event loop.
+    Plain `def` endpoints run in the component's thread, one at a time, so that slow ones (tokenising, reading files) do
+    not block the loop.
     """
 
     CALL_TIMEOUT = 1800.0  # seconds, unless a call sets another; the default of `Options.call_timeout`
@@ -187,11 +195,11 @@ class Local(Handle):
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _end_session(self, session: str) -> None:
-        """Do nothing: there is one instance."""
+        """Do nothing: there is only one instance for all sessions."""
 
 
 def _without_stop(method: Callable[..., Any], *args: object, **kwargs: object) -> Value:
-    """Call a method for a future, which cannot carry StopIteration: the caller would wait forever."""
+    """Call a method, and raise RuntimeError for a StopIteration, which a future cannot carry: its caller would hang."""
     try:
         return method(*args, **kwargs)
     except StopIteration as error:
@@ -199,12 +207,16 @@ def _without_stop(method: Callable[..., Any], *args: object, **kwargs: object) -
 
 
 def foreign_hint(name: str) -> str:
-    """Say what stands here for another library's name; empty if no package knows it."""
+    """Return the end of an error message, starting with ":", that names forge's equivalent of another library's name.
+
+    The entry point `hint` of the group FOREIGN provides it. Empty if there is none, or it does not know the name.
+    """
     points = entry_points(group=FOREIGN, name="hint")
     return next(iter(points)).load()(name) if points else ""
 
 
+# Return another library's verb of this name, bound to a handle or endpoint; None if no package provides it.
 def _foreign_verb(owner: object, name: str) -> Callable[..., Pending[Value]] | None:
-    # None of these names is reserved: a component may have an endpoint `get_metrics`.
+    # Asked last: none of these names is reserved, and a component may have an endpoint `get_metrics` of its own.
     points = () if name.startswith("_") or name == "hint" else entry_points(group=FOREIGN, name=name)
     return partial(next(iter(points)).load(), owner) if points else None

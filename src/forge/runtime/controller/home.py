@@ -26,7 +26,11 @@ def private_folder() -> Path:
 
 
 def check_private_folder() -> None:
-    """Raise Unrecoverable if the folder of the sockets was removed, as by a cleaner of temporary files."""
+    """Check that the folder of the sockets still exists: cleaners of temporary files remove old folders.
+
+    Raises:
+        Unrecoverable: it was removed; says how to exclude it from the cleaning.
+    """
     if _scratch is not None and not _scratch.path.is_dir():
         raise Unrecoverable(
             f"{_scratch.path}, which holds this run's sockets, was removed: no process can be started any more. "
@@ -36,16 +40,18 @@ def check_private_folder() -> None:
 
 @contextmanager
 def forked_processes() -> Iterator[None]:
-    """Within this context, fork processes from a server that starts now and imports PyTorch and transformers.
+    """Within the block, fork new processes from a server that has imported PyTorch and transformers.
 
-    A process that needs both then starts in a fraction of a second. The variable FORGE_FORK_SERVER=0 turns it off. The
-    server of a context around this one is used as long as the environment is the same.
+    The server starts with the block and ends with it. A process that needs both libraries then starts in a fraction of
+    a second. FORGE_FORK_SERVER=0 turns this off. Within another such block its server is used, as long as the
+    environment variables that libraries read are the same.
     """
     global _server
     outer = _server
     if os.environ.get("FORGE_FORK_SERVER") == "0" or (outer is not None and outer.has_environment(os.environ)):
         yield
         return
+    # It sees no accelerator: a process that has opened one cannot be forked.
     server = _server = ForkServer(private_folder(), {**processes.library_environment(), VISIBLE[0]: ""})
     try:
         yield
@@ -55,5 +61,5 @@ def forked_processes() -> Iterator[None]:
 
 
 def fork_server() -> ForkServer | None:
-    """Return the fork server of this process, if there is one."""
+    """Return the fork server of the innermost `forked_processes` block; None outside of one."""
     return _server

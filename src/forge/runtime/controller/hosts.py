@@ -1,4 +1,4 @@
-"""Hosts that processes are started on: this one, and worker processes on it that stand for additional hosts.
+"""Hosts that processes are started on: this machine, and worker processes on it that stand for additional hosts.
 
 Monarch's connections are not authenticated and carry pickled code: their sockets are in a folder that only this user
 may enter. Other machines are an additional kind of `Hosts`, which an extension provides
@@ -30,7 +30,7 @@ from ._monarch import (
 from .private import sockets_folder, sockets_in, temporary_files_beside_sockets, warn_if_exposed
 
 _mesh_numbers = itertools.count()
-# The program of a loopback host's worker.
+# The program of a loopback host's worker. It gets the controller's process id as its argument, its address on stdin.
 _SERVE = (
     "import sys; from forge.runtime.controller.hosts import serve_host; "
     "serve_host(sys.stdin.readline(), int(sys.argv[1]))"
@@ -39,7 +39,7 @@ _SERVE = (
 
 @cache
 def start_client() -> str:
-    """Start Monarch in this process, and have it end in order with the process; return its transport."""
+    """Start Monarch in this process, and end it when the process exits; return Monarch's transport, e.g. "unix"."""
     with temporary_files_beside_sockets():
         this_host()
     end_at_exit()
@@ -48,25 +48,25 @@ def start_client() -> str:
 
 
 def monarch_transport() -> str:
-    """Return the transport of what Monarch starts from now on: `unix` reaches this machine only."""
+    """Return the transport for what Monarch starts from now on; with "unix" only this machine can connect to it."""
     return str(get_global_config()["default_transport"])
 
 
 def attach_workers(name: str, workers: list[str]) -> HostMesh:
-    """Return a mesh of workers, by their addresses."""
+    """Return a mesh of the worker processes at these addresses, one host for each."""
     start_client()
     return attach_to_workers(ca="trust_all_connections", workers=workers, name=f"{name}_{next(_mesh_numbers)}")
 
 
 class Hosts:
-    """One or more hosts that a replica's processes are started on: this class is the controller's host, whose
-    processes end one by one with their replicas, and with the controller.
+    """The hosts that a replica's processes are started on. This class is the controller's own host.
 
     Attributes:
         size: number of hosts.
-        borrowed: the processes exist already and are the user's.
-        own_program: start what the hosts start by default; another machine may have another Python.
-        notice_after: seconds in which the death of a process is known.
+        borrowed: whether the processes exist already and are the user's.
+        own_program: whether processes run the program that their host starts by default, and not this process's Python:
+            another machine may have another one.
+        notice_after: seconds within which the controller learns that a process died.
     """
 
     size = 1
@@ -75,7 +75,7 @@ class Hosts:
     notice_after = 1.0
 
     async def mesh(self) -> HostMesh | ProcMesh:
-        """Return the hosts as one mesh, lost ones started again first; or the processes, if they exist already."""
+        """Return the hosts as one mesh, after a new start of lost ones; or the mesh of processes that exist already."""
         start_client()
         return this_host()
 
@@ -85,38 +85,44 @@ class Hosts:
         return False
 
     def gpus(self) -> dict[str, list[str]]:
-        """Return devices that the processes may see, by the address of their machine; the empty string is this
-        machine."""
+        """Return the devices that the processes may see, by the address of their machine, e.g. {"host:7000": ["0"]}.
+
+        The empty address is this machine. An empty dict leaves the choice of devices to the controller.
+        """
         return {}
 
     def variables(self) -> dict[str, str]:
-        """Return the environment variables of processes here, in addition to the controller's."""
+        """Return the environment variables that processes here get in addition to the controller's."""
         return {"TMPDIR": str(sockets_folder())}
 
     async def rendezvous(self) -> str:
-        """Return where the ranks of a new process group meet, see `process_store`."""
+        """Return a new meeting point for the ranks of one process group, as `process_store` takes it."""
         return f"ranks-{uuid4().hex}"
 
     def process(self, pid: int, host: str, ended: Callable[[], None]) -> Watched:
-        """Watch one of the processes; `ended` is called when it ends."""
+        """Return a watcher of one of the processes, which calls `ended()` when the process ends.
+
+        Args:
+            host: the address of its host or its machine, as the process itself states it.
+        """
         return Process(pid, ended)
 
     def when_lost(self, on_lost: Callable[[str], None]) -> None:
         """Call `on_lost(reason)` once one of the machines, or the worker on it, is lost."""
 
     def give_up(self) -> None:
-        """Count the hosts as lost: no process could be started on them."""
+        """Count the hosts as lost, because no process could be started on them: the next `mesh` starts them again."""
 
     async def stop(self) -> None:
-        """Stop the workers."""
+        """Stop the worker processes of these hosts, if there are any."""
 
 
 class LoopbackHosts(Hosts):
-    """Hosts on this machine: a worker process each, which the controller attaches to as to another machine.
+    """Hosts on this machine: one worker process each, which the controller attaches to as it does to another machine.
 
     A host counts as lost when its worker ended or was stopped by a signal, or when no process could be started on it: a
-    connection that was silent for too long, as while a machine is suspended, stays broken. The next `mesh` then starts
-    all of them again, each at a new address: an address that was attached to once cannot be attached to again.
+    connection that was silent for too long, for example while a machine was suspended, stays broken. The next `mesh`
+    then starts all workers again, each at a new address, because Monarch attaches to an address only once.
     """
 
     def __init__(self, name: str, size: int) -> None:
@@ -128,9 +134,8 @@ class LoopbackHosts(Hosts):
     async def mesh(self) -> HostMesh:
         """Return the mesh of all workers, started if needed; lost ones are replaced first."""
         async with self._lock:
-            if self._mesh is None or any(
-                worker.poll() is not None or is_stopped(worker.pid) for worker in self._workers
-            ):
+            is_lost = any(worker.poll() is not None or is_stopped(worker.pid) for worker in self._workers)
+            if self._mesh is None or is_lost:
                 await self.stop()
                 folder = sockets_folder()
                 addresses = [f"{new_service_proc_id()}@ipc://{folder}/{os.urandom(8).hex()}" for _ in range(self.size)]
@@ -139,11 +144,11 @@ class LoopbackHosts(Hosts):
             return self._mesh
 
     def pids(self) -> list[int]:
-        """Process ids of the workers."""
+        """Return the process ids of the workers."""
         return [worker.pid for worker in self._workers]
 
     def give_up(self) -> None:
-        """Start all workers again at the next use."""
+        """Count the hosts as lost: the next `mesh` starts all workers again."""
         self._mesh = None
 
     async def stop(self) -> None:
@@ -156,10 +161,12 @@ class LoopbackHosts(Hosts):
 
 
 def _start_worker(address: str, variables: dict[str, str]) -> subprocess.Popen:
-    """Start a worker process. Other users may read the arguments of a process, so the address comes on its standard
-    input."""
-    words = [sys.executable, "-c", _SERVE, str(os.getpid())]
-    worker = subprocess.Popen(words, stdin=subprocess.PIPE, text=True, env=os.environ | variables)
+    """Start a worker process that listens at `address`, with `variables` added to its environment.
+
+    The address goes to its standard input: other users can read the arguments of a process.
+    """
+    command = [sys.executable, "-c", _SERVE, str(os.getpid())]
+    worker = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=os.environ | variables)
     assert worker.stdin is not None
     with worker.stdin as pipe:
         pipe.write(f"{address}\n")
@@ -167,15 +174,17 @@ def _start_worker(address: str, variables: dict[str, str]) -> subprocess.Popen:
 
 
 def serve_host(address: str, parent: int) -> None:
-    """Serve as a host until the process `parent` ends."""
+    """Serve as a host at `address` until the process with the id `parent` ends."""
     end_with_parent(parent)
-    for number in (signal.SIGINT, signal.SIGHUP):  # the controller handles what a terminal sends
+    # The controller handles the signals of a terminal (SIGINT, SIGHUP) and of a scheduler (SIGTERM). SIGTERM gets an
+    # empty handler: programs that a component starts must not inherit an ignored SIGTERM, which is how they are ended.
+    for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda number, frame: None)  # and a scheduler; children get the default
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
     serve_forever(address.strip(), Path(os.environ["TMPDIR"]))
 
 
 def serve_forever(address: str, folder: Path) -> None:
-    """Run a Monarch worker at `address`, with its sockets of this machine in a private folder."""
+    """Run a Monarch worker at `address` until the process ends; its local sockets are created in `folder`."""
     sockets_in(folder)
     run_worker_loop_forever(address=address, ca="trust_all_connections")

@@ -50,35 +50,38 @@ class Placement(Section):
 
     @classmethod
     def canonical(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Wrap a mesh of Monarch's. The processes of a ProcMesh are divided evenly where `procs` is not set."""
+        """Return the settings with a mesh of Monarch's under `hosts` as a UserMesh.
+
+        If `hosts` is a ProcMesh and `procs` is not set, `procs` becomes the replica's even share of its processes.
+        """
         mesh = UserMesh.wrap(values.get("hosts"))
         if not isinstance(mesh, UserMesh):
             return values
         values = {**values, "hosts": mesh}
         replicas = values.get("num_replicas", 1)
-        # A remainder is left to `_check`.
+        # `_check` reports a remainder, and a num_replicas that is not a positive integer.
         if mesh.procs is not None and "procs" not in values and isinstance(replicas, int) and replicas > 0:
             values["procs"] = max(1, mesh.procs // replicas)
         return values
 
     @property
     def host_count(self) -> int | None:
-        """Return the number of hosts, None of the controller's own and of a user's mesh."""
+        """Return `hosts` if it is a number; None for the controller's own host and for a user's mesh."""
         return None if isinstance(self.hosts, UserMesh) else self.hosts
 
     @property
     def mesh(self) -> UserMesh | None:
-        """Return the mesh that the user made, if there is one."""
+        """Return `hosts` if it is a mesh that the user made; None otherwise."""
         return self.hosts if isinstance(self.hosts, UserMesh) else None
 
     @property
     def heavy(self) -> bool:
-        """Return whether it holds resources that are released only at process exit."""
+        """Return whether a replica holds resources that are released only at process exit: ranks or GPUs."""
         return self.procs > 1 or self.with_gpus
 
     @property
     def groups(self) -> int:
-        """Return the number of replicas that are placed on their own."""
+        """Return the number of units that are placed separately: here one for each replica."""
         return self.num_replicas
 
     def _check(self) -> None:
@@ -101,7 +104,7 @@ class Placement(Section):
         if self.host is not None and self.hosts is not None:
             raise ValueError(f"host = {self.host} and hosts = {self.hosts} exclude each other: omit one")
 
-        # A host without processes would be reserved for nothing; uneven shares are unsupported by Monarch's meshes.
+        # A host that gets no process would be reserved for nothing, and Monarch's meshes cannot be divided unevenly.
         hosts = self.host_count
         if hosts is not None and self.procs == 1 and self.groups < hosts:
             raise ValueError(
@@ -137,14 +140,18 @@ class Options(Placement):
     """Replicas that one call may take down before it is an error."""
 
     def on_mesh_of(self, component: str) -> Options:
-        """Return the options with the mesh of this component, where a job has several. ValueError: none is its."""
-        mesh = None if self.mesh is None else self.mesh.for_component(self.mesh_name or component)
+        """Return the options with one mesh as `hosts`: of a job's meshes the one that is named after the component.
+
+        Raises:
+            ValueError: the job has no mesh of this name.
+        """
+        mesh = self.mesh and self.mesh.for_component(self.mesh_name or component)
         return self if mesh is self.mesh else Options(**{**self, "hosts": mesh})
 
     @property
     def groups(self) -> int:
-        """Return the number of groups of replicas that share a process."""
-        return -(-self.num_replicas // self.per_process)
+        """Return the number of units that are placed separately: here groups of `per_process` replicas in a process."""
+        return -(-self.num_replicas // self.per_process)  # rounded up
 
     def _check(self) -> None:
         super()._check()
@@ -152,10 +159,10 @@ class Options(Placement):
             raise ValueError(f"gpus_per_proc = {self.gpus_per_proc} does nothing: with_gpus is false")
         if self.per_process > 1 and (self.procs > 1 or self.with_gpus or self.share is not None):
             raise ValueError("per_process is for light replicas: it needs procs 1, no GPUs and no share")
-        if self.mesh is not None:
-            self._check_mesh(self.mesh)
-
-    def _check_mesh(self, mesh: UserMesh) -> None:
+        mesh = self.mesh
+        if mesh is None:
+            return
+        # The processes of a ProcMesh run already: what takes effect when a process starts comes too late for them.
         useless = [name for name in ("env", "threads", "memory_gb") if mesh.procs is not None and self.differs(name)]
         if useless:
             raise ValueError(
@@ -165,7 +172,7 @@ class Options(Placement):
 
 
 def snake_case(name: str) -> str:
-    """Return the default name of a component: `replay_buffer` for the class `ReplayBuffer`.
+    """Return the default name of a component, which is the name of its class in snake case.
 
     >>> snake_case("ReplayBuffer")
     'replay_buffer'

@@ -1,7 +1,7 @@
-"""Limits of time that a busy machine does not shorten.
+"""Time limits for processes that a busy machine does not shorten.
 
-A process that waits for a core, or gets one now and then, is slow and not lost. So what counts is the CPU time that it
-uses, and the time in which it does not even ask for any.
+A process that waits for a core, or gets one now and then, is slow and not lost. So a limit counts the CPU time that the
+process uses, and the time in which it does not even ask for a core.
 """
 
 import asyncio
@@ -15,18 +15,21 @@ T = TypeVar("T")
 CHECK_EVERY = 0.25  # seconds
 # A process that waits for a message still has threads that wake up now and then: Monarch's take 1 to 2 % of a core.
 IDLE_SHARE = 0.05
-# Seconds for a process of which nothing tells whether it gets a core, as on a host of a user's job that is lost:
-# Monarch gives it up after a minute.
+# Seconds for a process whose activity cannot be seen, such as one on a lost host of a user's job: the least limit, in
+# plain time. Monarch gives such a process up after a minute.
 UNSEEN_PATIENCE = 30.0
 
 
 class Patience:
-    """A limit of `seconds` for one process: it is reached once that has used as much CPU time, or has neither used nor
-    wanted any for that long. Of a process that nothing is known of, the limit is plain time.
+    """A time limit for one process.
+
+    It is reached once the process has used `seconds` of CPU time since the start, or has been idle for `seconds`: it
+    neither used CPU time nor waited for a core. For a process whose activity cannot be seen it is plain time.
 
     Args:
-        first: what the process does now.
-        idle_only: CPU time does not count, as where a process also does what others ask for.
+        first: the activity of the process at the start; None if it cannot be seen.
+        seconds: the limit; at least UNSEEN_PATIENCE if the activity cannot be seen.
+        idle_only: do not count used CPU time: for a process that also works for others.
     """
 
     def __init__(self, first: Activity | None, seconds: float, idle_only: bool = False) -> None:
@@ -34,10 +37,10 @@ class Patience:
         self.seconds = seconds if first is not None else max(seconds, UNSEEN_PATIENCE)
         self._first = self._latest = first
         self._checked = time.monotonic()
-        self._idle = 0.0  # seconds
+        self._idle = 0.0  # seconds since the process was last seen active
 
     def is_left(self, latest: Activity | None) -> bool:
-        """Return whether the limit is not reached; to be asked several times within it."""
+        """Return whether time is left. To be called every CHECK_EVERY seconds, with the process's activity then."""
         now = time.monotonic()
         elapsed = now - self._checked
         self._checked = now
@@ -45,10 +48,10 @@ class Patience:
         is_active = False
         if latest is not None and self._latest is not None and self._first is not None:
             used = latest.cpu_seconds - self._first.cpu_seconds
-            share = latest.cpu_seconds - self._latest.cpu_seconds
-            is_active = latest.wants_cpu or share > IDLE_SHARE * elapsed
+            used_since_check = latest.cpu_seconds - self._latest.cpu_seconds
+            is_active = latest.wants_cpu or used_since_check > IDLE_SHARE * elapsed
             self._latest = latest
-        # This process may have been without a core itself: what it did not see is not silence.
+        # After a late call this process was itself without a core. Of the time that it did not see, little counts.
         self._idle = 0.0 if is_active else self._idle + min(elapsed, 4 * CHECK_EVERY)
         return self._idle < self.seconds and (self._idle_only or used < self.seconds)
 
@@ -60,29 +63,36 @@ async def wait_for(
     is_answered: Callable[[], Any] = bool,
     idle_only: bool = False,
 ) -> T | None:
-    """Await something that processes do, with a `Patience` for each; None once `is_answered` in another way.
+    """Await a result that depends on other processes; return it, or None once `is_answered()` is true instead.
+
+    Args:
+        processes: those that must work for the result; each has a `Patience`.
+        seconds: the limit of each process; plain time if there are none.
+        is_answered: whether there is another sign that the processes work, so that the result is no longer needed.
+        idle_only: see `Patience`.
 
     Raises:
-        TimeoutError: the limit of one is reached; what was awaited is cancelled.
+        TimeoutError: a process reached its limit; `awaitable` is cancelled.
     """
     future = asyncio.ensure_future(awaitable)
     limits: list[Patience] = []
-    deadline = time.monotonic() + seconds  # where there is no process to look at
+    deadline = time.monotonic() + seconds  # only for a wait without processes
 
     try:
         while not future.done() and not is_answered():
-            # A call that is answered at once costs no look at /proc.
+            # The first look at the processes (in /proc) comes after a pause: most calls are answered before it.
             await asyncio.wait([future], timeout=min(CHECK_EVERY, seconds / 4))
             if future.done():
                 break
             activities = await asyncio.gather(*(process.activity() for process in processes))
             if not limits:
                 limits = [Patience(activity, seconds, idle_only) for activity in activities]
-            left = [limit.is_left(activity) for limit, activity in zip(limits, activities, strict=True)]
-            if not all(left) or (not left and time.monotonic() > deadline):
+            are_left = [limit.is_left(activity) for limit, activity in zip(limits, activities, strict=True)]
+            if not all(are_left) or (not processes and time.monotonic() > deadline):
                 raise TimeoutError
 
         return future.result() if future.done() else None
     finally:
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # no other caller asks for it
+        # A late exception must be retrieved, or asyncio logs it.
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())
         future.cancel()

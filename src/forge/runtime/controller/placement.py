@@ -1,4 +1,4 @@
-"""Hosts and devices of replicas: which are free, and which each replica has."""
+"""The hosts and devices of replicas: assigns them to new replicas, and keeps track of the free ones."""
 
 import asyncio
 from collections.abc import Sequence
@@ -14,40 +14,44 @@ from .replica import Component
 from .user_meshes import UserPlacement
 
 ReplicaKey = tuple[str, int]  # a component and an index, or a shared group
-MACHINES = "forge.machines"  # entry point of a package that finds other machines: a module like `forge_cluster.attach`
+MACHINES = "forge.machines"  # group of entry points: modules that find other machines, such as `forge_cluster.attach`
 
 
 class Waiting(Protocol):
-    """A service whose replica is to be placed."""
+    """A service whose replica `index` is to be placed, and may have to wait for a host."""
 
     def waiting_for_host(self, index: int) -> Any:
-        """Return a context within which fanouts exclude a replica."""
+        """Return a context manager: within its block, fanouts do not wait for this replica."""
 
     def is_only_replica(self, index: int) -> bool:
-        """Return whether no other replica serves."""
+        """Return whether no other replica of the service serves."""
 
 
 class Machines(Protocol):
     """Other machines of a run, as an extension provides them."""
 
     async def hosts_of(self, component: Component, index: int, service: Waiting) -> Hosts:
-        """Return the hosts of a replica, once there is room."""
+        """Return the hosts of replica `index` of a component; waits until enough of them are free."""
 
     async def release(self, name: str, index: int | None) -> None:
-        """Release the hosts of a replica, or with None all replicas of a service."""
+        """Release the hosts of replica `index` of the service `name`; None stands for all of its replicas."""
 
     async def share(self, store: Any) -> Any:
-        """Return a weight store that the processes on all machines can use."""
+        """Return a weight store that the processes on all machines can use, made from the controller's own store."""
 
     def when_leaving(self, call: Any) -> None:
-        """Call `call(reason)` once all machines will be taken away."""
+        """Register `call(reason)` for the moment when it becomes known that all machines will be taken away."""
 
     async def close(self) -> None:
-        """End the use of the machines."""
+        """Disconnect from the machines, and end there what this run has started."""
 
 
 def machines_module() -> Any:
-    """Return the module that finds other machines. ForgeError: no package provides one."""
+    """Return the module that finds other machines, from the entry points of the group MACHINES.
+
+    Raises:
+        ForgeError: no installed package provides one.
+    """
     for point in entry_points(group=MACHINES):
         return point.load()
     raise ForgeError("hosts are given, and no installed package knows other machines: pip install torchforge-rl")
@@ -58,7 +62,7 @@ class Placement:
 
     Attributes:
         machines: the other machines of this run, if it has any.
-        hosts: the loopback hosts of each component.
+        hosts: the loopback hosts of each component, by its name.
     """
 
     def __init__(self) -> None:
@@ -69,13 +73,27 @@ class Placement:
         self._gpus: dict[ReplicaKey, list[str]] = {}
 
     async def attach(self, hosts: str | Sequence[str], wait: float) -> None:
-        """Use other machines from now on. ForgeError: none of them can be used; says why."""
+        """Use other machines for the replicas that are placed from now on.
+
+        Args:
+            hosts: HOST:PORT of the machines, or the path of a file of them.
+            wait: seconds that a service without any replica waits for a machine.
+
+        Raises:
+            ForgeError: none of the machines can be used; says why.
+        """
         self.machines = await machines_module().attach_hosts(hosts, wait)
 
     async def hosts_of(self, component: Component, index: int, service: Waiting) -> Hosts:
-        """Return the hosts of a replica."""
+        """Return the hosts that replica `index` of a component is started on, as the component's options say.
+
+        They are a user's mesh, other machines, loopback hosts, or the controller's own host.
+
+        Raises:
+            ForgeError: the options name a host and the run has no other machines, or no free host is left.
+        """
         options = component.options
-        number = index // options.per_process
+        number = index // options.per_process  # of the process: light replicas share one
         if options.mesh is not None and options.mesh.mesh is not None:
             replicas = -(-options.num_replicas // options.per_process)
             gpus = options.gpus_per_proc if options.with_gpus else 0
@@ -91,17 +109,19 @@ class Placement:
         if options.host_count is None:
             return Hosts()
 
-        # Several replicas of one process are spread over the hosts; a replica of several has the hosts for itself.
-        started = self.hosts.setdefault(component.name, [])
-        spread = options.procs == 1
-        place = number % options.host_count if spread else index
-        while len(started) <= place:
-            started.append(LoopbackHosts(f"{component.name}_host{len(started)}", 1 if spread else options.host_count))
-
-        return started[place]
+        # Replicas of one process share `host_count` hosts in turn: each entry of the list is one host. A replica of
+        # several processes has `host_count` hosts of its own, which are one entry.
+        if options.procs == 1:
+            position, size = number % options.host_count, 1
+        else:
+            position, size = index, options.host_count
+        loopback_hosts = self.hosts.setdefault(component.name, [])
+        while len(loopback_hosts) <= position:
+            loopback_hosts.append(LoopbackHosts(f"{component.name}_host{len(loopback_hosts)}", size))
+        return loopback_hosts[position]
 
     def gpus_of(self, component: Component, index: int) -> list[str]:
-        """Return the devices of a replica: the same ones for each process that replaces another."""
+        """Return the GPUs of replica `index`, as CUDA_VISIBLE_DEVICES names them; its replacement gets the same."""
         options = component.options
         if not options.with_gpus:
             return []
@@ -116,7 +136,7 @@ class Placement:
         return self._gpus[key]
 
     async def release(self, name: str, index: int | None) -> None:
-        """Release the devices and hosts of a replica, or with None all replicas of a service."""
+        """Release the devices and hosts of replica `index` of the service `name`; None stands for all its replicas."""
         for key in [key for key in self._gpus if key[0] == name and index in (key[1], None)]:
             assert self._free_gpus is not None
             self._free_gpus += self._gpus.pop(key)
@@ -128,11 +148,11 @@ class Placement:
 
     async def close(self) -> None:
         """Stop all hosts, and end the use of other machines."""
-        await asyncio.gather(*(hosts.stop() for started in self.hosts.values() for hosts in started))
+        await asyncio.gather(*(hosts.stop() for component_hosts in self.hosts.values() for hosts in component_hosts))
         if self.machines is not None:
             await self.machines.close()
 
 
 def procs_of(options: Options) -> int:
-    """Return the number of processes of a replica, or of the share that it lives in."""
+    """Return the number of processes that a replica with these options lives in, those of its share included."""
     return options.share_procs if options.share is not None else options.procs

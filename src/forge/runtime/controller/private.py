@@ -1,10 +1,10 @@
-"""Sockets of a run that only this user reaches.
+"""Keep other users of this machine away from the sockets of a run.
 
-Monarch obeys all who connect to it, and each of its processes binds a UNIX socket of an abstract name, which has no
-permissions: every local user, and every container in the same network namespace, could run code through it. Monarch 0.7
-takes a path for some of its sockets, and for this one it has no setting. gloo, by which ranks on CPUs talk, listens at
-the loopback without authentication, and PyTorch's build has no transport of it with one. So two entries in tables of
-imports are replaced, in this process only, and nothing else is:
+Monarch obeys everyone who connects to it, and each of its processes binds a UNIX socket with an abstract name, which
+has no permissions: every local user, and every container in the same network namespace, could run code through it.
+Monarch 0.7 takes a path for some of its sockets, but has no setting for this one. gloo, by which ranks on CPUs
+communicate, listens at the loopback without authentication, and PyTorch is built without an authenticated transport of
+gloo. So two functions that these libraries import from the C library are replaced, in this process only:
 
 - `bind` of Monarch's library: an abstract name becomes a path in a private folder. Monarch tells its peers the address
   that the kernel reports, so they find the path.
@@ -31,23 +31,23 @@ from ..monarch_names import LIBRARY
 
 log = logging.getLogger(__name__)
 
-# Bytes of the folder's path: a socket's path has at most 107, of which Monarch's names and ours take 67.
+# Bytes of the folder's path: a socket's path has at most 107 bytes, and names in the folder take up to 67 of them.
 MAX_FOLDER_LENGTH = 33
 TCP = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))  # the second one is missing if IPv6 is off
 _FAMILY = struct.Struct("=H")
-_ABSTRACT = _FAMILY.pack(socket.AF_UNIX) + b"\0"
+_ABSTRACT = _FAMILY.pack(socket.AF_UNIX) + b"\0"  # how the address of a socket with an abstract name starts
 _Bind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint32, use_errno=True)
 _Accept = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, use_errno=True)
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.bind.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_uint32]
 _libc.accept.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
 _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_folder: Path | None = None  # where sockets are bound
+_folder: Path | None = None  # of the sockets; None before `sockets_in`
 
 
 @cache
 def keep_sockets_private() -> None:
-    """Replace `bind` of Monarch's library, which this loads. Call it before anything of Monarch runs."""
+    """Load Monarch's library and replace its `bind`, see the module. Call it before anything of Monarch runs."""
     try:
         library = importlib.import_module(LIBRARY).__file__
     except ImportError:  # the check of Monarch's names reports it
@@ -58,7 +58,7 @@ def keep_sockets_private() -> None:
 
 @cache
 def accept_own_user_only() -> None:
-    """Close connections of other users of this machine to this process's ranks from now on."""
+    """Close connections that other users of this machine open to torch.distributed in this process from now on."""
     import torch
 
     library = Path(torch.__file__).parent / "lib/libtorch_cpu.so"
@@ -72,15 +72,15 @@ def sockets_in(folder: Path) -> None:
 
 
 def sockets_folder() -> Path:
-    """Return the folder of Monarch's sockets; the temporary files' folder if nothing has set it."""
+    """Return the folder that was given to `sockets_in`, or else the folder for temporary files."""
     return Path(tempfile.gettempdir()) if _folder is None else _folder
 
 
 @contextmanager
 def temporary_files_beside_sockets() -> Iterator[None]:
-    """Have Monarch create its temporary files, as it does when it starts, in the folder of its sockets.
+    """Within the block, TMPDIR is the folder of the sockets: Monarch creates temporary files there when it starts.
 
-    Only meanwhile: other programs inherit the environment, and Slurm copies it to machines without this folder.
+    TMPDIR is restored afterwards: other programs inherit it, and Slurm copies it to machines without this folder.
     """
     previous = os.environ.get("TMPDIR")
     os.environ["TMPDIR"] = str(sockets_folder())
@@ -100,13 +100,16 @@ def socket_folder() -> Scratch:
 
 @cache
 def warn_if_exposed() -> None:
-    """Warn once if Monarch's sockets of this process are open to other local users after all."""
+    """Warn once if this process has sockets with abstract names after all: other local users can connect to them."""
     handles = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
-    sockets = {os.readlink(handle) for handle in handles if handle.is_symlink()}
-    try:  # names of sockets may be any bytes, and a container may hide the table
-        rows = [line.split() for line in Path("/proc/net/unix").read_text(errors="replace").splitlines()[1:]]
-    except OSError:
+    sockets = {os.readlink(handle) for handle in handles if handle.is_symlink()}  # such as "socket:[<inode>]"
+    try:
+        table = Path("/proc/net/unix").read_text(errors="replace")  # names of sockets may be any bytes
+    except OSError:  # a container may hide it
         return
+    # Each row has 7 fields, the last one the inode, and then the name of a socket that has one; "@" starts abstract
+    # names.
+    rows = [line.split() for line in table.splitlines()[1:]]
     names = [row[7] for row in rows if len(row) > 7 and row[7].startswith("@") and f"socket:[{row[6]}]" in sockets]
     if names:
         log.warning(
@@ -117,39 +120,46 @@ def warn_if_exposed() -> None:
 
 
 class _Loaded(ctypes.Structure):
-    """A loaded library, as the loader has it (struct link_map)."""
+    """A library that the dynamic loader has loaded (the start of C's struct link_map)."""
 
     _fields_ = (("base", ctypes.c_size_t), ("name", ctypes.c_char_p), ("dynamic", ctypes.c_size_t))
 
 
-def _replace_import(library: str, name: str, function: Any, lost: str) -> None:
-    """Let a library call another function instead of one that it imports; `lost` is the protection without that."""
+def _replace_import(library: str, name: str, function: Any, risk: str) -> None:
+    """Let a loaded library call `function` instead of the function `name` that it imports.
+
+    It overwrites the entries of the library's import tables. A warning names the `risk` if there is no such entry.
+    """
+    # The dynamic section of the library: pairs of a tag and a value of 8 bytes each, up to the tag 0.
     loaded = _Loaded.from_address(ctypes.CDLL(library)._handle)
-    tags: dict[int, int] = {}
+    values: dict[int, int] = {}
     address = loaded.dynamic
     while (tag := ctypes.c_size_t.from_address(address).value) != 0:
-        tags[tag] = ctypes.c_size_t.from_address(address + 8).value
+        values[tag] = ctypes.c_size_t.from_address(address + 8).value
         address += 16
     slots = []
 
-    # The dynamic section (System V ABI): 5 names, 6 symbols, 23 and 7 tables of relocations, 2 and 8 their sizes.
-    for table, size in ((tags.get(23, 0), tags.get(2, 0)), (tags.get(7, 0), tags.get(8, 0))):
-        rows = memoryview(ctypes.string_at(table, size)).cast("Q")  # of slot, symbol and kind, and a number to add
-        for index, info in enumerate(rows[1::3]):
-            # Most are of the library itself, and have no symbol.
-            if info >> 32:
-                text = ctypes.c_uint32.from_address(tags[6] + 24 * (info >> 32)).value
-                if ctypes.string_at(tags[5] + text) == name.encode():
-                    slots.append(loaded.base + rows[3 * index])
+    # Tags of the System V ABI: 5 the names, 6 the symbols (24 bytes each, which start with the offset of the name), 23
+    # and 7 two tables of relocations, 2 and 8 the sizes of these tables.
+    for table, size in ((values.get(23, 0), values.get(2, 0)), (values.get(7, 0), values.get(8, 0))):
+        numbers = memoryview(ctypes.string_at(table, size)).cast("Q")
+        # A relocation is three numbers: the offset of a slot, the index of a symbol (upper half) with a kind, an
+        # addend.
+        for slot_offset, info in zip(numbers[0::3], numbers[1::3], strict=True):
+            symbol = info >> 32
+            if symbol:  # 0 for the library's own functions, which are most
+                name_offset = ctypes.c_uint32.from_address(values[6] + 24 * symbol).value
+                if ctypes.string_at(values[5] + name_offset) == name.encode():
+                    slots.append(loaded.base + slot_offset)
 
     for slot in slots:
         _write_address(slot, ctypes.cast(function, ctypes.c_void_p).value or 0)
     if not slots:
-        log.warning("%s of %s was not replaced: %s", name, library, lost)
+        log.warning("%s of %s was not replaced: %s", name, library, risk)
 
 
 def _write_address(slot: int, value: int) -> None:
-    """Write an address into a table that the loader may have made read-only."""
+    """Write an address at `slot`, in a table that the loader may have made read-only."""
     page = slot - slot % mmap.PAGESIZE
     if _libc.mprotect(page, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE):
         raise OSError(ctypes.get_errno(), "a table of imports cannot be written")
@@ -177,15 +187,19 @@ def _accept_own(listener: int, address: int, length: int) -> int:
 
 
 def _is_from_own_user(handle: int) -> bool:
-    """Return whether a connection comes from another machine, or from this user, as the kernel's list of connections
-    says."""
+    """Return whether a TCP connection comes from this user or from another machine, by the kernel's list of sockets."""
     try:
         with socket.socket(fileno=os.dup(handle)) as connection:
             remote, local = connection.getpeername(), connection.getsockname()
         rows = [row.split() for table in TCP if table.exists() for row in table.read_text().splitlines()[1:]]
     except OSError:  # it was closed already, or no descriptor is left
         return False
-    # The peer's row has its port as the local one (field 1) and ours as the remote one; 01 is ESTABLISHED.
-    ends = (f":{remote[1]:04X}", f":{local[1]:04X}")
-    users = {row[7] for row in rows if row[1].endswith(ends[0]) and row[2].endswith(ends[1]) and row[3] == "01"}
-    return users == {str(os.geteuid())} if users else not local[0].startswith(("127.", "::1"))
+
+    # The other end of a connection within this machine has a row of its own. Fields: 1 its address, 2 ours, 3 the state
+    # (01 is ESTABLISHED), 7 the user.
+    ports = (f":{remote[1]:04X}", f":{local[1]:04X}")
+    users = {row[7] for row in rows if row[1].endswith(ports[0]) and row[2].endswith(ports[1]) and row[3] == "01"}
+    if users:
+        return users == {str(os.geteuid())}
+    # Without a row it is another machine, unless the connection is over the loopback.
+    return not local[0].startswith(("127.", "::1"))

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ...observability.console import configure_logging, log_failure
 from ...observability.metrics import PROCESS_NAME
@@ -32,7 +32,7 @@ from .patience import wait_for
 log = logging.getLogger(__name__)
 
 PROGRAM = "forge.runtime.controller.child"
-STOP_PATIENCE = 8.0  # seconds, as of `Patience`, in which a process mesh may stop by itself
+STOP_PATIENCE = 8.0  # seconds of a `Patience` within which a process mesh may stop by itself
 # By default glibc gives the memory of large tensors back at every step, for the kernel to zero it again: up to a tenth
 # of a training step. With these, up to 512 MB stay with the process, and tensors above 64 MB are still given back.
 ALLOCATOR = {
@@ -48,24 +48,14 @@ PR_SET_PTRACER = 0x59616D61
 PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 
 
-class Member(Protocol):
-    """A replica, as its processes see it."""
-
-    options: Options
-    last_answer: float  # on the monotonic clock
-
-    async def ping(self) -> None:
-        """Return once every rank has answered."""
-
-    def fail(self, reason: str) -> object:
-        """Count the replica as lost."""
-
-
 class ProcessGroup:
-    """The processes of one replica, or those that components share.
+    """The processes of one replica, or the processes that several replicas share.
 
-    `starting` counts the components that are being built in them: importing large libraries can hold the interpreter
-    for seconds, during which silence is not a hang. When a process is lost, `fail` is called on all `members`.
+    Attributes:
+        members: the replicas in these processes (`Replica`); when a process is lost, all of them are.
+        starting: number of replicas that are being built. Importing large libraries can hold the interpreter for
+            seconds, so that silence is no sign of a hang meanwhile.
+        dead: why the processes are lost or stopped; None while they live.
     """
 
     def __init__(self, name: str, mesh: ProcMesh, options: Options, hosts: Hosts, *, shared: bool = False) -> None:
@@ -75,9 +65,9 @@ class ProcessGroup:
         self.hosts = hosts
         self.shared = shared
 
-        # One in each process.
+        # An actor mesh with one `ActorHost` in each process.
         self.actor_host: Any = mesh.spawn(name, ActorHost, name if hosts.borrowed else None)
-        self.members: list[Any] = []  # of `Member`
+        self.members: list[Any] = []
         self.starting = 0
         self.dead: str | None = None
         self.stopped_by_signal = False
@@ -89,16 +79,20 @@ class ProcessGroup:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids, one per rank."""
+        """Return the process ids, one per rank."""
         return [process.pid for process in self.processes]
 
     @property
     def procs(self) -> int:
-        """Return number of processes."""
+        """Return the number of processes."""
         return self.options.share_procs if self.options.share is not None else self.options.procs
 
     def check_options(self, component: str, options: Options) -> None:
-        """Raise ValueError if the options of a component that is to share these processes ask for other ones."""
+        """Check that another component, which is to share these processes, has the options that they were started with.
+
+        Raises:
+            ValueError: an option that concerns whole processes differs; names it.
+        """
         for name in ("share_procs", "with_gpus", "gpus_per_proc", "threads", "env", "memory_gb", "ping_timeout"):
             started_with = getattr(self.options, name)
             requested = getattr(options, name)
@@ -109,8 +103,12 @@ class ProcessGroup:
                 )
 
     def watch(self, processes: Iterable[tuple[int, str]]) -> None:
-        """Watch the end and the answers of these processes from now on, given as (process id, host)."""
+        """Fail these processes, given as (process id, host), once one of them ends or they stop answering.
+
+        `host` is what `ActorHost.ping` returns. Processes that are watched already may be among them.
+        """
         for pid, host in {*processes} - self._known:
+            # The id of a machine starts with its host name.
             location = "" if host == machine_id() else f" on {host.partition(' ')[0]}"
             ended = functools.partial(self.fail, f"process {pid}{location} ended")
             self.processes.append(self.hosts.process(pid, host, ended))
@@ -119,40 +117,45 @@ class ProcessGroup:
             self._pinging = asyncio.get_running_loop().create_task(self._watch_pings())
             self._pinging.add_done_callback(log_failure)
 
-    def fail(self, reason: str, *, by_clock: bool = False) -> None:
-        """Declare these processes lost, and with them every component that they host.
+    def fail(self, reason: str, *, is_actor_timeout: bool = False) -> None:
+        """Declare these processes lost, kill them, and fail every replica in them; does nothing the second time.
 
         Args:
-            by_clock: Monarch gave up the actor in them, as they gave no answer for some time.
+            is_actor_timeout: the reason is that Monarch gave up the actor in them, which gave no answer for some time.
         """
-        if self.dead is None:
-            self.dead = reason
-            self.stopped_by_signal = any(process.stopped for process in self.processes)
-            if self.stopped_by_signal:
-                self.dead += ": it was stopped by a signal"
-            for process in self.processes:
-                process.kill()
-            # A user's processes live on, hung, or are dead for good: either way nothing is started in them again. After
-            # a pause of the machine they live, and only the actor is lost.
-            alive = all(isinstance(process, Process) and process.alive for process in self.processes)
-            if self.hosts.borrowed and not (by_clock and alive):
-                self.hosts.give_up()
-            for member in list(self.members):
-                member.fail(self.dead)
+        if self.dead is not None:
+            return
+        self.dead = reason
+        self.stopped_by_signal = any(process.stopped for process in self.processes)
+        if self.stopped_by_signal:
+            self.dead += ": it was stopped by a signal"
+        for process in self.processes:
+            process.kill()
+
+        # A user's processes are not killed: hung or dead, nothing may be started in them again. If only the actor timed
+        # out and all of them live, as after a pause of the machine, another actor can be started in them.
+        is_usable = is_actor_timeout and all(isinstance(p, Process) and p.alive for p in self.processes)
+        if self.hosts.borrowed and not is_usable:
+            self.hosts.give_up()
+        for member in list(self.members):
+            member.fail(self.dead)
 
     async def stop(self) -> None:
-        """Stop the processes, by force if they do not react; cancelling this kills them at once."""
+        """Stop the processes, by force if they do not react; cancelling this coroutine kills them at once.
+
+        In a user's processes only forge's actor is stopped.
+        """
         if self._pinging is not None:
             self._pinging.cancel()
-        gentle = self.dead is None
+        was_alive = self.dead is None
         self.dead = self.dead or "it was shut down"
 
         try:
             stopping = self.actor_host.stop() if self.hosts.borrowed else self.mesh.stop()
             await wait_for(stopping.as_asyncio(), self.processes, STOP_PATIENCE)
         except Exception as error:
-            # A mesh with a dead process cannot stop; all that matters is that its processes end.
-            if gentle:
+            # Expected of a mesh with a dead process. Either way its processes are killed below.
+            if was_alive:
                 log.warning("%s: could not be stopped gently (%s)", self.name, type(error).__name__)
         finally:
             for process in self.processes:
@@ -160,26 +163,32 @@ class ProcessGroup:
                 process.close()
 
     async def _watch_pings(self) -> None:
-        """Fail the processes once they are hung: neither a ping nor any call was answered, though they had the CPU time
-        for it or did not want any. Behind thousands of calls a ping waits for its turn."""
+        """Ping the members again and again, and fail the processes once they hang.
+
+        They hang if neither a ping nor any call is answered within `ping_timeout`, a `Patience`. Calls count as well,
+        because a ping may have to wait behind thousands of them.
+        """
         while self.dead is None:
             await asyncio.sleep(self.options.ping_timeout / 4)
             if self.starting or not self.members:
                 continue
 
-            # A component with a rank in every process answers for all of them; light replicas only for one.
+            # A replica with a rank in every process answers for all of them; light replicas only for one each.
             spanning = [member for member in self.members if member.options.procs == self.procs]
             pinged = spanning[:1] or list(self.members)
             sent = time.monotonic()
 
-            def is_answered(pinged: list[Member] = pinged, sent: float = sent) -> bool:
+            # The defaults keep the values of this round.
+            def is_answered(pinged: list[Any] = pinged, sent: float = sent) -> bool:
                 return bool(self.starting) or all(member.last_answer > sent for member in pinged)
 
             pings = asyncio.gather(*(member.ping() for member in pinged))
             try:
-                # Other actors run in a user's processes: while one of them is made, no other is served.
-                idle_only = self.hosts.borrowed
-                await wait_for(pings, self.processes, self.options.ping_timeout, is_answered, idle_only)
+                # CPU time of a user's processes does not count: while one of the user's actors is being made, which may
+                # use much of it, no other actor is served.
+                await wait_for(
+                    pings, self.processes, self.options.ping_timeout, is_answered, idle_only=self.hosts.borrowed
+                )
             except TimeoutError:
                 self.fail(f"it answered neither a ping nor a call for {time.monotonic() - sent:.3g} s")
 
@@ -193,18 +202,19 @@ def spawn_processes(
     gpus: dict[str, list[str]],
     server: ForkServer | None = None,
 ) -> ProcMesh:
-    """Start `procs` processes on each host of a host mesh.
+    """Start `procs` processes on each host of a host mesh, and return them as a process mesh.
 
     Args:
+        name: of the processes, in log lines, traces and `top`.
         gpus: the devices that the processes may see, by the address of their host.
-        server: forks the processes, where it is given.
+        server: the fork server that the processes are forked from; None starts them as new programs.
     """
     settings = {**library_environment(options.threads), PROCESS_NAME: name}
-    # The loopback reaches no other machine: NCCL and gloo choose the interface, unless the user did.
+    # Over the loopback no other machine can be reached: let NCCL and gloo choose, unless the user chose an interface.
     if hosts.spans_machines:
         for variable in INTERFACES - os.environ.keys():
             del settings[variable]
-    # The allocator reads its variables before the process runs any code.
+    # In the environment from the start: the allocator reads its variables before the process runs any code.
     variables = hosts.variables() | {
         variable: options.env.get(variable, os.environ.get(variable, value)) for variable, value in ALLOCATOR.items()
     }
@@ -215,24 +225,30 @@ def spawn_processes(
 
 
 def library_environment(threads: int = 1) -> dict[str, str]:
-    """Return the environment variables of a process for its libraries, in addition to the controller's."""
+    """Return the environment variables that the libraries of a new process need, in addition to the controller's.
+
+    Args:
+        threads: number of compute threads.
+    """
     return {
         "OMP_NUM_THREADS": str(threads),
         # Idle OpenMP workers otherwise spin on the cores that another process is computing on.
         "GOMP_SPINCOUNT": "2000",
         "TOKENIZERS_PARALLELISM": "false",
-        # One loading bar from each process at once is noise.
+        # Progress bars of several processes would be written over one another.
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         **{name: os.environ.get(name, value) for name, value in ALLOCATOR.items()},
         **_compiler_caches(),
-        # Ranks listen at the loopback. Otherwise at the host name's address.
+        # Ranks listen at the loopback only; by default they would at the address of the host name.
         **{name: os.environ.get(name, "lo") for name in INTERFACES},
     }
 
 
 def _compiler_caches() -> dict[str, str]:
-    """Return the folders of COMPILERS, except those that cannot be created: PyTorch creates them when it is
-    imported."""
+    """Return the variables in COMPILERS, each with its folder in this user's cache, or as the environment sets it.
+
+    Folders that cannot be created or written are left out, because importing PyTorch fails if it cannot create them.
+    """
     folders = {}
     for name, folder in COMPILERS.items():
         try:
@@ -249,9 +265,17 @@ def _compiler_caches() -> dict[str, str]:
 def _prepare_process(
     settings: dict[str, str], extra: dict[str, str], gpus: dict[str, list[str]], memory_gb: float | None
 ) -> None:
-    """Set environment and limits of a new process, and leave Ctrl-C to the controller. Runs before its actors."""
+    """Prepare a new process before its actors start: environment, name, limits, signals.
+
+    Args:
+        settings: environment variables of forge.
+        extra: environment variables of the user, which take precedence.
+        gpus: the devices that it may see, by the address of its host.
+        memory_gb: limit of its private memory, in GB; None is no limit.
+    """
     devices = gpus.get(os.environ.get(HOST, ""), [])
-    # An empty ZE_AFFINITY_MASK hides nothing: it is set only if there are devices.
+    # An empty CUDA_VISIBLE_DEVICES (the first of VISIBLE) hides all devices. An empty ZE_AFFINITY_MASK hides nothing:
+    # it is set only if there are devices.
     visible = {name: ",".join(devices) for name in (*VISIBLE, GRANTED) if devices or name == VISIBLE[0]}
     os.environ.update({**settings, **visible, **extra})
     with suppress(OSError):
@@ -265,26 +289,29 @@ def _prepare_process(
     # Where the kernel lets only ancestors look into a process, py-spy, a sibling, could not show where it hangs.
     libc.prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0)
 
-    # A terminal sends Ctrl-C, or SIGHUP when it closes, to every process, a scheduler SIGTERM; only the controller acts
-    # on it, so that the shutdown has one owner.
-    # Python's signal module works in the main thread only, and this is another one.
+    # A terminal sends SIGINT (Ctrl-C) and SIGHUP (when it closes) to every process, a scheduler SIGTERM. Only the
+    # controller acts on them, so that the shutdown has one owner. Set through libc, because Python's signal module
+    # works in the main thread only, and this is another one.
     libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
     libc.signal.restype = ctypes.c_void_p
     for number in (signal.SIGINT, signal.SIGHUP):
         libc.signal(number, ctypes.c_void_p(1))  # SIG_IGN
 
-    # What is ignored stays so in programs that a component starts, and SIGTERM is how it ends them. A handler does not;
-    # getpid is a function that does nothing.
+    # SIGTERM is not ignored, as that would be inherited by programs that a component starts, and SIGTERM is how it ends
+    # them. A handler is not inherited. The handler here is getpid, a function without effect.
     libc.signal(signal.SIGTERM, ctypes.cast(libc.getpid, ctypes.c_void_p))
 
 
 def take_gpus(free: list[str], count: int, component: str) -> list[str]:
-    """Take `count` devices from `free`, or raise an error that names the shortage."""
+    """Remove the first `count` devices from the list `free`, and return them.
+
+    Raises:
+        ForgeError: fewer are free.
+    """
     if count > len(free):
         raise ForgeError(
             f"{component} asks for {count} GPUs and {len(free)} are free on this host: lower procs or num_replicas, "
             f"or set with_gpus to false (--services.{component}.with_gpus false)"
         )
-    devices = free[:count]
-    free[:] = free[count:]
+    devices, free[:] = free[:count], free[count:]
     return devices

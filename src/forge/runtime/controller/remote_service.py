@@ -19,42 +19,46 @@ from .types import Call, Value, new_id
 # Seconds that a call may take beyond its own limit before the controller counts as unreachable.
 GRACE = 15.0
 
-# Of the run in this process, if it is the controller's: `open_relay` sets them.
+# Set by `open_relay` in the controller's process: finds a service of the run by name; the run's event loop; the actor.
 _find: Callable[[str], Handle] | None = None
 _loop: asyncio.AbstractEventLoop | None = None
 _relay: Any = None
 
 
 class Relay(Actor):
-    """Actor in the controller's process that makes calls of services on behalf of other processes."""
+    """Actor in the controller's process that calls services on behalf of other processes."""
 
     def __init__(self) -> None:
         self._calls: dict[str, asyncio.Future[Value]] = {}
 
     @concurrent_endpoint(explicit_response_port=True)
     async def dispatch(self, port: Any, call_id: str, service: str, call: Call, caller: str) -> None:
-        """Call a service in the controller's process, for the process `caller`."""
-        # An answer that comes back because its caller has ended would fail this actor, and with it the process: Monarch
-        # starts no actor alongside a failed one, so that no additional run could start.
+        """Call a service of the controller for the process `caller`, and send its value or RemoteFailure to `port`.
+
+        Args:
+            call_id: id by which `cancel` cancels the call.
+        """
+        # By default an answer that cannot be delivered, because its caller has ended, comes back and fails this actor.
+        # Monarch starts no actor alongside a failed one, so that no additional run could start in this process.
         port.return_undeliverable = False
         answer = await self._answer_call(call_id, service, call, caller)
         try:
             port.send(answer)
-        except Exception as error:  # a component of this process may return what pickle does not carry
+        except Exception as error:  # a component of this process may return what cannot be pickled
             port.send(RemoteFailure.capture(f"{service}.{call.endpoint}, called by {caller},", error))
 
     async def _answer_call(self, call_id: str, service: str, call: Call, caller: str) -> Value | RemoteFailure:
-        async def send_answer() -> Value:
+        async def call_service() -> Value:
             if _find is None:
                 raise ServiceStopped(f"{service} cannot be called: its run is over")
             return await _find(service)._dispatch(call)
 
-        sending = send_answer()
+        calling = call_service()
         try:
             if _loop is None:
-                return await sending
-            # Monarch runs actors on a separate loop, and a service belongs to the loop of the run.
-            self._calls[call_id] = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(sending, _loop))
+                return await calling
+            # Monarch runs actors on a loop of its own, and a service belongs to the loop of the run.
+            self._calls[call_id] = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(calling, _loop))
             return await self._calls[call_id]
         except BaseException as error:
             return RemoteFailure.capture(f"{service}.{call.endpoint}, called by {caller},", error)
@@ -63,19 +67,24 @@ class Relay(Actor):
 
     @concurrent_endpoint
     async def cancel(self, call_id: str) -> None:
-        """Cancel a call that was dispatched."""
+        """Cancel the call that was dispatched under this id, if it is not answered yet."""
         if call_id in self._calls:
             self._calls[call_id].cancel()
 
     @concurrent_endpoint
     async def end_session(self, service: str, session: str) -> None:
-        """End a session of a service."""
+        """Forget which replica of `service` the calls of `session` go to."""
         if _find is not None and _loop is not None:
             _loop.call_soon_threadsafe(_find(service)._end_session, session)
 
 
 class RemoteService(Handle):
-    """A service of another process. Its verbs are for `async def` endpoints."""
+    """The handle of a service outside of the controller's process; its verbs are awaited in `async def` endpoints.
+
+    Args:
+        call_timeout: seconds until a call without a limit of its own raises CallTimeout.
+        relay: the controller's `Relay` actor, which makes the calls.
+    """
 
     def __init__(self, name: str, endpoints: frozenset[str], call_timeout: float, relay: Any) -> None:
         super().__init__(name, endpoints)
@@ -86,7 +95,7 @@ class RemoteService(Handle):
         return RemoteService, (self._name, self._endpoints, self._call_timeout, self._relay)
 
     def named(self, name: str) -> RemoteService:
-        """Return the handle of another service with the same endpoints."""
+        """Return the handle of the service `name` of the same run, which has the same endpoints and time limit."""
         return RemoteService(name, self._endpoints, self._call_timeout, self._relay)
 
     async def _dispatch(self, call: Call) -> Value:
@@ -99,7 +108,7 @@ class RemoteService(Handle):
             with on_the_clock(f"{self._name}.{call.endpoint}"):
                 value = await asyncio.wait_for(reply, limit)
         except TimeoutError:
-            # The controller would wait for its own limit, and the replica work for a caller that is gone.
+            # Otherwise the replica would go on working for a caller that no longer waits.
             self._relay.cancel.broadcast(call_id)
             raise CallTimeout(
                 f"{caller} waited {limit:g} s for the controller to call {self._name}.{call.endpoint}"
@@ -117,22 +126,28 @@ class RemoteService(Handle):
 
 
 def open_relay(find: Callable[[str], Handle]) -> None:
-    """Let other processes call the services that `find` returns by name, on the running event loop."""
+    """Let other processes call services of this process from now on; the calls are made in the running event loop.
+
+    Args:
+        find: returns the service of a name.
+    """
     global _find, _loop
     _find = find
     _loop = asyncio.get_running_loop()
 
 
 def close_relay() -> None:
-    """Make calls from other processes raise ServiceStopped from now on."""
+    """End what `open_relay` started: calls from other processes raise ServiceStopped from now on."""
     global _find, _loop, _relay
-    _find = None
-    _loop = None
-    _relay = None
+    _find = _loop = _relay = None
 
 
 def relay_for(service: str) -> Any:
-    """Return the relay of this run, started on first use: a service sends it along when it is pickled."""
+    """Return the relay actor of this run, started on first use: a handle of `service` that is pickled refers to it.
+
+    Raises:
+        RuntimeError: the run is over.
+    """
     global _relay
     if _find is None:
         raise RuntimeError(f"{service} cannot be sent to another process: its run is over")

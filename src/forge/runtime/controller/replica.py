@@ -1,4 +1,4 @@
-"""One incarnation of a replica: a component built in its processes, the calls in flight on it, and its end."""
+"""One incarnation of a replica: starts a component in its processes, sends calls to it, and notices its end."""
 
 import asyncio
 import itertools
@@ -22,29 +22,34 @@ from .types import ActorContext, Kwargs, Request, Value, find_suspects
 
 log = logging.getLogger(__name__)
 
-# Limits of processes that may be stuck, in seconds. That of `teardown` is a `Patience`: a busy machine does not shorten
-# it. With the metrics a profile may have to be written. A cancellation is only a message and its answer.
-TEARDOWN_PATIENCE = 5.0
-DRAIN_TIMEOUT = 120.0
-CANCEL_TIMEOUT = 5.0
-BORROWED_TIMEOUT = 60.0
+# Time limits of messages to a process that may be stuck, in seconds.
+TEARDOWN_PATIENCE = 5.0  # of a `Patience`, which a busy machine does not shorten
+DRAIN_TIMEOUT = 120.0  # a profile may have to be written before the metrics are returned
+CANCEL_TIMEOUT = 5.0  # only a message and its answer
+BORROWED_TIMEOUT = 60.0  # for the first message to a user's processes
 
 _numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """The component of a service, which every replica builds: a class with its arguments, and its placement."""
+    """What every replica of a service builds: a class of a component with its arguments, and its placement."""
 
     name: str
-    cls: type[Any]  # of ForgeActor
+    cls: type[Any]  # a subclass of ForgeActor
     options: Options
     args: tuple
     kwargs: Kwargs
 
 
 class Replica:
-    """`options.procs` processes that act as one: a call goes to every rank, rank 0 speaks for all."""
+    """`options.procs` processes that act as one: a call goes to every rank, and the value of rank 0 is the answer.
+
+    Args:
+        index: the replica's index in its service, which its replacements keep.
+        incarnation: number of replicas that this one replaces at its index, one after the other.
+        group: the processes.
+    """
 
     def __init__(self, component: Component, index: int, incarnation: int, group: ProcessGroup) -> None:
         self.component = component
@@ -57,15 +62,17 @@ class Replica:
         self.latencies: deque[float] = deque(maxlen=512)
 
         self.last_answer = time.monotonic()
+        # Set by `fail`: the error, whether no request can be the cause, how many were in flight, which may be the
+        # cause.
         self.failed: asyncio.Future[ReplicaDied] = asyncio.get_running_loop().create_future()
         self.blameless = False
         self.in_flight_lost = 0
         self.suspects: set[Request] = set()
         self._abandoning: set[asyncio.Task] = set()
         self._answers: set[asyncio.Future[Value]] = set()
-        self.number = next(_numbers)  # its key in its processes
+        self.number = next(_numbers)  # the key of its component in the `ActorHost` of each process
 
-        # A light replica lives in one of the processes.
+        # A light replica lives in one process of its group.
         self.process_index = index % group.procs if self.options.procs < group.procs else None
         self.actor_host: Any = group.actor_host
         if self.process_index is not None:
@@ -76,29 +83,31 @@ class Replica:
 
     @property
     def in_flight(self) -> int:
-        """Return number of requests that were sent and not answered."""
+        """Return the number of requests that were sent and not answered yet."""
         return len(self.requests)
 
     @property
     def alive(self) -> bool:
-        """Return whether no failure was noticed."""
+        """Return whether no failure of the replica was noticed so far."""
         return not self.failed.done()
 
     @property
     def pids(self) -> list[int]:
-        """Process ids, each on its own machine."""
+        """Return the process ids of its group, each an id on the machine of its process."""
         return self.group.pids
 
     @property
     def location(self) -> str:
-        """Return its processes, as text for messages."""
+        """Return its process ids, with their machines, as text for messages; "unknown" before it has started."""
         return ", ".join(map(str, self.group.processes)) or "unknown"
 
     async def start(self) -> None:
-        """Build the component on every rank.
+        """Build the component on every rank, and wait until it is ready to serve.
 
         Raises:
-            the exception that the component's `__init__`, `setup` or `on_respawn` raised; CallTimeout or ReplicaDied.
+            CallTimeout: it was not ready within `options.setup_timeout` seconds.
+            ReplicaDied: a process was lost, or none could be started.
+            Exception: what the component's `__init__`, `setup` or `on_respawn` raised.
         """
         limit = self.options.setup_timeout
         definition = cloudpickle.dumps((self.component.cls, self.component.args, self.component.kwargs))
@@ -106,16 +115,16 @@ class Replica:
         self.group.members.append(self)  # before its processes start: their host may be lost meanwhile
 
         try:
-            # The first message returns once every process is up, and says which processes to watch.
+            # The first message returns once every process is up, and says which processes to watch. To a user's process
+            # that ended earlier it would wait for the whole limit, as Monarch does not report such an end.
+            first_limit = min(limit, BORROWED_TIMEOUT) if self.group.hosts.borrowed else limit
             try:
-                # Monarch says nothing of a user's process that ended earlier.
-                first = min(limit, BORROWED_TIMEOUT) if self.group.hosts.borrowed else limit
-                self.group.watch(await self._ask_ranks("start", first, "ping"))
+                processes = await self._ask_ranks("start", first_limit, "ping")
             except ReplicaDied as error:
                 raise ReplicaDied(f"{self} did not start: {error}") from error
+            self.group.watch(processes)
 
-            # Ranks of one group find each other at a new meeting point, as the old one may hold the addresses of dead
-            # ranks.
+            # A new meeting point for each incarnation: the old one may hold the addresses of dead ranks.
             if self.options.procs > 1:
                 self.context = replace(self.context, rendezvous=await self.group.hosts.rendezvous())
 
@@ -124,27 +133,31 @@ class Replica:
             self.group.starting -= 1
 
     def enter(self, request: Request) -> None:
-        """Count a request as sent to this replica."""
+        """Count a request as in flight on this replica, before it is sent."""
         request.send()
         self.requests.add(request)
 
     def leave(self, request: Request) -> None:
-        """Remove a request that has its answer, or gets none from this replica."""
+        """Count a request as no longer in flight on this replica, whether it was answered or not."""
         self.requests.discard(request)
 
     async def serve(self, request: Request, limit: float | None = None) -> list[Value]:
         """Call the endpoint of a request that has entered, on every rank; return the values in rank order.
 
+        Args:
+            limit: seconds, for a call that a starting replica catches up on; None is what is left of the request's own.
+
         Raises:
-            what the endpoint raised, ReplicaDied, or CallTimeout after the request's time limit.
+            CallTimeout: no answer within the limit.
+            ReplicaDied: the replica is lost.
+            Exception: what the endpoint raised.
         """
         message = (self.number, request.token, request.id, request.endpoint, request.args, request.kwargs)
         try:
             timeout = request.time_left if limit is None else limit
             values = await self._ask_ranks(request.endpoint, timeout, "invoke", *message)
         except CallTimeout as error:
-            # The caller has waited long enough, but must not leave the work running behind it.
-            await self._abandon_request(request)
+            await self._abandon_request(request)  # nobody waits for its work any longer
             raise CallTimeout(f"{request.caller} timed out: {error}") from None
         except asyncio.CancelledError:
             if self.alive:
@@ -154,7 +167,7 @@ class Replica:
             raise
 
         self.last_answer = time.monotonic()
-        # Repeated calls of a starting replica, which have a limit, are not traffic.
+        # Calls that a starting replica catches up on are not counted as traffic.
         if limit is None:
             self.served += 1
             self.latencies.append(self.last_answer - request.sent)
@@ -162,19 +175,21 @@ class Replica:
         return values
 
     async def drain_metrics(self, profiles: Mapping[str, str]) -> list[Value]:
-        """Return the metrics of all ranks since the last call."""
+        """Return the metrics that each rank recorded since the last call, see `ActorHost.drain_metrics`."""
         return await self._ask_ranks("drain_metrics", DRAIN_TIMEOUT, "drain_metrics", profiles)
 
     async def ping(self) -> None:
-        """Return once every rank has answered, or the replica is lost."""
+        """Return once every rank has answered a ping, or the replica is lost."""
         with suppress(ReplicaDied):
             await self._ask_ranks("ping", None, "ping")
 
     def fail(self, reason: str, *, blameless: bool = False) -> ReplicaDied:
-        """Declare this replica dead, and end every call in flight on it.
+        """Declare this replica dead, and end every call in flight on it; return the error that these calls raise.
+
+        The first reason stays.
 
         Args:
-            blameless: the cause cannot be a request.
+            blameless: no request can be the cause of its death.
         """
         if not self.failed.done():
             self.blameless = blameless or self.group.stopped_by_signal
@@ -186,7 +201,7 @@ class Replica:
         return self.failed.result()
 
     async def stop(self) -> None:
-        """Run `teardown`, and end the processes unless they host other components."""
+        """Run the component's `teardown`, and end the processes unless other replicas share them."""
         if self.alive:
             try:
                 closing = self._ask_ranks("teardown", None, "close", self.number)
@@ -203,27 +218,42 @@ class Replica:
             await self.group.stop()
 
     async def _abandon_request(self, request: Request) -> None:
-        """Stop work on a request that ran out of time. Work that cannot be stopped may continue until the component's
-        own `call_timeout`; then the replica counts as hung, because nothing else could run in its thread."""
+        """Stop work on a request that nobody waits for any longer.
+
+        A plain endpoint that has started cannot be stopped: it may run until the component's own `call_timeout`. Then
+        the replica counts as hung, because nothing else can run in its thread.
+        """
 
         async def cancel_work() -> bool:
             label = f"cancel of {request.endpoint}"
             try:
                 return all(await self._ask_ranks(label, CANCEL_TIMEOUT, "cancel", request.token))
             except (ReplicaDied, CallTimeout):
-                return True  # the ping notices a replica that does not even answer this
+                return True  # a replica that does not even answer this is noticed by its pings
 
-        async def give_up() -> None:
+        async def fail_if_running() -> None:
             if not await cancel_work():
                 self.group.fail(f"{request.endpoint} ran past call_timeout ({self.options.call_timeout:g} s)")
 
         if not await cancel_work():
             remaining = max(0.0, self.options.call_timeout - (time.monotonic() - request.sent))
-            asyncio.get_running_loop().call_later(remaining, lambda: asyncio.ensure_future(give_up()))
+            asyncio.get_running_loop().call_later(remaining, lambda: asyncio.ensure_future(fail_if_running()))
 
     async def _ask_ranks(self, label: str, limit: float | None, endpoint: str, *args: object) -> list[Value]:
-        """Send one message to every rank and return the values in rank order, unless the replica fails or the time
-        limit is reached first. The first failure of a rank is raised: others may be stuck in a collective with it."""
+        """Call an endpoint of the `ActorHost` of every rank and return the values in rank order.
+
+        The first failure of a rank is raised at once: other ranks may be stuck in a collective with it.
+
+        Args:
+            label: name of the message in errors.
+            limit: seconds; None is no limit.
+
+        Raises:
+            CallTimeout: not all ranks answered within the limit.
+            ReplicaDied: the replica is lost, before or meanwhile.
+            RemoteError: the message could not be unpickled, or its answer not be pickled.
+            Exception: what a rank raised.
+        """
         if self.failed.done():
             raise ReplicaDied(f"{self.failed.result()} (before {label} was sent)")
         send = getattr(self.actor_host, endpoint)
@@ -232,9 +262,10 @@ class Replica:
         else:
             reply = asyncio.ensure_future(self._gather_answers([reply.as_asyncio() for reply in send.stream(*args)]))
 
-        # `fail` cancels answers, and a caller may cancel this task: the count of cancellations tells the two apart.
+        # A CancelledError below comes from `fail`, which cancels replies, or from a caller that cancels this task. Only
+        # the second one raises the task's count of cancellations.
         task = asyncio.current_task()
-        cancelling = task.cancelling() if task else 0
+        cancellations_before = task.cancelling() if task else 0
         self._answers.add(reply)
 
         try:
@@ -245,29 +276,29 @@ class Replica:
                 f"{self}.{label} gave no answer within {round(limit or 0.0, 1):g} s (pid {self.location})"
             ) from None
         except asyncio.CancelledError:
-            if self.failed.done() and (task is None or task.cancelling() == cancelling):
+            if self.failed.done() and (task is None or task.cancelling() == cancellations_before):
                 raise ReplicaDied(f"{self.failed.result()} (while {label} was in flight)") from None
             raise
         except SupervisionError as error:
-            account = _last_line(error)
-            reason = f"its process ended or stopped answering (seen while {label} was in flight: {account})"
-            self.group.fail(reason, by_clock="timeout waiting for message" in account)
+            message = _last_line(error)
+            reason = f"its process ended or stopped answering (seen while {label} was in flight: {message})"
+            self.group.fail(reason, is_actor_timeout="timeout waiting for message" in message)
             raise self.fail(reason) from error
         except ValueError as error:
             if "error spawning proc mesh" not in str(error) and "error creating proc" not in str(error):
                 raise
-            # Monarch waits for no process that has not called back 30 s after its start.
+            # Monarch gives up a process that has not called back 30 s after its start.
             reason = f"Monarch gave up its start, after at most 30 s; its output may say why ({str(error)[:80]})"
             raise self.fail(reason, blameless=True) from None
         except ActorError as error:
-            # The message could not be unpickled, or its answer not pickled. The actor lives.
+            # The message could not be unpickled, or its answer not be pickled. The actor lives.
             text = str(error).strip()
             raise RemoteError(
                 f"{self}.{label} could not be called or answered: {_last_line(error)}"
             ) from RemoteTraceback(text)
         finally:
             self._answers.discard(reply)
-            # A late failure of an answer that is no longer awaited would be logged as an exception never retrieved.
+            # A late exception must be retrieved, or asyncio logs it.
             reply.add_done_callback(lambda late: late.cancelled() or late.exception())
             reply.cancel()
 
@@ -277,12 +308,13 @@ class Replica:
         return [value for _, value in answers]
 
     async def _gather_answers(self, replies: list[asyncio.Future[Answer]]) -> list[Answer]:
-        """Return the answers of all ranks in their order, or the first failure."""
+        """Return the answers of all ranks in rank order, or only the first failure, as a list of one answer."""
         answers = []
         try:
             for reply in asyncio.as_completed(replies):
                 answers.append(await reply)
-                # A rank whose peer dies raises as well, often before the death is known here: it is a death then.
+                # A rank whose peer dies raises as well, often before the controller knows of the death. With this pause
+                # the death is noticed, which cancels this task, and the call ends with ReplicaDied.
                 if isinstance(answers[-1][1], RemoteFailure):
                     await asyncio.wait(replies, timeout=self.group.hosts.notice_after)
                     return answers[-1:]
@@ -293,6 +325,6 @@ class Replica:
 
 
 def _last_line(error: Exception) -> str:
-    """Return what an error of Monarch says after its traceback, or its class."""
+    """Return the last line of an error of Monarch, which follows its traceback; its class if it has no text."""
     lines = str(error).strip().splitlines()
     return lines[-1].strip() if lines else type(error).__name__

@@ -18,15 +18,15 @@ class Candidate(Protocol):
 
     @property
     def index(self) -> int:
-        """Return number of the replica in its service."""
+        """Return the index of the replica in its service, from 0."""
 
     @property
     def in_flight(self) -> int:
-        """Return requests that were sent and not answered."""
+        """Return the number of requests that were sent and not answered yet."""
 
     @property
     def served(self) -> int:
-        """Return requests that were answered."""
+        """Return the number of requests that were answered."""
 
 
 C = TypeVar("C", bound=Candidate)
@@ -34,31 +34,33 @@ Router = Callable[[Sequence[Any], Request], Any]
 
 
 def least_loaded(candidates: Sequence[C], request: Request) -> C:
-    """Choose the replica with the fewest calls in flight; among equals, the one that served the fewest."""
-    return min(candidates, key=lambda c: (c.in_flight, c.served))
+    """Return the replica with the fewest calls in flight; among equals, the replica that has served the fewest."""
+    return min(candidates, key=lambda replica: (replica.in_flight, replica.served))
 
 
 class RoundRobin:
-    """Choose one replica after the other, whatever their load."""
+    """Chooses one replica after the other by index, whatever their load."""
 
     def __init__(self) -> None:
         self._last = -1
 
     def __call__(self, candidates: Sequence[C], request: Request) -> C:
-        replica = min(candidates, key=lambda c: (c.index <= self._last, c.index))
+        # The next higher index, or the lowest one after the last.
+        replica = min(candidates, key=lambda replica: (replica.index <= self._last, replica.index))
         self._last = replica.index
         return replica
 
 
 class PrefixAffine:
-    """Send the same beginning of the first argument to the same replica, whose cache holds it; or to the least loaded
-    one, if that replica has `slack` more calls in flight.
+    """Sends prompts with the same beginning to the same replica, whose cache holds it.
 
-    Rendezvous hashing (Thaler and Ravishankar, 1998): when replicas come and go, only the prefixes of those move.
+    The prompt is the call's first argument. If that replica has over `slack` calls more in flight than the least loaded
+    one, the call goes to the least loaded one. Rendezvous hashing (Thaler and Ravishankar, 1998) chooses the replica:
+    when a replica comes or goes, only the prefixes that it serves move.
 
     Args:
-        length: characters or tokens that count as the prefix.
-        slack: calls in flight that a cached prefix is worth.
+        length: characters or tokens of the prompt that count as its prefix.
+        slack: calls in flight that a cached prefix outweighs.
     """
 
     def __init__(self, length: int = 256, slack: int = 16) -> None:
@@ -68,9 +70,9 @@ class PrefixAffine:
         prompt = next(iter((*request.args, *request.kwargs.values())), None)
         tokens = getattr(prompt, "token_ids", prompt)
         prefix = repr(tokens[: self.length] if isinstance(tokens, Sequence) else tokens)
-        home = max(candidates, key=lambda c: _prefix_weight(prefix, c.index))
+        prefix_replica = max(candidates, key=lambda replica: _prefix_weight(prefix, replica.index))
         fallback = least_loaded(candidates, request)
-        return fallback if home.in_flight > fallback.in_flight + self.slack else home
+        return fallback if prefix_replica.in_flight > fallback.in_flight + self.slack else prefix_replica
 
 
 def _prefix_weight(prefix: str, index: int) -> bytes:
@@ -85,7 +87,9 @@ ROUTERS: dict[str, Callable[[], Router]] = {
 
 
 def resolve_router(router: str | Router) -> Router:
-    """Return the router of this name, or at `package.module:function`; a function is returned as it is.
+    """Return the router that a setting names, by a key of ROUTERS or as `package.module:function`.
+
+    A function is returned as it is.
 
     Raises:
         ValueError: no router has this name, or it is not callable.

@@ -1,7 +1,7 @@
-"""The beginning and the end of a run.
+"""Run a recipe: `run(main())` starts the event loop, and stops everything at the end.
 
-`run(main())` owns the event loop. However `main` ends (return, exception, Ctrl-C, SIGTERM, SIGHUP, a lost component
-without a replacement), every service is stopped and every process is gone before `run` returns.
+However `main` ends (return, exception, Ctrl-C, SIGTERM, SIGHUP, a lost component without a replacement), every service
+is stopped and every process has ended before `run` returns.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from ..names import HOSTS
@@ -21,17 +22,20 @@ from .types import Pending
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-# Seconds that `main` may take over its clean-up once it is cancelled, before the services are stopped under it.
+# Seconds that `main` may take for its clean-up once it is cancelled; then the services are stopped all the same.
 STOP_PATIENCE = 5.0
-# Stops the run of this process; None outside of a run.
+# Stops the run of this process, from any thread; None outside of a run.
 _interrupt: Callable[[], object] | None = None
-# Asks the run to save its state and end, for a reason.
+# Asks the run of this process to save its state and end, for the given reason; None outside of a run.
 _preempt: Callable[[str], bool] | None = None
 
 
 async def first_to_end(*loops: Pending[object]) -> None:
-    """Run loops side by side until one ends, then cancel the others. An exception in one of them ends all, and is
-    raised as itself."""
+    """Run coroutines concurrently until the first one ends, then cancel the others.
+
+    Raises:
+        Exception: what the first one raised; of an exception group only its first exception.
+    """
     tasks = [asyncio.ensure_future(loop) for loop in loops]
     try:
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -44,8 +48,8 @@ async def first_to_end(*loops: Pending[object]) -> None:
         try:
             task.result()
         except BaseExceptionGroup as group:
-            # A task group wraps even a single failure; the first one is the cause of the others. Its cause stays: of
-            # a failure in another process it is that process's traceback.
+            # A task group wraps even a single failure, and the first failure is the cause of the others. `from` keeps
+            # its own cause, which is the remote traceback of a failure in another process.
             first: BaseException = group
             while isinstance(first, BaseExceptionGroup):
                 first = first.exceptions[0]
@@ -59,7 +63,7 @@ def run(
     *,
     on_preemption: Callable[[str], None] | None = None,
 ) -> T:
-    """Run a recipe to its end and leave no process behind.
+    """Run the coroutine of a recipe to its end, and return its value; no process is left behind.
 
     Args:
         hosts: HOST:PORT of other machines to use, or the path of a file of them; None reads FORGE_HOSTS.
@@ -68,18 +72,19 @@ def run(
             expected to save its state and return soon.
 
     Raises:
-        what `main` raised; ReplicaDied when a component was lost for good; SystemExit(128 + number) after SIGINT,
-        SIGTERM or SIGHUP.
+        ReplicaDied: a component was lost for good.
+        SystemExit: with the code 128 + number, after SIGINT, SIGTERM or SIGHUP.
+        Exception: what `main` raised.
     """
 
     async def attach_and_run() -> T:
-        others = hosts or os.environ.get(HOSTS)
-        if others:
+        machine_addresses = hosts or os.environ.get(HOSTS)
+        if machine_addresses:
             placement = runtime().placement
             try:
-                await placement.attach(others, wait_for_hosts)
+                await placement.attach(machine_addresses, wait_for_hosts)
             except BaseException:
-                main.close()  # Python warns of a coroutine that was never awaited
+                main.close()  # otherwise Python warns of a coroutine that was never awaited
                 raise
             assert placement.machines is not None
             placement.machines.when_leaving(lambda reason: _preempt(reason) if _preempt is not None else None)
@@ -93,8 +98,8 @@ async def _run_main(main: Pending[T], on_preemption: Callable[[str], None] | Non
     interrupted: asyncio.Future[signal.Signals] = loop.create_future()
     global _interrupt, _preempt
 
+    # Returns whether the run is asked to save itself. Once only: the second signal stops the run.
     def preempt_once(reason: str) -> bool:
-        # Once only: the second signal stops the run.
         nonlocal on_preemption
         call, on_preemption = on_preemption, None
         if call is not None:
@@ -102,18 +107,17 @@ async def _run_main(main: Pending[T], on_preemption: Callable[[str], None] | Non
             call(reason)
         return call is not None
 
-    _preempt = preempt_once
-
     # A scheduler sends SIGTERM or SIGUSR1 before it takes the machine: the run may save itself first.
     def on_signal(number: signal.Signals) -> None:
         if number in (signal.SIGTERM, signal.SIGUSR1) and preempt_once(number.name):
             return
         if interrupted.done():
-            os._exit(128 + number)  # asked twice: the children end with this process
+            os._exit(128 + number)  # the second signal: the children end with this process
         log.warning("%s: stopping (once more to stop at once)", number.name)
         interrupted.set_result(number)
 
-    _interrupt = lambda: loop.call_soon_threadsafe(on_signal, signal.SIGINT)  # noqa: E731
+    _preempt = preempt_once
+    _interrupt = partial(loop.call_soon_threadsafe, on_signal, signal.SIGINT)
     # Python handles signals in the main thread only; a run in another thread ends with its caller.
     if threading.current_thread() is threading.main_thread():
         # Under nohup, SIGHUP is ignored: the run outlives its terminal.
@@ -127,29 +131,30 @@ async def _run_main(main: Pending[T], on_preemption: Callable[[str], None] | Non
         endings: set[asyncio.Future[Any]] = {task, interrupted, failure}
         await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
 
-        # A ForgeError of `main` may be a consequence of a lost component, which is raised in its place below.
+        # `main` has ended by itself, with a value or an error of its own.
         if task.done() and not isinstance(task.exception(), ForgeError):
             return task.result()
+
+        # A ForgeError of `main` may only be a consequence of a lost component: that is raised instead, as the cause.
         task.cancel()
         await asyncio.wait({task}, timeout=STOP_PATIENCE)
         if failure.done():
-            # The component that was lost first is the cause; what its callers saw follows from it.
             raise failure.result()
         if interrupted.done():
             raise SystemExit(128 + interrupted.result())
         return task.result()
     finally:
-        _interrupt = None
-        _preempt = None
+        _interrupt = _preempt = None
         await shutdown()
 
 
 def run_in_thread(work: Callable[[], T]) -> T:
-    """Run `work()`, which calls `run`, in a new thread: for callers whose thread has a running event loop, such as a
-    notebook's. Ctrl-C in the caller's thread stops the run.
+    """Call `work()`, which calls `run`, in a new thread, and return its value.
+
+    It is for callers whose own thread has a running event loop, such as a notebook's. Ctrl-C stops the run.
 
     Raises:
-        what `work` raised.
+        Exception: what `work` raised.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="forge-run") as pool:
         future = pool.submit(work)
@@ -159,5 +164,6 @@ def run_in_thread(work: Callable[[], T]) -> T:
             except KeyboardInterrupt:
                 if future.done():
                     raise
+                # The run ends in order, and its result or error comes with the next round.
                 if _interrupt is not None:
                     _interrupt()

@@ -31,11 +31,13 @@ __all__ = ["Runtime", "add_local", "drain_metrics", "forked_processes", "runtime
 
 
 class Runtime:
-    """All that one controller has started. Created on first use by `runtime()`, inside a running event loop.
+    """The services of one controller, and the processes that they run in.
+
+    `runtime()` creates it on first use, inside a running event loop.
 
     Attributes:
-        services: by name.
-        failure: set to an error once a vital service is lost.
+        services: the services by name.
+        failure: set to an error once a vital service is lost, which ends the run.
         placement: the hosts and devices of replicas.
     """
 
@@ -53,10 +55,15 @@ class Runtime:
         remote_service.open_relay(self.services.__getitem__)
 
     async def start(self, cls: type[Any], options: Options, args: tuple, kwargs: Kwargs) -> Service:
-        """Start `options.num_replicas` replicas of a component and wait until they serve.
+        """Start `options.num_replicas` replicas of a component, wait until they serve, and return their service.
+
+        Args:
+            cls: the component's class, a subclass of ForgeActor.
+            args: positional arguments of its constructor.
+            kwargs: keyword arguments of its constructor.
 
         Raises:
-            what a replica's `__init__` or `setup` raised; no process of the service remains then.
+            Exception: what a replica's `__init__` or `setup` raised; no process of the service remains then.
         """
         endpoints = cls.endpoints()
         component = Component(self._name(cls, options), cls, options, args, kwargs)
@@ -73,22 +80,26 @@ class Runtime:
         return service
 
     async def drain_metrics(self, profiles: Mapping[str, str]) -> Snapshot:
-        """Merge the metrics that every living process recorded since the last call."""
+        """Return the merged metrics that all living processes, this one included, recorded since the last call.
+
+        Args:
+            profiles: the folder for a profile of the next step, by component.
+        """
         merged = drain()
-        # One replica for each process: the components of a process share its metrics. One that spans all processes of a
-        # group speaks for them.
+        # The components of a process share its metrics: one replica is asked for each process. A process index of None
+        # stands for all processes of the group; a replica that spans them answers for all, light ones are not asked.
         by_process: dict[tuple[ProcessGroup, int | None], Replica] = {}
         for service in self.services.values():
             for supervisor in service._supervisors:
                 if supervisor.state == "up" and supervisor.replica is not None:
                     by_process[supervisor.replica.group, supervisor.replica.process_index] = supervisor.replica
-
-        speakers = [
+        asked = [
             replica
-            for (group, process), replica in by_process.items()
-            if process is None or (group, None) not in by_process
+            for (group, process_index), replica in by_process.items()
+            if process_index is None or (group, None) not in by_process
         ]
-        drains = (replica.drain_metrics(profiles) for replica in speakers)
+
+        drains = (replica.drain_metrics(profiles) for replica in asked)
         for snapshots in await asyncio.gather(*drains, return_exceptions=True):
             if isinstance(snapshots, ReplicaDied):
                 continue  # and its metrics are lost with it
@@ -100,7 +111,7 @@ class Runtime:
         return merged
 
     async def shutdown(self) -> None:
-        """Stop every component; returns when their processes have ended."""
+        """Stop every service, and return once all processes have ended."""
         self._watchdog.cancel()
         await asyncio.gather(*(service.stop() for service in self.services.values()), return_exceptions=True)
         await asyncio.gather(*self._pending_stops, return_exceptions=True)
@@ -117,11 +128,12 @@ class Runtime:
                 await replica.start()
             except BaseException as error:
                 replica.fail(f"its start failed: {error}", blameless=True)
-                if not group.pids:
+                if not group.pids:  # not even the first message was answered
                     group.hosts.give_up()
+                # What is left in the processes (torch.distributed, device memory) would disturb the next attempt: they
+                # are killed, unless other components share them and this one leaves nothing.
                 if not group.shared or component.options.heavy or isinstance(error, CallTimeout):
-                    # Its remains would disturb the next attempt: torch.distributed, device memory.
-                    group.fail("its start failed")  # kills; nothing waits for its orderly stop below
+                    group.fail("its start failed")
                 pending = asyncio.ensure_future(replica.stop())
                 self._pending_stops.add(pending)
                 pending.add_done_callback(self._pending_stops.discard)
@@ -134,7 +146,7 @@ class Runtime:
         return launch_replica
 
     async def _find_group(self, component: Component, index: int) -> ProcessGroup:
-        """Return the processes for a replica: new ones, or those that it shares if they live."""
+        """Return the processes for replica `index` of a component: living ones that it shares, or else new ones."""
         options = component.options
         name = f"{component.name}{index}"
         shared = options.share is not None or options.per_process > 1
@@ -152,17 +164,21 @@ class Runtime:
         procs = max(1, procs_of(options) // hosts.size)
         mesh = await hosts.mesh()
 
-        # Another component of the share may have started it while this one waited.
+        # Another component of the share may have started the processes while this one waited for a host.
         async with self._group_locks[name] if shared else nullcontext():
             group = self._groups.get(name) if shared else None
             if group is not None and group.dead is None:
                 return group
             if isinstance(mesh, HostMesh):
-                # A fork has imported its libraries: it cannot have other settings of theirs than the server's.
-                forkable = type(hosts) is Hosts and options.threads == 1
-                forkable = forkable and not any(gpus.values()) and not bound_variables(options.env)
-                forkable = forkable and not options.env.keys() & processes.ALLOCATOR.keys()
-                server = await _ready_server(options.setup_timeout) if forkable else None
+                # A fork has imported its libraries already: its settings for them must be those of the fork server.
+                is_forkable = (
+                    type(hosts) is Hosts
+                    and options.threads == 1
+                    and not any(gpus.values())
+                    and not bound_variables(options.env)
+                    and not options.env.keys() & processes.ALLOCATOR.keys()
+                )
+                server = await _ready_server(options.setup_timeout) if is_forkable else None
                 mesh = processes.spawn_processes(mesh, name, procs, options, hosts, gpus, server)
 
             group = ProcessGroup(name, mesh, options, hosts, shared=shared)
@@ -171,7 +187,7 @@ class Runtime:
             return group
 
     def _name(self, cls: type[Any], options: Options) -> str:
-        """Return `replay_buffer` for `ReplayBuffer`, numbered from the second on."""
+        """Return a new name for a service of `cls`, e.g. "replay_buffer", the next time "replay_buffer2"."""
         base = options.mesh_name or snake_case(cls.__name__)
         names = (base if number == 1 else f"{base}{number}" for number in itertools.count(1))
         name = next(name for name in names if name not in self._names)
@@ -183,22 +199,28 @@ class Runtime:
             self.failure.set_result(error)
 
 
-async def _ready_server(patience: float) -> ForkServer | None:
-    """Return the fork server once it has imported its libraries; None if there is none, or it comes to a halt."""
+async def _ready_server(seconds: float) -> ForkServer | None:
+    """Return the fork server once it has imported its libraries.
+
+    Returns None if there is none for this environment, if it ended, or if its `Patience` of `seconds` is used up.
+    """
     server = fork_server()
     if server is None or not server.has_environment(os.environ):
         return None
-    process = Process(server.pid, lambda: None)
+
+    # `server.wait` blocks, and notices the end of the process by itself: the process is watched for its activity only.
+    process = Process(server.pid, ended=lambda: None)
     try:
-        return server if await wait_for(asyncio.to_thread(server.wait), [process], patience) else None
+        is_ready = await wait_for(asyncio.to_thread(server.wait), [process], seconds)
     except TimeoutError:
-        return None
+        is_ready = False
     finally:
         process.close()
+    return server if is_ready else None
 
 
 def log_loss(error: BaseException) -> None:
-    """Log the loss of a component that a run continues without."""
+    """Log the loss of a component that is not vital: the run continues without it."""
     log.warning("%s", error)
 
 
@@ -207,7 +229,7 @@ _local: list[Any] = []  # components of this process, see `ForgeActor.as_local`
 
 
 def runtime() -> Runtime:
-    """Return the runtime of this controller, created on first use inside a running event loop."""
+    """Return the runtime of this controller; the first call creates it, and needs a running event loop."""
     global _runtime
     if _runtime is None:
         configure_logging()
@@ -218,7 +240,7 @@ def runtime() -> Runtime:
 
 
 def add_local(component: Any) -> None:
-    """Register a component of this process, for `shutdown` to tear down."""
+    """Register a component of this process: `shutdown` calls its `teardown`."""
     _local.append(component)
 
 
@@ -234,16 +256,18 @@ async def shutdown() -> None:
         except Exception as error:
             log.warning("%s: teardown failed: %s", type(component).__name__, error)
     if _runtime is not None:
-        stopping = _runtime
-        _runtime = None
+        stopping, _runtime = _runtime, None
         await stopping.shutdown()
 
 
 async def drain_metrics(profiles: Mapping[str, str] | None = None) -> Snapshot:
-    """Merge the metrics that any process recorded since the last call. Those of a process that died since are lost.
+    """Return the merged metrics that all processes of the run recorded since the last call.
+
+    Metrics of a process that died in the meantime are lost.
 
     Args:
-        profiles: folders by component: its processes are profiled until the next call.
+        profiles: the folder for a profile, by component: processes of these components are profiled until the next
+            call.
     """
     with on_the_clock("drain_metrics"):
         return await runtime().drain_metrics(profiles or {})

@@ -1,4 +1,4 @@
-"""Services: the replicas of a component, and the retries of calls whose replica is lost."""
+"""Services: send calls to the replicas of a component, and send them again if a replica is lost."""
 
 import asyncio
 import itertools
@@ -19,14 +19,21 @@ from .types import Call, Pending, Request, Value, new_id
 
 # Seconds in which a replica that `scale` removes may finish its calls.
 DRAIN_PATIENCE = 30.0
-# Seconds before a request of a lost replica is sent again: replicas that died at the same moment are known by then, and
-# the request is not blamed for two deaths that it only saw.
+# Seconds before a request of a lost replica is sent again. By then it is known which other replicas died at the same
+# moment: otherwise the request could be sent to one of them, and be blamed for both deaths.
 RETRY_DELAY = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """The state of one replica now. Latencies are over its last 512 calls, in milliseconds; NaN before the first."""
+    """The state of one replica at one moment.
+
+    Attributes:
+        state: "starting", "up", "restarting", "failed" or "stopped".
+        latency_p50: median of its last 512 calls, in milliseconds; NaN before the first.
+        latency_p99: their 99th percentile.
+        error: why it was lost last; empty if it never was.
+    """
 
     name: str
     state: str
@@ -41,7 +48,14 @@ class ReplicaStatus:
 
 @dataclass(frozen=True, slots=True)
 class ServiceStatus:
-    """The state of a service now; `queued` calls wait for a replica, `quarantined` names those that killed."""
+    """The state of a service at one moment.
+
+    Attributes:
+        queued: number of calls that wait for a replica.
+        restarts: number of replicas that were replaced.
+        retried: number of times that a call was sent again because its replica was lost.
+        quarantined: the calls that raised PoisonRequest, described with endpoint, request and caller.
+    """
 
     name: str
     replicas: list[ReplicaStatus]
@@ -54,7 +68,13 @@ class ServiceStatus:
 class Service(Handle):
     """The replicas of one component. Created by `Component.options(...).as_service(...)`.
 
-    Pickled, it becomes a handle with the same verbs: a component may be given other services as arguments.
+    Pickled, it becomes a handle with the same verbs (RemoteService): a component may get services as arguments.
+
+    Args:
+        endpoints: the names of the endpoints, each with whether replicas catch up on it.
+        launch: starts the replica of an index and an incarnation, and returns it once it is set up.
+        release: frees hosts and devices of a service's replica by name and index; an index of None stands for all.
+        on_dead: called with the error when no replica is left.
     """
 
     def __init__(
@@ -81,44 +101,47 @@ class Service(Handle):
         self._quarantined: list[str] = []
         self._stopped = False
 
-        # Awaited with the arguments of a fanout before it is sent, by endpoint.
+        # By endpoint: a function that is awaited with a fanout's arguments before the fanout is sent.
         self.before_fanout: dict[str, Callable[..., Pending[None]]] = {}
 
     def __reduce__(self):
         return RemoteService, (self._name, self._endpoints, self._options.call_timeout, relay_for(self._name))
 
     async def scale(self, num_replicas: int) -> None:
-        """Change the number of replicas. New ones serve as soon as they are ready; removed ones finish the calls that
-        they have started, within thirty seconds.
+        """Change the number of replicas.
+
+        New replicas serve as soon as they are ready. Removed ones have 30 seconds to finish the calls in flight.
 
         Raises:
-            what a new replica's setup raised; the service then keeps the replicas it had.
+            ValueError: `num_replicas` is below 1.
+            Exception: what a new replica's setup raised; the service then keeps the replicas that it had.
         """
         if num_replicas < 1:
             raise ValueError(f"{self._name} needs at least one replica, got {num_replicas}: use stop to end it")
         async with self._scaling:
             self._balancer.check_open()
-            # Failed replicas make room first, also on their devices.
+            # Failed replicas are removed first, which frees their devices for new ones.
             failed = [supervisor for supervisor in self._supervisors if supervisor.state == "failed"]
             await asyncio.gather(*map(self._retire_supervisor, failed))
             living = [supervisor for supervisor in self._supervisors if supervisor.state != "stopped"]
             remaining = living[:num_replicas]
             removed = living[num_replicas:]
 
-            # New replicas fill the gaps of the numbering.
-            used = {supervisor.index for supervisor in remaining}
-            free = (index for index in itertools.count() if index not in used)
-            added = [self._make_supervisor(next(free)) for _ in range(num_replicas - len(remaining))]
+            # New replicas get the lowest free indices.
+            used_indices = {supervisor.index for supervisor in remaining}
+            free_indices = (index for index in itertools.count() if index not in used_indices)
+            added = [self._make_supervisor(next(free_indices)) for _ in range(num_replicas - len(remaining))]
 
-            # A fanout, the watchdog and `stop` must see those that are still starting.
+            # Listed before they are up: a fanout, the watchdog and `stop` must see replicas that are starting.
             self._supervisors = _by_index(remaining + added)
             try:
-                # Wait for all of them before raising: none may start after the service went back.
+                # All starts must have ended before an error is raised and the new replicas are removed again.
                 starts = [supervisor.start() for supervisor in added]
                 for error in await asyncio.gather(*starts, return_exceptions=True):
                     if isinstance(error, BaseException):
                         raise error
             except BaseException:
+                # Back to the replicas from before.
                 self._supervisors = _by_index({*self._supervisors, *removed} - {*added})
                 await asyncio.shield(asyncio.gather(*map(self._retire_supervisor, added)))
                 raise
@@ -130,18 +153,18 @@ class Service(Handle):
         rows = []
         for supervisor in self._supervisors:
             replica = supervisor.replica
-            times = sorted(replica.latencies) if replica else []
+            latencies = sorted(replica.latencies) if replica else []
             rows.append(
                 ReplicaStatus(
-                    supervisor.name,
-                    supervisor.state,
-                    replica.pids if replica else [],
-                    replica.in_flight if replica else 0,
-                    replica.served if replica else 0,
-                    supervisor.restarts,
-                    1e3 * statistics.median(times) if times else float("nan"),
-                    1e3 * times[int(0.99 * len(times))] if times else float("nan"),
-                    str(supervisor.error or ""),
+                    name=supervisor.name,
+                    state=supervisor.state,
+                    pids=replica.pids if replica else [],
+                    in_flight=replica.in_flight if replica else 0,
+                    served=replica.served if replica else 0,
+                    restarts=supervisor.restarts,
+                    latency_p50=1e3 * statistics.median(latencies) if latencies else float("nan"),
+                    latency_p99=1e3 * latencies[int(0.99 * len(latencies))] if latencies else float("nan"),
+                    error=str(supervisor.error or ""),
                 )
             )
 
@@ -184,8 +207,10 @@ class Service(Handle):
     async def _serve_request(
         self, request: Request, acquire: Callable[[Request], Pending[Replica | None]], *, catch_up: bool = False
     ) -> list[Value] | None:
-        """Serve a request on the replica from `acquire`, retrying on the next one if it dies. None if there is no
-        replica, or it will `catch_up` on the call when it is replaced."""
+        """Serve a request on the replica that `acquire` returns, and on the next one if that dies; return all values.
+
+        Returns None if `acquire` does, or if the replica dies during a call that its replacement catches up on.
+        """
         while True:
             try:
                 replica = await acquire(request)
@@ -199,12 +224,12 @@ class Service(Handle):
             if replica is None:
                 return None
             try:
-                if replica.alive:  # otherwise it died since it was chosen
+                if replica.alive:
                     return await replica.serve(request)
-                request.attempts -= 1
+                request.attempts -= 1  # it died before the request was sent: that is no attempt
             except ReplicaDied as died:
                 if replica.alive:
-                    raise  # the endpoint itself raised it, about another service
+                    raise  # the endpoint itself raised it, about a service that it called
                 if catch_up:
                     return None
                 self._handle_loss(request, replica, died)
@@ -214,7 +239,13 @@ class Service(Handle):
             await asyncio.sleep(RETRY_DELAY)
 
     def _handle_loss(self, request: Request, replica: Replica, died: ReplicaDied) -> None:
-        """Raise an error unless a request may be sent again after its replica died."""
+        """Record that a request's replica died; return if the request may be sent again.
+
+        Raises:
+            ServiceStopped: the service was stopped.
+            PoisonRequest: the request seems to kill its replicas.
+            ReplicaDied: the retries are used up.
+        """
         if self._stopped:
             raise self._was_stopped()
         request.avoid.add(replica.index)
@@ -235,15 +266,13 @@ class Service(Handle):
 
     async def _fan_out(self, call: Call) -> list[Value]:
         self._balancer.check_open()
-        # The trainer publishes its weights before generators are asked to load them.
+        # For example, the trainer publishes its weights before generators are asked to load them.
         if call.endpoint in self.before_fanout:
             await self.before_fanout[call.endpoint](*call.args, **call.kwargs)
         catch_up = call.endpoint in self._catch_up
         previous = self._latest.get(call.endpoint)
         if catch_up:
-            # Absent replicas get it before they serve again, and in the order of the calls: hence not just replaced.
-            self._latest.pop(call.endpoint, None)
-            self._latest[call.endpoint] = call
+            self._set_latest(call.endpoint, call)
 
         async def call_replica(supervisor: Supervisor, request: Request) -> list[Value] | None:
             async def acquire_replica(request: Request) -> Replica | None:
@@ -260,25 +289,34 @@ class Service(Handle):
 
             return await self._serve_request(request, acquire_replica, catch_up=catch_up)
 
-        # A call that replicas catch up on need not wait for absent ones; any other waits for those that will be back
-        # soon, unless they need a host and others serve.
-        up = [supervisor for supervisor in self._supervisors if supervisor.state == "up"]
-        expected = [supervisor for supervisor in self._supervisors if not (up and supervisor.waits_for_host)]
-        calls = [call_replica(supervisor, self._make_request(call)) for supervisor in (up if catch_up else expected)]
+        # A call that replicas catch up on is sent to those that serve. Any other call also waits for those that are
+        # being replaced, except replicas that wait for a host, which may take hours; if none serves, it waits for all.
+        serving = [supervisor for supervisor in self._supervisors if supervisor.state == "up"]
+        recipients = serving
+        if not catch_up:
+            recipients = [
+                supervisor for supervisor in self._supervisors if not serving or not supervisor.waits_for_host
+            ]
+        calls = [call_replica(supervisor, self._make_request(call)) for supervisor in recipients]
         with on_the_clock(f"{self._name}.{call.endpoint}"):
             replies = await asyncio.gather(*calls, return_exceptions=True)
         self._balancer.check_open()
 
-        for reply in replies:
-            if isinstance(reply, BaseException):
-                if catch_up and self._latest[call.endpoint] is call:
-                    # A new replica must not start with a call that raised on a living one.
-                    self._latest.pop(call.endpoint)
-                    if previous is not None:
-                        self._latest[call.endpoint] = previous
-                raise reply
-
+        failures = [reply for reply in replies if isinstance(reply, BaseException)]
+        if failures:
+            # A new replica must not start with a call that raised on a living one.
+            if catch_up and self._latest[call.endpoint] is call:
+                self._set_latest(call.endpoint, previous)
+            raise failures[0]
         return [reply[0] for reply in replies if isinstance(reply, list)]
+
+    # Set the call of an endpoint that absent replicas catch up on; None if there is none.
+    def _set_latest(self, endpoint: str, call: Call | None) -> None:
+        # Removed first, so that it is the last one of the dict: replicas catch up on endpoints in the order of the
+        # calls.
+        self._latest.pop(endpoint, None)
+        if call is not None:
+            self._latest[endpoint] = call
 
     def _make_request(self, call: Call) -> Request:
         limit = self._options.call_timeout if call.timeout is None else call.timeout
@@ -288,7 +326,7 @@ class Service(Handle):
     def _make_supervisor(self, index: int) -> Supervisor:
         async def launch_replica(incarnation: int) -> Replica:
             replica = await self._launch(index, incarnation)
-            # Repeat the last call of each catch-up endpoint, until no additional one came meanwhile.
+            # Repeat the latest call of each catch-up endpoint, and those that came meanwhile, until none is missed.
             caught_up: dict[str, Call] = {}
             while missed := [call for call in self._latest.values() if caught_up.get(call.endpoint) is not call]:
                 for call in missed:
@@ -313,7 +351,7 @@ class Service(Handle):
 
     @contextmanager
     def waiting_for_host(self, index: int) -> Iterator[None]:
-        """Within the block, fanouts exclude a replica that waits for a host, which may take hours."""
+        """Within the block, fanouts exclude replica `index`: it waits for a host, which may take hours."""
         supervisor = next((supervisor for supervisor in self._supervisors if supervisor.index == index), None)
         if supervisor is None:
             yield
@@ -325,9 +363,9 @@ class Service(Handle):
             supervisor.waits_for_host = False
 
     def is_only_replica(self, index: int) -> bool:
-        """Return whether no other replica serves, or the service is only starting."""
+        """Return whether no replica but `index` serves, or whether this one is starting for the first time."""
         states = {supervisor.index: supervisor.state for supervisor in self._supervisors}
-        return states.pop(index, None) == "starting" or "up" not in states.values()
+        return states.pop(index, None) == "starting" or "up" not in states.values()  # `pop` leaves the others
 
     async def _retire_supervisor(self, supervisor: Supervisor) -> None:
         supervisor.retire()
@@ -338,9 +376,9 @@ class Service(Handle):
 
     def _on_supervisor_failed(self, supervisor: Supervisor) -> None:
         def make_error() -> ReplicaDied:
-            make_error = ReplicaDied(f"no replica of {self._name} is left. {supervisor.error}")
-            make_error.__cause__ = supervisor.error
-            return make_error
+            error = ReplicaDied(f"no replica of {self._name} is left. {supervisor.error}")
+            error.__cause__ = supervisor.error
+            return error
 
         if all(supervisor.state in ("failed", "stopped") for supervisor in self._supervisors):
             self._balancer.close(make_error)

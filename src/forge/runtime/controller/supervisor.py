@@ -1,4 +1,4 @@
-"""Supervision of one replica: starts another process when it dies, with back-off, up to a cap."""
+"""Supervision of one replica: replaces it when it dies, with growing pauses, up to a number of failures in a row."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ log = logging.getLogger(__name__)
 
 State = Literal["starting", "up", "restarting", "failed", "stopped"]
 
-# Seconds after which a replica counts as sound: its death is then the first of a new series.
+# Seconds after which a replica counts as sound: a later death is the first one of a new series.
 SOUND_AFTER = 10.0
-# Seconds between attempts at most: longer waits would not help a cause that lasts, and the cap on restarts ends them.
+# Longest pause between attempts, in seconds. Longer ones would not help if the cause lasts: `max_restarts` ends them.
 MAX_BACK_OFF = 10.0
 
 
@@ -29,9 +29,16 @@ class Supervisor:
     """Supervises replica `index` of a service.
 
     Args:
-        launch: starts a replica of some incarnation and returns it ready to serve, or raises and leaves no process.
+        launch: starts the replica of a given incarnation and returns it ready to serve, or raises and leaves no
+            process.
         balancer: sends requests to the replica while it serves.
-        on_failed: called when no replacement started within `max_restarts`.
+        on_failed: called with this supervisor when `max_restarts` is used up, or the replica's state is lost.
+
+    Attributes:
+        replica: the newest replica, which may be dead; None before the first one serves.
+        restarts: number of replacements that served.
+        error: why the replica was lost, or could not be replaced, the last time.
+        waits_for_host: a replacement waits for a host, which may take hours.
     """
 
     def __init__(
@@ -61,7 +68,11 @@ class Supervisor:
         self._pending_stops: set[asyncio.Future] = set()
 
     async def start(self) -> None:
-        """Bring up the first replica; what its setup raises is raised here."""
+        """Start the first replica and wait until it serves; its later replacements are started in the background.
+
+        Raises:
+            Exception: what the replica's setup raised.
+        """
 
         async def launch_first() -> Replica:
             try:
@@ -69,7 +80,7 @@ class Supervisor:
             except ReplicaDied as error:
                 if not self.options.max_restarts:
                     raise
-                # Its setup raised nothing: the process was lost from outside. Try once more before it is an error.
+                # Its setup raised nothing: something outside killed the process. Try once more before it is an error.
                 log.warning("%s; starting it again", error)
                 return await self._launch(0)
 
@@ -79,15 +90,15 @@ class Supervisor:
         self._task.add_done_callback(log_failure)
 
     def retire(self) -> None:
-        """Start no additional replica; the serving one continues until `stop`."""
+        """Start no replacements from now on; the replica that serves continues until `stop`."""
         self.state = "stopped"
         self._changed.set()
 
     async def when_up(self, limit: float) -> Replica | None:
-        """Wait for a replica that serves; None if there will never be one.
+        """Return the replica once it serves, after its replacement if need be; None if there will never be one.
 
         Raises:
-            TimeoutError: none started in time.
+            TimeoutError: none served within `limit` seconds.
         """
         async with asyncio.timeout(limit):
             while self.state != "up" or self.replica is None:
@@ -98,7 +109,7 @@ class Supervisor:
         return self.replica
 
     async def stop(self) -> None:
-        """End the supervision and the replica."""
+        """End the supervision, stop the replica, and wait until all earlier replicas have ended as well."""
         self.retire()
         if self._task is not None:
             self._task.cancel()
@@ -142,9 +153,13 @@ class Supervisor:
                 return
 
     async def _replace_replica(self, failures: int) -> bool:
-        """Start another replica, with retries up to the cap; return whether one serves."""
-        while failures <= self.options.max_restarts and self.options.max_restarts:
-            await asyncio.sleep(0.0 if not failures else min(MAX_BACK_OFF, 0.25 * 2.0**failures))
+        """Start another replica, again after each failure, up to `max_restarts`; return whether one serves.
+
+        Args:
+            failures: number of failures in a row so far: deaths soon after the start.
+        """
+        while self.options.max_restarts > 0 and failures <= self.options.max_restarts:
+            await asyncio.sleep(min(MAX_BACK_OFF, 0.25 * 2.0**failures) if failures else 0.0)
             started = time.monotonic()
             try:
                 replica = await self._launch(self.restarts + 1)

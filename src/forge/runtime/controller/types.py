@@ -1,7 +1,7 @@
-"""What passes between callers, services and replicas: a call, and a request on its way to replicas.
+"""The messages between callers, services and replicas: a `Call`, and the `Request` that a service makes of it.
 
-A dead process may have served many requests, and one of them may have killed it. All that it was working on are
-suspects: they are sent again in groups of an eighth, so that the next death has fewer of them, and a request that is
+A dead process may have served many requests, and one of them may have killed it: all requests that it was working on
+are suspects. They are sent again in groups of an eighth, so that the next death has fewer suspects. A request that is
 the only suspect of its last death is not sent again.
 """
 
@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 Value = Any  # what an endpoint returned: anything that pickle carries
 Kwargs = dict[str, Any]  # the keyword arguments of a call
-Pending = Coroutine[Any, Any, T]  # a call that waits to be awaited
+Pending = Coroutine[Any, Any, T]  # a call that was written and is to be awaited
 
 _numbers = itertools.count()
 _PACKAGE = os.path.dirname(__file__)
@@ -27,7 +27,15 @@ _PACKAGE = os.path.dirname(__file__)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a service: an endpoint with its arguments, and how to send it."""
+    """A call of a service as its caller wrote it.
+
+    Attributes:
+        verb: "route", "fanout", "call" or "call_one".
+        caller: the calling code, for errors: `function (file:line)`.
+        timeout: seconds; None is the component's `call_timeout`.
+        session: id of the session whose replica gets the call; None without a session.
+        request_id: id for the request; None makes a new one.
+    """
 
     verb: str
     endpoint: str
@@ -41,15 +49,16 @@ class Call:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A call of an endpoint. It keeps its `id` however often it is sent; each attempt has a new `token`.
+    """A call on its way to replicas. It keeps its `id` however often it is sent; each attempt has a new `token`.
 
     Attributes (times on the monotonic clock, in seconds):
-        created: when the call was made; its time limit counts from then.
+        limit: seconds after `created` until the call raises CallTimeout.
+        created: when the call was made.
         sent: when it was last sent.
-        attempts: how often it was sent.
-        deaths: replicas whose death this request may have caused.
-        suspects: requests that may have caused the last of these deaths.
-        avoid: indices of these replicas.
+        attempts: number of times that it was sent.
+        deaths: number of replicas whose death this request may have caused.
+        suspects: number of requests that may have caused the last of these deaths.
+        avoid: indices of the replicas that died with it.
     """
 
     id: str
@@ -69,7 +78,7 @@ class Request:
 
     @property
     def time_left(self) -> float:
-        """Return seconds until its time limit."""
+        """Return the seconds until its time limit, at least 0."""
         return max(0.0, self.created + self.limit - time.monotonic())
 
     def send(self) -> None:
@@ -79,24 +88,27 @@ class Request:
         self.attempts += 1
 
     def record_death(self, suspects: set[Request]) -> None:
-        """Record that its replica died, and which requests may be the cause."""
+        """Record that its replica died; does nothing if the request is not among the `suspects` of this death."""
         if self in suspects:
             self.deaths += 1
             self.suspects = len(suspects)
 
 
 def find_suspects(requests: set[Request]) -> set[Request]:
-    """Return the requests that may have killed their replica: those that an earlier death accuses, if any."""
+    """Return which of the requests of a dead replica may have killed it.
+
+    If some are suspects of an earlier death these are returned, otherwise all.
+    """
     return {request for request in requests if request.deaths} or {*requests}
 
 
 def new_id(service: str) -> str:
-    """Return an id for a request, unique within the run."""
+    """Return a new id for a request, unique within the run, e.g. "policy-1234-56"."""
     return f"{service}-{os.getpid()}-{next(_numbers)}"
 
 
 def name_caller() -> str:
-    """Return name the code outside this package that makes a call: `function (file:line)`."""
+    """Return `function (file:line)` of the innermost code on the stack that is outside of this package."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
@@ -108,10 +120,16 @@ _request: contextvars.ContextVar[str | None] = contextvars.ContextVar("forge_req
 
 @dataclass(frozen=True, slots=True)
 class ActorContext:
-    """The place of one process within a component: replica and rank.
+    """Which part of a component one process is.
 
-    `incarnation` counts the processes in this place: 0 is the first, each respawn adds one. `rendezvous` is the path of
-    a FileStore for torch.distributed; None for a replica of one process.
+    Attributes:
+        component: the component's name.
+        replica: index of the replica.
+        rank: index of this process in its replica, from 0.
+        world_size: number of processes of the replica.
+        rendezvous: where the ranks of the replica meet, see `forge.runtime.process_groups.process_store`; None for a
+            replica of one process.
+        incarnation: number of replicas that this one replaces: 0 for the first, one more with each respawn.
     """
 
     component: str
@@ -127,9 +145,9 @@ class ActorContext:
 
 
 def request_id() -> str | None:
-    """Return the id of the request that is being served; None outside of a request.
+    """Return the id of the request that the calling endpoint serves; None outside of an endpoint.
 
-    A request keeps its id when it is sent again after a replica was lost: an endpoint that must not act twice stores
-    the id together with its effect.
+    A request keeps its id when it is sent again because a replica was lost. An endpoint that must not act twice can
+    store the id together with its effect.
     """
     return _request.get()

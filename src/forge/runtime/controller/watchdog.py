@@ -1,4 +1,4 @@
-"""Watchdog: logs who waits for whom when nothing moves, with the stacks of the process that is waited for."""
+"""Watchdog: when calls hang, logs who waits for whom, with the stacks of the process that gives no answer."""
 
 import asyncio
 import logging
@@ -12,18 +12,19 @@ from .types import Request
 
 log = logging.getLogger(__name__)
 
-CHECK_EVERY = 1.0
-MAX_WAITS_SHOWN = 5  # of thousands, the oldest ones tell enough
+CHECK_EVERY = 1.0  # seconds
+MAX_WAITS_SHOWN = 5  # the oldest ones: there may be thousands
 
 
 class Watchdog:
-    """Watches every wait of a run. A replica that has answered no call for `stall_after` seconds while some are in
-    flight is reported, again after twice that time, and so on; so are calls that no replica takes, and replicas that do
-    not start.
+    """Reports the calls and starts of a run that hang, in its log.
+
+    It reports a replica that has answered no call for `stall_after` seconds while some are in flight, calls that no
+    replica takes, and replicas that do not start. Each report is repeated after twice the time, and so on.
 
     Args:
-        services: each `Service` of the run by name, as they come and go.
-        starting: replicas that are starting, with the time of their start.
+        services: the services of the run (`Service`) by name; the mapping changes as they come and go.
+        starting: the replicas that are starting, each with the time of its start on the monotonic clock.
     """
 
     def __init__(self, services: Mapping[str, Any], starting: Mapping[Replica, float]) -> None:
@@ -32,10 +33,10 @@ class Watchdog:
         self._due: weakref.WeakKeyDictionary[object, float] = weakref.WeakKeyDictionary()
 
     async def watch(self) -> None:
-        """Watch until cancelled."""
+        """Check all services every second, until cancelled."""
         while True:
             await asyncio.sleep(CHECK_EVERY)
-            # Replicas that do not start.
+            # Replicas that do not start. Copies, as both mappings change while stacks are read.
             for replica, since in list(self.starting.items()):
                 stalled = time.monotonic() - since
                 if self._is_due(replica, stalled, replica.options.stall_after):
@@ -47,14 +48,15 @@ class Watchdog:
             # Replicas that answer none of their calls.
             for service in list(self.services.values()):
                 for supervisor in service._supervisors:
-                    busy = supervisor.replica
-                    if busy is None or not busy.requests:
+                    serving: Replica | None = supervisor.replica
+                    if serving is None or not serving.requests:
                         continue
-                    requests = list(busy.requests)
-                    since = max(busy.last_answer, min(request.sent for request in requests))
-                    if self._is_due(busy, time.monotonic() - since, busy.options.stall_after):
-                        lines = _find_waits(requests, str(busy)) + await _stacks_of(busy)
-                        _log_report(f"no answer from {busy} for {time.monotonic() - since:.0f} s", lines)
+                    requests = list(serving.requests)
+                    # Silent since its last answer, or since the oldest request in flight if that came later.
+                    since = max(serving.last_answer, min(request.sent for request in requests))
+                    if self._is_due(serving, time.monotonic() - since, serving.options.stall_after):
+                        lines = _describe_waits(requests, str(serving)) + await _stacks_of(serving)
+                        _log_report(f"no answer from {serving} for {time.monotonic() - since:.0f} s", lines)
 
                 # Calls that no replica takes.
                 queued = service._balancer.queued
@@ -62,18 +64,20 @@ class Watchdog:
                 if self._is_due(service, waited, service._options.stall_after):
                     states = ", ".join(f"{supervisor.name} {supervisor.state}" for supervisor in service._supervisors)
                     _log_report(
-                        f"no replica of {service._name} takes a call: {states}", _find_waits(queued, service._name)
+                        f"no replica of {service._name} takes a call: {states}", _describe_waits(queued, service._name)
                     )
 
+    # Return whether a report is due for a stall of `key` that has lasted for `stalled` seconds.
+    # The first one is due after `first` seconds, the others at doubling times: a run that hangs overnight must not
+    # fill its log.
     def _is_due(self, key: object, stalled: float, first: float) -> bool:
         if stalled < first:
             self._due.pop(key, None)
             return False
-        due = stalled >= self._due.setdefault(key, first)
-        # Reports of one stall come at doubling times: a run that hangs overnight must not fill its log.
-        if due:
+        is_due = stalled >= self._due.setdefault(key, first)
+        if is_due:
             self._due[key] = 2 * stalled
-        return due
+        return is_due
 
 
 async def _stacks_of(replica: Replica) -> list[str]:
@@ -83,7 +87,8 @@ async def _stacks_of(replica: Replica) -> list[str]:
     return lines
 
 
-def _find_waits(requests: list[Request], target: str) -> list[str]:
+# Return a line for each of the oldest requests: who waits for `target`, since when and for how long.
+def _describe_waits(requests: list[Request], target: str) -> list[str]:
     now = time.monotonic()
     lines = []
     for request in sorted(requests, key=lambda request: request.created)[:MAX_WAITS_SHOWN]:

@@ -1,4 +1,4 @@
-"""Launcher of a forked process: Monarch starts it, and it mirrors the process's signals and exit status.
+"""Launcher of a forked process: Monarch starts it; it forwards signals to the fork, and ends as the fork does.
 
 It is run by its path, without forge's package and without site-packages, so that it starts in milliseconds.
 """
@@ -17,10 +17,17 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signa
 
 
 def ask_server(connection: socket.socket, address: str, program: str) -> int:
-    """Ask the server at an address to fork a process that runs a program as this one would.
+    """Ask the fork server for a process that runs a program as this process would; return its process id.
 
-    The process ends when the connection is closed. Returns its id, 0 if the server does not fork or is gone.
+    Returns 0 if the server refuses, or has ended. The process ends when the connection is closed.
+
+    Args:
+        connection: a new UNIX socket.
+        address: path of the server's socket.
+        program: name of the module to run as the main program.
     """
+    # Read back by `forkserver.read_request`: the length, with four open files, then fields that are separated by 0
+    # bytes.
     limits = b",".join(b"%d:%d:%d" % (number, *resource.getrlimit(number)) for number in LIMITS)
     variables = (name + b"=" + value for name, value in os.environb.items())
     request = b"\0".join([program.encode(), limits, *variables])
@@ -30,13 +37,13 @@ def ask_server(connection: socket.socket, address: str, program: str) -> int:
         socket.send_fds(connection, [len(request).to_bytes(4, "little")], [0, 1, 2, folder])
         os.close(folder)
         connection.sendall(request)
-    except OSError:  # it does not listen, or ended
+    except OSError:  # the server does not listen, or has ended
         return 0
     return int.from_bytes(receive_bytes(connection, 4), "little")
 
 
 def receive_bytes(connection: socket.socket, length: int) -> bytes:
-    """Read `length` bytes; fewer if the other side ended."""
+    """Return the next `length` bytes of a connection; fewer if the other side closes it before, or reading fails."""
     received = b""
     with suppress(OSError):
         while len(received) < length:
@@ -48,7 +55,12 @@ def receive_bytes(connection: socket.socket, length: int) -> bytes:
 
 
 def main(address: str, program: str) -> None:
-    """Have a program run in a fork; run it here if there is none."""
+    """Run a program in a fork of the server at `address`, and end as it ends; run it in this process without a fork.
+
+    Args:
+        address: path of the server's socket.
+        program: name of the module to run as the main program.
+    """
     with open("/proc/self/comm", "w") as name:
         name.write("forge-launcher")
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -56,21 +68,24 @@ def main(address: str, program: str) -> None:
     if not pid:
         os.execv(sys.executable, [sys.executable, "-m", program])
     status = follow_process(connection, pid)
-    # A parent sees the same exit status, or the same signal, as of the process itself.
+    # The parent of this process sees the exit code of the fork, or the signal that ended it.
     if not os.WIFSIGNALED(status):
         os._exit(os.WEXITSTATUS(status))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the process has dumped its core already
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the fork has dumped its core already
     os.kill(os.getpid(), os.WTERMSIG(status))
 
 
 def follow_process(connection: socket.socket, pid: int) -> int:
-    """Forward signals to a process until it ends. Return its status; SIGKILL if its program did not report one."""
+    """Forward this process's signals to process `pid` until that ends; return its status, as `os.wait` gives it.
+
+    The process sends its status over `connection` when its program ends. Without one it counts as killed by SIGKILL.
+    """
     with suppress(ProcessLookupError):
         process = os.pidfd_open(pid)
         for number in FORWARDED:
             signal.signal(number, lambda number, frame: signal.pidfd_send_signal(process, number))
         select.select([process], [], [])
-        connection.setblocking(False)  # a child of the process may hold its end of the connection
+        connection.setblocking(False)  # a child of the process may keep the other end of the connection open
         status = receive_bytes(connection, 4)
         if len(status) == 4:
             return struct.unpack("=i", status)[0]

@@ -48,15 +48,15 @@ LIBRARIES = (
     "forge.data.load",
     "forge.runtime.store",
 )
-# Prefixes of variables that differ from process to process, and that no library reads during its import. The folders of
-# compilers belong to the server: PyTorch sets them in a controller that compiles something.
+# Prefixes of environment variables that may differ between the server and a fork, as no library reads them during its
+# import. The folders of compilers are among them, as PyTorch sets them in a controller that compiles something.
 FREE = (
     *("HYPERACTOR_", "MONARCH_", "FORGE_", "PYTEST_", "TMPDIR", "PWD", "OLDPWD", "SHLVL", "COLUMNS", "LINES"),
     *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "MALLOC_", "LC_CTYPE"),
 )
-LIVES = 3  # servers that one controller starts, as each may end when memory is short
+LIVES = 3  # server processes that a `ForkServer` starts at most: the kernel may kill one when memory is short
 REQUEST_TIMEOUT = 10.0  # seconds; a launcher sends its request at once
-# Signals that terminals and schedulers send to every process of a run: its controller handles them.
+# Ignored signals: terminals and schedulers send them to every process of a run, and only the controller handles them.
 HELD = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 
 log = logging.getLogger(__name__)
@@ -64,43 +64,47 @@ _numbers = itertools.count()
 
 
 class ForkServer:
-    """The fork server of this process. It ends with the process, and its forks with it.
+    """The controller's side of a fork server: starts the server process, and another one if it ends.
+
+    The server ends with this process, and its forks end with the server.
 
     Args:
-        folder: a private folder, for its socket.
-        settings: additional variables of its environment.
+        folder: a private folder, for the server's socket.
+        settings: environment variables of the server in addition to this process's.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, str]) -> None:
         self.address = folder / f"fork{next(_numbers)}"
         self._settings = settings
         self._process: subprocess.Popen[bytes]
-        self._is_up: bool
+        self._is_up: bool  # whether the process has imported its libraries
         self._lives = LIVES
-        self._waiting = threading.Lock()  # of threads
+        self._wait_lock = threading.Lock()  # replicas wait in several threads, and one of them replaces the server
         self._start_server()
         atexit.register(self.end)
 
     @property
     def pid(self) -> int:
-        """Return its process id."""
+        """Return the id of the server process."""
         return self._process.pid
 
     def has_environment(self, environment: Mapping[str, str]) -> bool:
-        """Return whether it forks processes with these variables, where they differ only in those that no library
-        reads."""
+        """Return whether the server's forks can have this environment: its `bound_variables` equal the server's."""
         return bound_variables(environment) == self._bound
 
     def launcher(self, program: str) -> list[str]:
-        """Return the arguments that make Python the launcher of a fork that runs a program."""
+        """Return the arguments with which Python becomes the launcher of a fork that runs the module `program`."""
         return ["-I", "-S", str(Path(forklauncher.__file__)), str(self.address), program]
 
     def wait(self) -> bool:
-        """Wait until the server has imported its libraries; start another one if it has ended. Return whether one is
-        up."""
-        with self._waiting:
+        """Wait until the server has imported its libraries, and return True; return False if it has ended for good.
+
+        A server that has ended is replaced, up to LIVES times.
+        """
+        with self._wait_lock:
             assert self._process.stdout is not None
             while not self._is_up or self._process.poll() is not None:
+                # The server writes a byte once it is up. Without a byte it ended during its imports.
                 if self._process.poll() is None and self._process.stdout.read(1):
                     self._is_up = True
                     continue
@@ -114,7 +118,7 @@ class ForkServer:
             return True
 
     def end(self) -> None:
-        """End the server."""
+        """Kill the server, and remove its socket; no other one is started."""
         atexit.unregister(self.end)
         self._lives = 0
         self._process.kill()
@@ -136,7 +140,7 @@ class ForkServer:
             )
 
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it ended: processes are started without it
+        with suppress(BrokenPipeError):  # it has ended already, which `wait` notices
             self._process.stdin.write(json.dumps(self._bound).encode() + b"\n")
             self._process.stdin.flush()
 
@@ -150,13 +154,19 @@ class ForkServer:
 
 
 def bound_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that must be equal in the server and in a process that it forks."""
+    """Return the variables of an environment that must be equal in the server and its forks: all others are FREE."""
     return {name: value for name, value in environment.items() if not name.startswith(FREE) and name != "_"}
 
 
 class ForkRequest(NamedTuple):
-    """A fork request: program, resource limits, environment, and the handles of standard input, output, error and the
-    working directory."""
+    """What a launcher asks for: a process like the launcher's own.
+
+    Attributes:
+        program: name of the module to run as the main program.
+        limits: resource limits as (resource, soft limit, hard limit).
+        environment: all environment variables.
+        handles: file descriptors of standard input, output, error, and of the working directory.
+    """
 
     program: str
     limits: list[tuple[int, ...]]
@@ -165,29 +175,38 @@ class ForkRequest(NamedTuple):
 
 
 def main(listener: socket.socket) -> None:
-    """Serve until standard input ends; in a fork, run the program that was asked for."""
+    """Import LIBRARIES, then fork a process for every request until standard input ends.
+
+    In a fork, run the program that was asked for.
+    """
     for number in HELD:
         signal.signal(number, signal.SIG_IGN)
     with suppress(OSError):
         Path("/proc/self/comm").write_text("forge-fork")  # for top and ps; forks rename themselves
     expected = json.loads(sys.stdin.buffer.readline())
-    gc.disable()  # there is hardly any garbage, and collecting takes a sixth of the time
+    gc.disable()  # imports make hardly any garbage, and collecting takes a sixth of their time
     for name in LIBRARIES:
         with suppress(Exception):  # the process that needs it reports the error
             importlib.import_module(name)
-    gc.freeze()  # collections in a fork do not write to memory shared with the server
+    gc.freeze()  # a collection in a fork then does not copy the memory that it shares with the server
 
     gc.enable()
-    with suppress(BrokenPipeError):  # the controller ended
-        os.write(1, b"y")
+    with suppress(BrokenPipeError):  # the controller has ended
+        os.write(1, b"y")  # `ForkServer.wait` reads it
     fork = serve_forks(listener, expected)
     if fork is not None:
         run_program(*fork)
 
 
 def serve_forks(listener: socket.socket, expected: dict[str, str]) -> tuple[socket.socket, ForkRequest] | None:
-    """Fork for every connection until standard input ends; in a fork, return its connection and request."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets forks that ended
+    """Fork a process for every connection; return its connection and request in a fork, None in the server at its end.
+
+    The server ends when its standard input does. A refused launcher gets 0 instead of a process id.
+
+    Args:
+        expected: the `bound_variables` that a request's environment must have.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks that have ended leave no zombies
     while True:
         ready, _, _ = select.select([sys.stdin, listener], [], [])
         if sys.stdin in ready:
@@ -198,24 +217,24 @@ def serve_forks(listener: socket.socket, expected: dict[str, str]) -> tuple[sock
         if request is not None:
             # Only variables that libraries cannot have read may differ, and only a process of one thread forks safely.
             variables = {os.fsdecode(name): os.fsdecode(value) for name, value in request.environment.items()}
-            pid = -1
+            pid = -1  # no fork
             if bound_variables(variables) == expected and len(os.listdir("/proc/self/task")) == 1:
                 with suppress(OSError):  # no memory or no process is left
                     pid = os.fork()
-            if pid == 0:
+            if pid == 0:  # in the fork
                 listener.close()
                 return connection, request
             for handle in request.handles:
                 os.close(handle)
             if pid < 0:
-                with suppress(OSError):  # the launcher ended
+                with suppress(OSError):  # the launcher has ended
                     connection.sendall(bytes(4))
 
         connection.close()
 
 
 def read_request(launcher: socket.socket) -> ForkRequest | None:
-    """Read a launcher's request; None if it ended."""
+    """Return the request of a launcher, as `forklauncher.ask_server` sends it; None if it is incomplete or late."""
     launcher.settimeout(REQUEST_TIMEOUT)
     handles: list[int] = []
     try:
@@ -224,16 +243,19 @@ def read_request(launcher: socket.socket) -> ForkRequest | None:
         environment = dict(variable.split(b"=", 1) for variable in variables)
         quantities = [tuple(map(int, limit.split(b":"))) for limit in limits.split(b",")]
         return ForkRequest(program.decode(), quantities, environment, handles)
-    except (OSError, ValueError):  # without a process its handles would stay open
+    except (OSError, ValueError):  # received handles stay open until they are closed
         for handle in handles:
             os.close(handle)
         return None
 
 
 def run_program(launcher: socket.socket, request: ForkRequest) -> None:
-    """Run a program instead of its launcher: with its environment, limits, folder and streams."""
+    """Run the requested program in this fork, with the launcher's environment, limits, working directory and streams.
+
+    Sends the process id to the launcher at the start, and the program's status at the end.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # A signal that is ignored stays so in programs that a component starts, and SIGTERM is how it ends them.
+    # Not ignored, as programs that a component starts would inherit that, and SIGTERM is how the component ends them.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     *streams, folder = request.handles
     for number, handle in enumerate(streams):
@@ -246,35 +268,38 @@ def run_program(launcher: socket.socket, request: ForkRequest) -> None:
         resource.setrlimit(limit, (soft, hard))
     os.environ.clear()
     os.environb.update(request.environment)
-    tempfile.tempdir = None  # TMPDIR may differ
+    tempfile.tempdir = None  # what the server has cached: TMPDIR may differ
     if not sys.flags.safe_path:
-        with suppress(FileNotFoundError):  # the folder was removed
+        with suppress(FileNotFoundError):  # the working directory was removed
             sys.path[0] = os.getcwd()
 
-    # Forks of one server would otherwise draw the same numbers.
+    # Forks of one server would otherwise draw the same random numbers.
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()
 
-    # The kernel kills this process when the launcher ends, which never sends again.
+    # From here on the launcher sends nothing. The connection becomes readable when the launcher ends, and the kernel
+    # then kills this process: SIGKILL is set as the signal of asynchronous input.
     launcher.settimeout(None)
     launcher.sendall(os.getpid().to_bytes(4, "little"))
     fcntl.fcntl(launcher, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(launcher, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(launcher, fcntl.F_SETFL, fcntl.fcntl(launcher, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([launcher], [], [], 0)[0]:  # it ended before
+    if select.select([launcher], [], [], 0)[0]:  # it ended before that was set
         os.kill(os.getpid(), signal.SIGKILL)
 
+    # A status as `os.wait` gives it has the exit code in its second byte; as in Python's own main program the code is 1
+    # after an exception, or an exit with a text.
     sys.argv = [request.program]
-    status = 1 << 8
+    exit_code = 1
     try:
         runpy.run_module(request.program, run_name="__main__", alter_sys=True)
-        status = 0
+        exit_code = 0
     except SystemExit as ending:
-        status = (ending.code if isinstance(ending.code, int) else int(ending.code is not None)) << 8
+        exit_code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
         raise
     finally:
-        launcher.sendall(struct.pack("=i", status))
+        launcher.sendall(struct.pack("=i", exit_code << 8))
 
 
 if __name__ == "__main__":

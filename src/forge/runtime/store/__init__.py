@@ -1,4 +1,4 @@
-"""State that survives a process: versioned weights, shared by the processes of a run, and journals."""
+"""State that survives a process: versions of weights, which the processes of a run share, and journals."""
 
 from .errors import CorruptWeights, IncompleteVersion, MissingVersion, VersionConflict
 from .journal import Journal

@@ -2,19 +2,19 @@
 
 
 class MissingVersion(KeyError):
-    """The store does not have this key or version."""
+    """A key or a version of it that was asked for is not in the store."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 class IncompleteVersion(RuntimeError):
-    """A rank did not write its part, or a tensor is incomplete; the version was not published."""
+    """A rank did not write its part of a version, or a tensor is incomplete; the version was not published."""
 
 
 class VersionConflict(RuntimeError):
-    """The version was published before with other values: a published version never changes."""
+    """A version that was published before is put again with other values: a published version never changes."""
 
 
 class CorruptWeights(RuntimeError):
-    """Values differ from those that were published."""
+    """Stored values differ from those that were published."""

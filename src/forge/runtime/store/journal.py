@@ -11,7 +11,8 @@ from zlib import crc32
 
 from ...system.files import room_for
 
-# The payload's length and checksum, then the checksum of these two: a damaged length would look like a torn end.
+# A record is a header and a pickled payload. The header has the payload's length and checksum, and a checksum of these
+# two: otherwise a damaged length would look like a record that was not written to its end.
 _FIELDS = struct.Struct("<QI")
 _HEADER = struct.Struct("<QII")
 
@@ -33,12 +34,16 @@ class Journal:
 
     @property
     def size(self) -> int:
-        """Return bytes of complete records."""
+        """Return the number of bytes of all complete records."""
         self._open_writable()
         return self._end
 
     def append(self, record: object) -> None:
-        """Append one record. If that fails (no space), the file is unchanged. NoRoom: the disk is full."""
+        """Append one record; if that fails, the file is unchanged.
+
+        Raises:
+            NoRoom: the disk is full.
+        """
         file = self._open_writable()
         try:
             self._end += _write_record(file, self.path, record)
@@ -49,18 +54,18 @@ class Journal:
             raise
 
     def replay(self) -> Iterator[Any]:
-        """Yield all complete records. Read-only: several processes may replay a journal.
+        """Yield all complete records in their order. The file is only read, so that several processes may do so.
 
         Raises:
-            FileNotFoundError: there is no journal.
-            ValueError: a record is damaged; names the file and the offset.
+            FileNotFoundError: the file does not exist.
+            ValueError: a record is damaged; names the file and the record's offset.
         """
         with self.path.open("rb") as file:
             for payload, _ in self._complete_records(file):
                 yield pickle.loads(payload)
 
     def rewrite(self, records: Iterable[Any]) -> None:
-        """Replace all records atomically."""
+        """Replace all records by `records`: a killed process leaves the old file or the new one."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self.path.with_name(f"{self.path.name}.unfinished")
         file = FileIO(unfinished, "w+")
@@ -80,17 +85,18 @@ class Journal:
         if self._file is None:
             file = FileIO(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644), "r+")
             with self.path.open("rb") as reader:
-                # The file ends with the last complete record: a torn one is overwritten.
                 self._end = max((end for _, end in self._complete_records(reader)), default=0)
+            # A torn record, which a killed process left after the last complete one, is cut off.
             file.truncate(self._end)
             file.seek(self._end)
             self._file = file
         return self._file
 
     def _complete_records(self, file: BinaryIO) -> Iterator[tuple[bytes, int]]:
-        """Yield the payload and the end of every complete record."""
+        """Yield (payload, offset of its end) for every complete record."""
         start = 0
-        # A kill leaves a prefix of the record being written: a short record is torn, a wrong one is damaged.
+        # A killed process leaves the first part of a record. So a record that is too short is torn, and ends the file;
+        # a record with a wrong checksum is damaged, and an error.
         while len(header := file.read(_HEADER.size)) == _HEADER.size:
             length, checksum, header_checksum = _HEADER.unpack(header)
             if crc32(header[: _FIELDS.size]) != header_checksum:
@@ -104,13 +110,13 @@ class Journal:
             yield payload, start
 
 
+# Write one record at the position of `file`; return the number of bytes. `path` is named in errors.
 def _write_record(file: FileIO, path: Path, record: object) -> int:
     payload = pickle.dumps(record, protocol=pickle.HIGHEST_PROTOCOL)
     fields = _FIELDS.pack(len(payload), crc32(payload))
     data = memoryview(fields + crc32(fields).to_bytes(4, "little") + payload)
-    # An unbuffered write may be short.
     written = 0
     with room_for(path, len(data)):
-        while written < len(data):
+        while written < len(data):  # an unbuffered write may write only a part
             written += file.write(data[written:]) or 0
     return written

@@ -1,4 +1,4 @@
-"""Hashing and copying in several threads: both leave Python's lock to others."""
+"""Hash and copy in several threads, which is faster as both release the GIL."""
 
 import os
 from collections import deque
@@ -11,23 +11,27 @@ import torch
 A = TypeVar("A")
 B = TypeVar("B")
 
-THREADS = 8  # at most: by then a machine's memory is busy
-# Bytes from which it is worth while: a smaller version takes a tenth of a second, and on a CPU the other cores decode.
+THREADS = 8  # at most: more do not help once the machine's memory is busy
+# Bytes from which several threads are used. A smaller version takes a tenth of a second in one thread, and on a machine
+# without an accelerator the other cores decode meanwhile.
 LARGE = 1 << 30
 
 
 def in_threads(function: Callable[[A], B], items: Iterable[A], size: int) -> Iterator[B]:
-    """Yield the results of a function of each item, in order; no more than two a thread wait to be taken.
+    """Yield `function(item)` for each item, in order, computed ahead in several threads.
+
+    At most two results for each thread are computed ahead of the one that is yielded, which bounds the memory.
 
     Args:
-        size: bytes of all items together; a small transfer has one thread.
+        size: bytes of all items together; below LARGE the caller's own thread computes them, one by one.
     """
     threads = min(THREADS, len(os.sched_getaffinity(0))) if size >= LARGE else 1
     if threads == 1:
         yield from map(function, items)
         return
 
-    # Each copies by itself: torch's own threads would be more than there are cores.
+    # Each thread copies with one thread of torch: with torch's own pool for each there would be more threads than
+    # cores.
     with ThreadPoolExecutor(threads, "forge-weights", initializer=torch.set_num_threads, initargs=(1,)) as pool:
         pending: deque[Future[B]] = deque()
         try:

@@ -17,24 +17,27 @@ if TYPE_CHECKING:
 
 
 class Store(ABC):
-    """Versions of tensors by key: `VersionStore` in shared memory of this host; extensions have others, as for
-    several hosts. `VersionStore` documents the methods.
+    """Versions of tensors by key. `VersionStore` keeps them in shared memory of this host; extensions add other stores.
 
-    In the controller, `publishers[key](version)` publishes the weights of that number, if a trainer has them.
+    Attributes:
+        publishers: in the controller, a function by key that has a trainer publish its weights under a version number,
+            if its step has that number.
     """
 
     publishers: Mapping[str, Callable[[int], Awaitable[object]]] = MappingProxyType({})
 
     def get(self, key: str, into: Any = None, version: int | None = None, *, timeout: float | None = None) -> Any:
-        """Read a version, the newest by default.
+        """Return the tensors of a version, each value verified by its checksum.
 
         Args:
-            into: a tensor, DTensor or state dict of any layout and dtype, filled in place and returned; of a state
-                dict, the names that it has. None returns new, whole tensors.
+            into: a tensor, DTensor or (nested) state dict of any layout and dtype, which is filled in place and
+                returned; a state dict may have only some of the names. None returns new, whole tensors.
+            version: its number; None is the newest.
             timeout: seconds to wait for the version; None does not wait.
 
         Raises:
-            MissingVersion: no such key or version; names the existing ones.
+            MissingVersion: the key or the version does not exist; names the existing ones.
+            TimeoutError: the version did not appear within `timeout` seconds.
             KeyError: a name in `into` is not in the version.
             ValueError: a shape differs; names the tensor.
             CorruptWeights: values differ from those that were put; names the tensor.
@@ -45,7 +48,7 @@ class Store(ABC):
             return snapshot.fill(into)
 
     def exists(self, key: str, version: int | None = None) -> bool:
-        """Return whether a key has this version, or any."""
+        """Return whether a key has this version; with None, whether it has any."""
         versions = self.versions(key)
         return bool(versions) if version is None else version in versions
 
@@ -59,38 +62,58 @@ class Store(ABC):
         dtype: torch.dtype | None = None,
         timeout: float = 300.0,
     ) -> int:
-        """Publish a tensor or a state dict, in each rank its shards; the version is complete with the last rank's.
-        Return the version. IncompleteVersion: another rank did not write in time."""
+        """Publish a tensor or a state dict, and return its version; see `VersionStore.put`.
+
+        With DTensors every rank of the process group calls it, and the version is published once all have written.
+        """
 
     @abstractmethod
     def open(self, key: str, version: int | None = None) -> AbstractContextManager[OpenVersion]:
-        """Open a version (None: the newest), readable within the context. MissingVersion: it does not exist."""
+        """Return a context manager of an open version (None: the newest), which can be read within the block.
+
+        Raises:
+            MissingVersion: the key or the version does not exist.
+        """
 
     @abstractmethod
     def versions(self, key: str) -> list[int]:
-        """Complete versions of a key, ascending."""
+        """Return the numbers of the published versions of a key, ascending; empty if the key does not exist."""
 
     @abstractmethod
     def keys(self, prefix: str = "") -> list[str]:
-        """Return keys that start with `prefix`."""
+        """Return the keys that start with `prefix` and have a version, sorted."""
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """Remove all versions of a key; readers keep what they have open. MissingVersion: the key does not exist."""
+        """Remove all versions of a key; versions that are open stay readable.
+
+        Raises:
+            MissingVersion: the key does not exist.
+        """
 
     @abstractmethod
     def wait(self, key: str, min_version: int = 0, *, timeout: float) -> int:
-        """Return the newest version, once it is at least `min_version`. TimeoutError: it took longer than `timeout`
-        seconds."""
+        """Wait until a key has a version of at least `min_version`, and return the newest one.
+
+        Raises:
+            TimeoutError: there was none within `timeout` seconds.
+        """
 
     @abstractmethod
     def manifest(self, key: str, version: int) -> Manifest:
-        """Return names, shapes and checksums of a version. MissingVersion: neither published nor recently dropped."""
+        """Return the names, shapes and checksums of a version's tensors.
+
+        Raises:
+            MissingVersion: the version is neither published nor one of the recently dropped ones.
+        """
 
     @abstractmethod
     def identities(self, key: str) -> dict[int, set[str]]:
-        """Return the identities under which each version of a key was published."""
+        """Return the digests under which each version of a key was ever published, by its number.
+
+        A version may have several: after a restart its number may be published again with other weights.
+        """
 
     @abstractmethod
     def adopt(self, key: str, identities: Mapping[int, set[str]]) -> None:
-        """Add identities of versions that were published before a restart."""
+        """Add the digests of versions that an earlier store published, by their number; see `identities`."""

@@ -1,7 +1,8 @@
-"""Segments: reusable files of shared memory. Allocating fresh memory costs more than copying a version.
+"""Segments: files of shared memory that are reused, as allocating fresh memory costs more than copying a version.
 
-A process holds a flock on the segments it uses, which the kernel releases when it ends, even if it is killed. A segment
-without a lock may be reused. Segments are created and removed under the store's lock.
+A process holds a flock on the segments that it uses: exclusive to write, shared to read. The kernel releases it when
+the process ends, even if it is killed. A segment without a lock may be reused. Segments are created and removed under
+the store's lock.
 """
 
 import errno
@@ -26,11 +27,11 @@ MAX_MAPPED = 16  # segments that a process keeps mapped: more than it reads and 
 
 
 class Segments:
-    """The segments under a folder: those in use by name, and the free ones.
+    """The segments under a folder: those in use in `segments/`, the free ones in `free/`.
 
     Args:
         root: folder on a memory file system.
-        changing: context manager of the store's lock.
+        changing: returns a context manager that holds the store's lock.
     """
 
     def __init__(self, root: Path, changing: Callable[[], AbstractContextManager]) -> None:
@@ -42,7 +43,7 @@ class Segments:
 
     @contextmanager
     def writing(self, size: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield a locked segment of at least `size` bytes: its name and its bytes, uint8 [size].
+        """Yield (name, bytes) of a segment that no other process uses within the block; the bytes are uint8 [size].
 
         Raises:
             NoRoom: not enough shared memory; names the free amount.
@@ -57,27 +58,27 @@ class Segments:
 
     @contextmanager
     def reading(self, names: Iterable[str]) -> Iterator[dict[str, Tensor]]:
-        """Yield the bytes of these segments, which are not reused within the block.
+        """Yield the bytes of these segments by name, uint8; they are not reused within the block.
 
         Raises:
             FileNotFoundError: one of them is no longer in use.
         """
-        locks: list[int] = []
+        files: list[int] = []
         try:
             contents = {}
             for name in names:
-                # A writer holds the lock exclusively: a segment that is shared cannot be reused.
-                locks.append(os.open(self.used / name, os.O_RDWR))
-                if not try_lock(locks[-1], fcntl.LOCK_SH):
+                # A shared lock: no writer, who needs an exclusive one, can reuse the segment.
+                files.append(os.open(self.used / name, os.O_RDWR))
+                if not try_lock(files[-1], fcntl.LOCK_SH):
                     raise FileNotFoundError(f"segment {name} is being written")
                 contents[name] = self._map_segment(name)
             yield contents
         finally:
-            for file in locks:
+            for file in files:
                 os.close(file)
 
     def is_being_written(self, name: str) -> bool:
-        """Return whether a process writes this segment, this one included."""
+        """Return whether any process, this one included, holds this segment to write it."""
         try:
             file = os.open(self.used / name, os.O_RDWR)
         except FileNotFoundError:
@@ -88,8 +89,14 @@ class Segments:
             os.close(file)
 
     def reclaim(self, referenced: set[str]) -> None:
-        """Free unlocked segments that are not referenced, and unlink the oldest free ones beyond as many bytes as are
-        in use. The caller holds the store's lock: a writer publishes under it before it releases its segment."""
+        """Free the segments that are neither referenced nor locked, and delete surplus free ones, the oldest first.
+
+        As many bytes stay free as are in use: then every new version fits into old memory. The caller holds the store's
+        lock: a writer holds it while it publishes, before it releases its segment.
+
+        Args:
+            referenced: names of the segments of published versions.
+        """
         for name in set(os.listdir(self.used)) - referenced:
             file = os.open(self.used / name, os.O_RDWR)
             if try_lock(file, fcntl.LOCK_EX):
@@ -99,10 +106,9 @@ class Segments:
                     (self.used / name).unlink()
             os.close(file)
 
-        # As many free bytes as used ones let every version be written into old memory.
-        spare = sorted(_list_segments(self.free), key=lambda entry: entry[2])
-        surplus = sum(size for _, size, _ in spare) - sum(size for _, size, _ in _list_segments(self.used))
-        for path, size, _ in spare:
+        free_segments = sorted(_list_segments(self.free), key=lambda entry: entry[2])
+        surplus = sum(size for _, size, _ in free_segments) - sum(size for _, size, _ in _list_segments(self.used))
+        for path, size, _ in free_segments:
             if surplus <= 0:
                 break
             path.unlink()
@@ -111,20 +117,23 @@ class Segments:
         self.forget()
 
     def forget(self, *, everything: bool = False) -> None:
-        """Drop this process's mappings of removed segments: a mapping keeps the memory allocated."""
+        """Drop this process's mappings of removed segments, or of all: a mapping keeps the memory allocated."""
         with self._mapping:
             for name in list(self._maps):
                 if everything or not ((self.used / name).exists() or (self.free / name).exists()):
                     del self._maps[name]
 
     def _claim_segment(self, size: int) -> tuple[str, int]:
-        """Lock the smallest free segment of up to twice the size, or a new one; return its name and file."""
-        fits = [
+        """Lock the smallest free segment that fits, or a new one; return its name and open file.
+
+        A free segment fits if it has from `size` to about twice as many bytes. A new one is still empty.
+        """
+        fitting = [
             (length, path)
             for path, length, _ in _list_segments(self.free)
             if size <= length <= 2 * size + mmap.PAGESIZE
         ]
-        for _, path in sorted(fits):
+        for _, path in sorted(fitting):
             file = os.open(path, os.O_RDWR)
             if try_lock(file, fcntl.LOCK_EX):
                 path.rename(self.used / path.name)
@@ -139,21 +148,28 @@ class Segments:
         return name, file
 
     def _reserve_memory(self, name: str, file: int, size: int) -> None:
-        """Allocate the memory: writing to a sparse file on a full file system would end the process with SIGBUS."""
-        if os.fstat(file).st_size >= max(size, 1):
+        """Allocate the memory of a claimed segment: at least `size` bytes.
+
+        A sparse file would not do: writing to it on a full file system ends the process with SIGBUS.
+
+        Raises:
+            NoRoom: not enough shared memory, or the file may not be that large; the segment is removed.
+        """
+        length = max(size, 1)  # bytes: an empty file cannot be mapped
+        if os.fstat(file).st_size >= length:
             return
         try:
             try:
-                os.posix_fallocate(file, 0, max(size, 1))
+                os.posix_fallocate(file, 0, length)
             except OSError as error:
                 if error.errno != errno.ENOSPC:
                     raise
-                # The disk is full: the free segments are of the wrong size, and may go.
+                # Shared memory is full. The free segments, which are of other sizes, make room.
                 with self._changing():
                     for path, _, _ in _list_segments(self.free):
                         path.unlink()
                 self.forget()
-                os.posix_fallocate(file, 0, max(size, 1))
+                os.posix_fallocate(file, 0, length)
         except OSError as error:
             (self.used / name).unlink()
             if error.errno not in FULL:
@@ -168,12 +184,13 @@ class Segments:
             fix = "free: keep fewer versions, or make it larger (docker run --shm-size)"
             raise NoRoom(errno.ENOSPC, text + fix) from None
 
+    # Return the bytes of a segment in use, uint8; the most recent MAX_MAPPED segments stay mapped.
     def _map_segment(self, name: str) -> Tensor:
         self.forget()
         with self._mapping:
             memory = self._maps.pop(name, None)
             if memory is None:
-                # Opened again: a mapping of the locked file would keep it open, and the lock with it.
+                # The file is opened again: a mapping of the locked one would keep it open, and the lock with it.
                 file = os.open(self.used / name, os.O_RDWR)
                 try:
                     memory = torch.frombuffer(mmap.mmap(file, os.fstat(file).st_size), dtype=torch.uint8)
@@ -186,7 +203,11 @@ class Segments:
 
 
 def try_lock(file: int, operation: int) -> bool:
-    """Try to lock an open file; return whether it succeeded."""
+    """Try to lock an open file, without waiting; return whether it is locked now.
+
+    Args:
+        operation: fcntl.LOCK_SH or fcntl.LOCK_EX.
+    """
     try:
         fcntl.flock(file, operation | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -196,16 +217,16 @@ def try_lock(file: int, operation: int) -> bool:
 
 @contextmanager
 def hold_lock(path: Path, timeout: float) -> Iterator[None]:
-    """Hold the lock file `path` within the block.
+    """Within the block, hold the lock of the file `path`, which is created if it does not exist.
 
     Raises:
         TimeoutError: another process holds it for longer than `timeout` seconds.
     """
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     deadline = time.monotonic() + timeout
-    pause = 0.0002
+    pause = 0.0002  # seconds
     try:
-        # The lock of a file has no queue: it is tried again, soon at first.
+        # flock has no wait with a time limit: it is tried again, soon at first.
         while not try_lock(file, fcntl.LOCK_EX):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"waited {timeout:g} s for {path}, which another process holds: is one stopped?")
@@ -217,7 +238,7 @@ def hold_lock(path: Path, timeout: float) -> Iterator[None]:
 
 
 def _list_segments(folder: Path) -> Iterator[tuple[Path, int, float]]:
-    """Yield path, bytes and time of the last move of every segment in a folder."""
+    """Yield (path, bytes, time of its last move) for every segment in a folder."""
     for path in folder.iterdir():
         status = path.stat()
         yield path, status.st_size, status.st_ctime

@@ -1,4 +1,4 @@
-"""Transfer of values: write them into segments (`RankPart`), agree on a version, and read it (`OpenVersion`)."""
+"""Write values into segments (`RankPart`), publish them together with other ranks, and read them (`OpenVersion`)."""
 
 from __future__ import annotations
 
@@ -25,33 +25,36 @@ from .manifest import Manifest, Shard, copy_and_hash, hash_tensor
 from .parallel import in_threads
 from .segments import ALIGNMENT
 
-GROUP = "forge/store/group"  # the key of a process group's name in its own store
+GROUP = "forge/store/group"  # key of a process group's name in torch.distributed's key-value store
+# Errors that keep their type on the way to other ranks.
 ERRORS = {error.__name__: error for error in (OSError, VersionConflict, MissingVersion, CorruptWeights)}
-_attempts: Counter[str] = Counter()  # puts of a version so far in this process, as all ranks count them
+# Collective puts of each version so far, in this process. Every rank counts the same, which tells repeated puts apart.
+_attempts: Counter[str] = Counter()
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The ranks of a collective put: this `rank` of `world`. `group` is a unique name shared by all of them."""
+    """The ranks that put a value together."""
 
-    rank: int = 0
-    world: int = 1
-    group: str = ""
+    rank: int = 0  # index of this process
+    world: int = 1  # number of ranks
+    group: str = ""  # a unique name that all of them share; empty for a single process
 
 
-# The process group of the last put, and the name that its ranks agreed on.
+# The process group of the last collective put, and the name that its ranks agreed on.
 _group: tuple[object, str] | None = None
 _naming = threading.Lock()
 
 
 def flatten_state(value: object) -> tuple[dict[str, Tensor], bool]:
-    """Return tensors by (dotted) name, and whether the value is a single tensor.
+    """Return (tensors by name, whether the value is a single tensor).
+
+    Names of a nested state dict are dotted, e.g. "layers.0.weight"; a single tensor has the empty name.
 
     Raises:
         TypeError: a value is not a tensor; names it.
         ValueError: there is no tensor, or two have the same name.
     """
-    # A single tensor has no name.
     if isinstance(value, Tensor):
         return {"": value}, True
     tensors: dict[str, Tensor] = {}
@@ -75,24 +78,26 @@ def flatten_state(value: object) -> tuple[dict[str, Tensor], bool]:
 
 
 def check_storable(name: str, tensor: Tensor) -> None:
-    """TypeError: a tensor has no plain memory whose bytes a store could hold."""
-    kinds = {
+    """Raise TypeError if a tensor has no plain memory, whose bytes a store can hold; says how to convert it."""
+    obstacles = {
         "not initialised": is_lazy(tensor),
         "quantised: dequantize() it": tensor.is_quantized,
         "nested: unbind() it": tensor.is_nested,
         "sparse: to_dense() it": tensor.layout is not torch.strided,
         "on the meta device or a FakeTensor": tensor.device.type == "meta" or isinstance(tensor, FakeTensor),
     }
-    for reason in (reason for reason, applies in kinds.items() if applies):
-        raise TypeError(f"{name} cannot be stored: it is {reason}")
+    for obstacle, applies in obstacles.items():
+        if applies:
+            raise TypeError(f"{name} cannot be stored: it is {obstacle}")
 
 
 def group_name() -> str:
-    """Return a name that the ranks of the process group share, and no other group has."""
+    """Return a name that all ranks of the default process group share, and no other group has."""
     global _group
     with _naming:
         if _group is None or _group[0] is not dist.group.WORLD:
-            # By its key-value store: a collective would hang in a rank that puts alone.
+            # The first rank to ask decides, through the key-value store. A collective would hang in a rank that asks
+            # alone.
             agreed = dist.distributed_c10d._get_default_store().compare_set(GROUP, "", uuid4().hex)
             _group = dist.group.WORLD, agreed.decode()
         return _group[1]
@@ -100,10 +105,13 @@ def group_name() -> str:
 
 @dataclass(frozen=True)
 class RankPart:
-    """One rank's part of a version. The first rank writes replicated blocks, rank 0 plain tensors alongside DTensors.
+    """The blocks that one rank writes of a version.
 
-    blocks: with their values; None for an empty tensor.
-    size: bytes of its segment.
+    A block that several ranks hold is written by the first of them; plain tensors alongside DTensors by rank 0.
+
+    Attributes:
+        blocks: each block with its values; None for the values of an empty tensor.
+        size: bytes of the segment that the blocks need.
     """
 
     key: str
@@ -122,12 +130,14 @@ class RankPart:
         dtype: torch.dtype | None = None,
         ranks: Ranks | None = None,
     ) -> RankPart:
-        """Collect this rank's part of a value, floating-point tensors as `dtype`.
+        """Return the part of a value that this rank writes; see `VersionStore.put` for the arguments.
 
-        With DTensors the default of `ranks` is the process group.
+        Args:
+            ranks: who puts the value; None is the process group if the value has DTensors, otherwise this process only.
 
         Raises:
-            TypeError, ValueError: as `flatten`, or the version is not an integer from 0.
+            TypeError: a value is not a tensor or cannot be stored, or `version` or `dtype` has another type.
+            ValueError: there is no tensor, two have the same name, or the version is negative.
         """
         version = None if version is None else operator.index(version)
         if version is not None and version < 0:
@@ -140,9 +150,9 @@ class RankPart:
 
         # Only DTensors make a put collective: ranks may put plain tensors independently of one another.
         if ranks is None:
-            spread = any(is_dtensor(tensor) for tensor in tensors.values()) and dist.is_initialized()
             ranks = Ranks()
-            if spread and dist.get_world_size() > 1:
+            has_dtensors = any(is_dtensor(tensor) for tensor in tensors.values())
+            if has_dtensors and dist.is_initialized() and dist.get_world_size() > 1:
                 ranks = Ranks(dist.get_rank(), dist.get_world_size(), group_name())
 
         # Blocks are laid out one after the other, each at an aligned offset.
@@ -154,10 +164,10 @@ class RankPart:
                 name, str(target_dtype).removeprefix("torch."), tuple(tensor.shape), full_box(tensor.shape), "", 0, ""
             )
             if is_dtensor(tensor) and tensor.numel():
-                # Along each mesh dimension that replicates the tensor, the first rank writes.
+                # Of the ranks along a mesh dimension that replicates the tensor, only the first one writes.
                 coordinate = tensor.device_mesh.get_coordinate() or ()
                 axes = zip(tensor.placements, coordinate, strict=False)
-                is_writer = all(rank == 0 or not placement.is_replicate() for placement, rank in axes)
+                is_writer = all(rank == 0 for placement, rank in axes if placement.is_replicate())
             else:
                 is_writer = ranks.rank == 0
 
@@ -166,14 +176,14 @@ class RankPart:
             elif is_writer:
                 for box, values in local_boxes(tensor):
                     blocks.append((replace(shard, box=box, start=size), values.detach()))
-                    size += -(-values.numel() * target_dtype.itemsize // ALIGNMENT) * ALIGNMENT
+                    size += -(-values.numel() * target_dtype.itemsize // ALIGNMENT) * ALIGNMENT  # rounded up
 
         return cls(key, version, single, ranks, tuple(blocks), size)
 
     def write(self, segment: str, memory: Tensor) -> Manifest:
-        """Write the blocks consecutively into the bytes of a segment."""
+        """Write the blocks into the bytes of a segment (`memory`, uint8), and return their manifest."""
 
-        @torch.no_grad()  # of the thread
+        @torch.no_grad()  # it holds for one thread only
         def write_block(block: tuple[Shard, Tensor | None]) -> Shard:
             shard, values = block
             if values is None:
@@ -188,18 +198,24 @@ class RankPart:
 def publish_together(
     part: RankPart, write: Callable[[], Manifest], publish: Callable[[list[Manifest]], int], timeout: float
 ) -> int:
-    """Write this rank's part and have rank 0 publish all parts; ranks meet in the store of their process group; return
-    the version.
+    """Write this rank's part, have rank 0 publish the parts of all ranks, and return the version.
+
+    The ranks exchange the manifests, and rank 0's result, through the key-value store of their process group.
+
+    Args:
+        write: writes this rank's part, and returns its manifest.
+        publish: publishes the manifests of all ranks, and returns the version; only rank 0 calls it.
+        timeout: seconds to wait for other ranks.
 
     Raises:
         IncompleteVersion: a rank did not write within `timeout` seconds, or a tensor is not whole.
-        an error of another rank, of the same type where it is one of ERRORS.
+        Exception: an error of another rank, of the same type if it is one of ERRORS, otherwise IncompleteVersion.
     """
     ranks = part.ranks
-    meeting = dist.distributed_c10d._get_default_store()
-    name = f"{ranks.group}/{part.key}/{part.version}"
-    _attempts[name] += 1
-    name = f"{name}/{_attempts[name]}"
+    key_value_store = dist.distributed_c10d._get_default_store()
+    prefix = f"{ranks.group}/{part.key}/{part.version}"
+    _attempts[prefix] += 1
+    prefix = f"{prefix}/{_attempts[prefix]}"
 
     def send_result(label: object, work: Callable[[], Any]) -> None:
         message: tuple[str | None, Any]
@@ -207,42 +223,43 @@ def publish_together(
             message = None, work()
         except Exception as error:  # any error must reach every rank
             message = type(error).__name__, str(error)
-        # The store may be a file that only grows.
-        meeting.set(f"{name}/{label}", zlib.compress(json.dumps(message).encode()))  # type: ignore[arg-type]  # bytes are taken
+        # Compressed, as the store may be a file that only grows.
+        data = zlib.compress(json.dumps(message).encode())
+        key_value_store.set(f"{prefix}/{label}", data)  # type: ignore[arg-type]  # it takes bytes as well
 
     def receive_result(label: object) -> Any:
         try:
-            meeting.wait([f"{name}/{label}"], timedelta(seconds=timeout))
-            kind, content = json.loads(zlib.decompress(meeting.get(f"{name}/{label}")))
-        except RuntimeError:  # each kind of store has its own, for a rank that is late or lost
-            text = f"rank {ranks.rank} waited {timeout:g} s for what rank {label} should put"
-            raise IncompleteVersion(text) from None
-        if kind is not None:
-            raise ERRORS.get(kind, IncompleteVersion)(content)
+            key_value_store.wait([f"{prefix}/{label}"], timedelta(seconds=timeout))
+            data = key_value_store.get(f"{prefix}/{label}")
+        except RuntimeError:  # each kind of store raises a subclass of its own if a rank is late or lost
+            raise IncompleteVersion(
+                f"rank {ranks.rank} waited {timeout:g} s for what rank {label} should put"
+            ) from None
+        error_type, content = json.loads(zlib.decompress(data))
+        if error_type is not None:
+            raise ERRORS.get(error_type, IncompleteVersion)(content)
         return content
 
+    # The label is part of an error: "rank 1 waited 300 s for what rank 0, the outcome, should put".
+    outcome = "0, the outcome,"
     send_result(ranks.rank, lambda: write().to_json())
     if ranks.rank == 0:
-        send_result(
-            "0, the outcome,",
-            lambda: publish([Manifest.from_json(receive_result(rank)) for rank in range(ranks.world)]),
-        )
-
-    version: int = receive_result("0, the outcome,")
+        send_result(outcome, lambda: publish([Manifest.from_json(receive_result(rank)) for rank in range(ranks.world)]))
+    version: int = receive_result(outcome)
     return version
 
 
 @dataclass
 class OpenVersion:
-    """A version open for reading into tensors of any layout; verifies the checksum of everything it reads."""
+    """A version that is open: reads it into tensors of any layout, and verifies the checksums of what it reads."""
 
     manifest: Manifest
-    memory: Mapping[str, Tensor]  # the bytes of its segments
-    _verified: set[int] = field(default_factory=set, init=False)
+    memory: Mapping[str, Tensor]  # the bytes of the version's segments by name, uint8
+    _verified: set[int] = field(default_factory=set, init=False)  # the id() of each block that was
 
     @property
     def version(self) -> int:
-        """Return the version that is open."""
+        """Return the number of the version."""
         assert self.manifest.version is not None
         return self.manifest.version
 
@@ -252,38 +269,43 @@ class OpenVersion:
         return self.manifest.digest
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, full tensor) of every tensor. A tensor in one block is a view of shared memory, valid while the
-        version is open."""
+        """Yield (name, whole tensor) for every tensor.
+
+        A tensor that is stored as one block is a view of shared memory, valid while the version is open.
+        """
         names = list(self.manifest.by_name)
         yield from zip(names, self._join_whole(names), strict=True)
 
     def fill(self, into: Any = None) -> Any:
-        """Fill a tensor, DTensor or (nested) state dict in place; return new tensors if it is None. See `Store.get`."""
+        """Fill a tensor, DTensor or (nested) state dict in place, and return it; None returns new tensors.
+
+        See `Store.get`, which raises the same errors.
+        """
         if into is None:
-            new = self.some(list(self.manifest.by_name))
-            return new[""] if self.manifest.single else new
+            copies = self.some(list(self.manifest.by_name))
+            return copies[""] if self.manifest.single else copies
         targets, single = flatten_state(into)
         if single != self.manifest.single:
             kinds = ("a state dict", "one tensor")
             raise ValueError(f"{self.manifest.key} is {kinds[self.manifest.single]}, not {kinds[single]}")
-        # All before the first is written: a model must not be half of one version.
+        # All are checked before the first is written: a model must not be left with tensors of two versions.
         for name, target in targets.items():
             self.check(name, target)
-        for _ in in_threads(lambda target: self.read(*target), targets.items(), self._total_size):
-            pass
+        for _ in in_threads(lambda named: self.read(*named), targets.items(), self._total_size):
+            pass  # `read` has no result
         return into
 
     def some(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Return new tensors of these names."""
+        """Return new, whole tensors for these names, by name."""
         return dict(zip(names, self._join_whole(names, copies=True), strict=True))
 
     @torch.no_grad()
     def read(self, name: str, target: Tensor) -> None:
-        """Fill this process's part of one tensor.
+        """Fill `target` (of a DTensor, this process's part) with the tensor of this name.
 
         Raises:
-            KeyError, ValueError: as of `check`.
-            CorruptWeights: its values differ from those that were put.
+            KeyError, ValueError: see `check`.
+            CorruptWeights: the tensor's values differ from those that were put.
         """
         shards = self.check(name, target)
         # Each block of the target is filled from all stored blocks that overlap it, whatever the two layouts.
@@ -291,14 +313,14 @@ class OpenVersion:
             self._fill_box(shards, box, values.detach())
 
     def check(self, name: str, target: Tensor) -> Sequence[Shard]:
-        """Return the blocks of a tensor that can be read into `target`.
+        """Check that a tensor can be read into `target`, and return its blocks.
 
         Raises:
-            KeyError: no such tensor.
+            KeyError: there is no tensor of this name.
             ValueError: its shape differs, or the target has no memory.
         """
         shards = self.manifest.by_name.get(name)
-        label = self._describe_block(name)
+        label = self._describe_tensor(name)
         if shards is None:
             names = list(self.manifest.by_name)
             raise KeyError(f"{label} is not there; it has {len(names)} tensors: {names[:3]} ...")
@@ -309,35 +331,38 @@ class OpenVersion:
         return shards
 
     def _fill_box(self, shards: Sequence[Shard], box: Box, values: Tensor) -> None:
-        """Copy what the stored blocks have of a block into its values."""
+        """Fill the `values` of one block of a target, which is the part `box` of a tensor, from the stored blocks."""
         for shard in shards:
             overlap = box.meet(shard.box)
             if not overlap:
                 continue
             source = shard.view(self.memory[shard.segment])
-            into = values[overlap.within(box)]
+            target = values[overlap.within(box)]
             # A block that is read as a whole is verified by the pass that copies it.
             if overlap == shard.box and id(shard) not in self._verified:
-                self._verify_block(shard, source, copy_and_hash(source, into, of_source=True))
+                self._verify_block(shard, source, copy_and_hash(source, target, of_source=True))
             else:
                 self._verify_block(shard, source)
-                into.copy_(source[overlap.within(shard.box)])
+                target.copy_(source[overlap.within(shard.box)])
 
     @property
     def _total_size(self) -> int:
-        """Return bytes of all blocks."""
+        """Return the bytes of all blocks together."""
         return sum(shard.box.numel * getattr(torch, shard.dtype).itemsize for shard in self.manifest.shards)
 
     def _join_whole(self, names: Sequence[str], copies: bool = False) -> Iterator[Tensor]:
-        """Return full tensors, each joined from its blocks, or a view of the only one unless it shall be a copy."""
+        """Yield the whole tensors of these names, in order, joined from their blocks.
 
+        A tensor that is stored as one block is a view of it, unless `copies` are asked for.
+        """
+
+        # It runs in the caller's thread, which can reuse memory that was freed: a new thread would touch new pages.
         def make_targets() -> Iterator[tuple[str, Tensor | None]]:
-            # In the caller's thread, which has memory to use again: a new thread would touch new pages.
             for name in names:
                 shards = self.manifest.by_name[name]
-                joined = copies or len(shards) > 1 or not shards[0].segment
+                is_view = len(shards) == 1 and shards[0].segment and not copies
                 dtype = getattr(torch, shards[0].dtype)
-                yield name, torch.empty(shards[0].shape, dtype=dtype) if joined else None
+                yield name, None if is_view else torch.empty(shards[0].shape, dtype=dtype)
 
         def read_target(target: tuple[str, Tensor | None]) -> Tensor:
             name, tensor = target
@@ -352,16 +377,19 @@ class OpenVersion:
         return in_threads(read_target, make_targets(), self._total_size)
 
     def _verify_block(self, shard: Shard, values: Tensor, digest: str | None = None) -> None:
-        """Compare the checksum of a block, once for each open version."""
+        """Raise CorruptWeights if the checksum of a block's stored `values` differs from the published one.
+
+        Each block is verified once. `digest` is the checksum of the values if it is known already.
+        """
         if id(shard) in self._verified:
             return
-        if (hash_tensor(values) if digest is None else digest) != shard.checksum:
+        if (digest or hash_tensor(values)) != shard.checksum:
             part = "" if shard.box == full_box(shard.shape) else f" {shard.box}"
             raise CorruptWeights(
-                f"{self._describe_block(shard.name)}{part} does not have the checksum that it was published with"
+                f"{self._describe_tensor(shard.name)}{part} does not have the checksum that it was published with"
             )
         self._verified.add(id(shard))
 
-    def _describe_block(self, name: str) -> str:
+    def _describe_tensor(self, name: str) -> str:
         tensor = f"tensor {name!r}" if name else "the tensor"
         return f"{self.manifest.key} version {self.manifest.version}: {tensor}"

@@ -1,8 +1,8 @@
 """Versioned tensors in shared memory. Publishing a version is atomic, and a published version never changes.
 
-A key is a folder. Each putting rank writes its blocks into its own segment, and sends its part of the manifest to the
-first rank, which checks that every tensor is complete and publishes the manifest under the version's number. Files are
-renamed into place, so that a process killed at any point leaves a version or none.
+A key is a folder. Each rank that puts a value writes its blocks into a segment, and sends their manifest to the first
+rank. That checks that every tensor is complete and publishes one manifest under the version's number. Files are renamed
+into place: a process that is killed at any point leaves a whole version or none.
 """
 
 from __future__ import annotations
@@ -29,26 +29,28 @@ from .protocol import Store
 from .segments import Segments, hold_lock
 from .transfer import OpenVersion, RankPart, publish_together
 
-# By this name folders of a killed run are found and removed.
+# How the names of stores start: `sweep_folders` finds and removes those of killed processes by it.
 PREFIX = "forge-weights-"
 LOCK_TIMEOUT = 60.0  # seconds to wait for the store's lock, which is held only briefly
-SETTLE_TIMEOUT = 5.0  # seconds to wait for a version that replaces one whose memory is gone
-MAX_IDENTITIES = 4096  # digests kept
+SETTLE_TIMEOUT = 5.0  # seconds until a version without its memory counts as lost: another may be replacing it
+MAX_IDENTITIES = 4096  # digests that are kept for each key
 MAX_NAME = 255  # bytes of a file's name
-MAX_HISTORY = 16  # manifests of dropped versions kept, to find the tensor in which two versions differ
+MAX_HISTORY = 16  # manifests of dropped versions that are kept, to name the tensor in which two versions differ
 
 
 def memory_folder() -> Path:
-    """Return the folder of stores: in shared memory, or with temporary files if there is none."""
+    """Return the folder in which stores are created: shared memory, or the one for temporary files without it."""
     return Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
 
 
 class VersionStore(Store):
-    """Tensors, DTensors and state dicts by key and version. Cheap to construct and to pickle: it is a path.
+    """Tensors, DTensors and state dicts by key and version, in shared memory of this host.
+
+    The object is only a path: cheap to construct, and to pickle for other processes of the host.
 
     Args:
-        root: folder from `create`.
-        keep: number of a key's newest versions that are kept.
+        root: the folder of a store that `create` made.
+        keep: number of versions of a key that are kept, the newest ones.
     """
 
     def __init__(self, root: str | Path, keep: int = 2) -> None:
@@ -57,12 +59,13 @@ class VersionStore(Store):
         self.root = Path(root)
         self.keep = keep
         self.segments = Segments(self.root, self._hold_lock)
-        self._segments_of: dict[tuple[Path, int, int], set[str]] = {}  # segments by manifest
+        # Names of the segments of each manifest, by the file's path, inode and time.
+        self._segments_of: dict[tuple[Path, int, int], set[str]] = {}
         self._scratch: Scratch | None = None
 
     @classmethod
     def create(cls, keep: int = 2) -> VersionStore:
-        """Create an empty store that is removed with this process. Also removes stores of dead processes."""
+        """Return a new, empty store, which is removed when this process ends; also remove those of dead processes."""
         sweep_folders()
         scratch = Scratch(PREFIX, memory_folder())
         store = cls(scratch.path, keep)
@@ -71,17 +74,17 @@ class VersionStore(Store):
         return store
 
     def prepare(self) -> None:
-        """Make an empty folder a store; does nothing to a store."""
+        """Create the folders of a store under its root, which must exist; those that exist stay as they are."""
         self.segments.free.mkdir(exist_ok=True)
         self.segments.used.mkdir(exist_ok=True)
 
     @property
     def owned(self) -> bool:
-        """Return whether this object created the store."""
+        """Return whether this object created the store, and `close` removes it."""
         return self._scratch is not None
 
     def is_local(self) -> bool:
-        """Return whether this process is on the store's host."""
+        """Return whether the store is on this process's host."""
         return self.segments.used.is_dir()
 
     def __reduce__(self):
@@ -98,25 +101,26 @@ class VersionStore(Store):
     ) -> int:
         """Publish a tensor or a (nested) state dict; return its version once all processes can read it.
 
-        If a value holds DTensors, every rank of the process group must call this; each writes its part, the first of
-        replicas theirs, and rank 0 the plain tensors. Otherwise this process puts alone.
+        If the value has DTensors, every rank of the process group must call this, and writes a part: of a block that
+        several ranks hold the first one writes it, and rank 0 writes plain tensors. Otherwise this process puts the
+        whole value.
 
         Args:
             version: its number; None is the next one. Equal values may be put again under their number.
-            dtype: convert floating-point tensors to it.
+            dtype: convert floating-point tensors to it; None keeps their dtypes.
             timeout: seconds to wait for other ranks.
 
         Raises:
             IncompleteVersion: a rank did not write in time, or a tensor is incomplete; names them. Nothing is
                 published.
-            VersionConflict: the number has other values, or is below the newest; names the tensor.
+            VersionConflict: other values were published under the number, or it is below the newest; names the tensor.
             FileNotFoundError: the store was removed.
-            OSError: not enough shared memory.
+            NoRoom: not enough shared memory.
         """
         if not self.root.is_dir():
             raise FileNotFoundError(f"the weight store {self.root} was removed")
         part = RankPart.of_value(key, value, version, dtype)
-        # Locked until the version is published or has failed: no other process may reuse the segment before.
+        # The segment stays locked until the version is published or has failed: no other process may reuse it before.
         with ExitStack() as locks:
 
             def write_manifest() -> Manifest:
@@ -127,18 +131,24 @@ class VersionStore(Store):
             return publish_together(part, write_manifest, self.publish, timeout)
 
     def publish(self, parts: list[Manifest]) -> int:
-        """Publish the parts of all ranks, whose segments they wrote and keep locked, as a version; see `put`."""
+        """Publish the parts of all ranks as one version, and return its number; raises the errors of `put`.
+
+        Each rank has written its segment, and keeps it locked until this returns.
+        """
         with self._hold_lock():
             self._key_folder(parts[0].key).mkdir(exist_ok=True)
             return self._publish_parts(parts)
 
     @contextmanager
     def open(self, key: str, version: int | None = None) -> Iterator[OpenVersion]:
-        """Open a version, the newest by default, whose memory is not reused within the block.
+        """Yield an open version, whose memory is not reused within the block.
+
+        Args:
+            version: its number; None is the newest one.
 
         Raises:
-            MissingVersion: no such key or version; names the existing ones.
-            CorruptWeights: it is published, but its memory is gone.
+            MissingVersion: the key or the version does not exist; names the existing ones.
+            CorruptWeights: the version is published, but its memory is gone.
         """
         deadline = time.monotonic() + SETTLE_TIMEOUT
         while True:
@@ -154,7 +164,8 @@ class VersionStore(Store):
                     manifest = Manifest.from_json(contents)
                     memory = locks.enter_context(self.segments.reading(manifest.segments))
                 except FileNotFoundError:
-                    # Its memory is missing: dropped, replaced at this moment by one whose memory exists, or lost.
+                    # The manifest or a segment is missing: the version was dropped, is being replaced at this moment by
+                    # one whose memory exists, or was lost.
                     if version is not None and not path.exists():
                         raise self._missing_error(key, number) from None
                     if time.monotonic() > deadline:
@@ -162,7 +173,8 @@ class VersionStore(Store):
                     time.sleep(0.001)
                     continue
 
-                # Otherwise its segments may already belong to another version.
+                # If the manifest changed before the segments were locked, they may belong to another version: try
+                # again.
                 if _read_manifest(path) == contents:
                     yield OpenVersion(manifest, memory)
                     return
@@ -176,12 +188,12 @@ class VersionStore(Store):
         return sorted(int(name[1:-5]) for name in names if name.startswith("v") and name.endswith(".json"))
 
     def keys(self, prefix: str = "") -> list[str]:
-        """Return the keys that have a version, sorted."""
+        """Return the keys that start with `prefix` and have a version, sorted."""
         names = (unquote(path.name.removeprefix("key-")) for path in self.root.glob("key-*"))
         return sorted(key for key in names if key.startswith(prefix) and self.versions(key))
 
     def delete(self, key: str) -> None:
-        """Remove a key with all of its versions; open snapshots stay valid.
+        """Remove a key with all of its versions; versions that are open stay readable.
 
         Raises:
             MissingVersion: the key does not exist.
@@ -189,16 +201,16 @@ class VersionStore(Store):
         if not self.exists(key):
             raise self._missing_error(key, None)
         with self._hold_lock():
-            # Renamed first: a half-removed key must not be visible.
+            # The folder is renamed first: no reader may see a key that is removed in part.
             removed = self._key_folder(key).rename(self.root / f"deleted-{uuid4().hex}")
             shutil.rmtree(removed)
             self.segments.reclaim(self._referenced_segments())
 
     def wait(self, key: str, min_version: int = 0, *, timeout: float) -> int:
-        """Wait until the key has a version of at least `min_version`; return the newest.
+        """Wait until a key has a version of at least `min_version`, and return the newest one.
 
         Raises:
-            TimeoutError: after `timeout` seconds; names the existing ones.
+            TimeoutError: there was none within `timeout` seconds; names the existing ones.
         """
         deadline = time.monotonic() + timeout
         pause = 0.0005
@@ -212,51 +224,51 @@ class VersionStore(Store):
         return versions[-1]
 
     def manifest(self, key: str, version: int) -> Manifest:
-        """Return the manifest of a version, also of a recently dropped one.
+        """Return the manifest of a version that is published, or was dropped recently (one of the last MAX_HISTORY).
 
         Raises:
-            MissingVersion: it is neither published nor in the history.
+            MissingVersion: the version is neither.
         """
         folder = self._key_folder(key)
-        # The first path twice: the version may have been published after the first read.
+        # The first path twice: the version may have been published after the first look, and then not been dropped.
         for path in (folder / f"v{version}.json", folder / "dropped" / f"{version}.json", folder / f"v{version}.json"):
             if contents := _read_manifest(path):
                 return Manifest.from_json(contents)
         raise self._missing_error(key, version)
 
     def published(self, key: str) -> list[int]:
-        """Return the numbers of versions, ascending, recently dropped ones included."""
+        """Return the numbers of a key's versions, recently dropped ones included, ascending."""
         dropped = self._key_folder(key) / "dropped"
         names = os.listdir(dropped) if dropped.is_dir() else []
         return sorted({*self.versions(key), *(int(name.removesuffix(".json")) for name in names)})
 
     def identities(self, key: str) -> dict[int, set[str]]:
-        """Return the digests under which each version was ever published, dropped ones included."""
+        """Return the digests under which each version of a key was ever published, by its number; also dropped ones."""
         identities: dict[int, set[str]] = {}
         for line in (_read_manifest(self._key_folder(key) / "identities") or "").splitlines():
             version, _, digest = line.partition(" ")
-            if digest:  # a full disk may have truncated a line
+            if digest:  # a line that a full disk has truncated has none
                 identities.setdefault(int(version), set()).add(digest)
         return identities
 
     def adopt(self, key: str, identities: Mapping[int, set[str]]) -> None:
-        """Add an earlier store's digests of published versions."""
+        """Add the digests of versions that an earlier store published, by their number; see `identities`."""
         with self._hold_lock():
             self._key_folder(key).mkdir(exist_ok=True)
             pairs = [(version, digest) for version, digests in identities.items() for digest in sorted(digests)]
             self._record_identities(key, pairs)
 
     def close(self) -> None:
-        """Remove the store with all of its versions."""
+        """Remove the store with all of its keys and versions."""
         if os.environ.get(ADDRESS) == str(self.root):
-            del os.environ[ADDRESS]  # processes started later must not open it
+            del os.environ[ADDRESS]  # processes that are started later must not open it
         self.segments.forget(everything=True)
         shutil.rmtree(self.root, ignore_errors=True)
         if self._scratch is not None:
             self._scratch.close()
 
     def _publish_parts(self, parts: list[Manifest]) -> int:
-        """Publish the parts of all ranks as a version; the caller holds the lock."""
+        """Publish the parts of all ranks as one version, and return its number; the caller holds the store's lock."""
         key = parts[0].key
         folder = self._key_folder(key)
         versions = self.versions(key)
@@ -265,19 +277,20 @@ class VersionStore(Store):
             raise IncompleteVersion(f"ranks put {key} under different versions: {sorted(map(str, numbers))}")
         newest = versions[-1] if versions else 0
         requested = numbers.pop()
-
         number = newest + 1 if requested is None else requested
+
         manifest = Manifest.join(number, parts)
         try:
             manifest.check()
         except ValueError as error:
             raise IncompleteVersion(str(error)) from None
 
-        # A restarted trainer puts its last version again: with equal values that is not a conflict.
+        # A trainer that was restarted puts its last version again: with equal values that is no conflict.
         if number in versions:
             published = self.manifest(key, number)
             if manifest.digest == published.digest:
-                if any("@" in name for name in published.segments):  # its host may be lost since
+                # Segments on other hosts ("name@host") may have been lost with their host: refer to the new ones.
+                if any("@" in name for name in published.segments):
                     write_atomic(folder / f"v{number}.json", manifest.to_json())
                 return number
             tensor = published.first_difference(manifest)
@@ -285,16 +298,19 @@ class VersionStore(Store):
             raise VersionConflict(f"{key} version {number} was published before {conflict}")
 
         for rank, part in enumerate(parts):
-            # The processes that wait for this call hold the segments of other hosts.
+            # A rank that is killed loses the lock on its segment. Segments of other hosts ("name@host") are locked by
+            # processes there that wait for this call.
             if not all(self.segments.is_being_written(name) for name in part.segments if "@" not in name):
                 raise IncompleteVersion(f"{key} version {number}: rank {rank} was lost before it was published")
 
         if number < newest:
             raise VersionConflict(f"{key} version {number} is older than the newest, {newest}")
 
-        # Recorded first: every reader of the version must find its identity.
+        # The identity is recorded first: every reader of the version must find it.
         self._record_identities(key, [(number, manifest.digest)])
         write_atomic(folder / f"v{number}.json", manifest.to_json())
+
+        # Drop all but the newest `keep` versions, and forget all but the newest dropped ones.
         history = folder / "dropped"
         history.mkdir(exist_ok=True)
         for version in [*versions, number][: -self.keep]:
@@ -306,17 +322,17 @@ class VersionStore(Store):
         return number
 
     def _referenced_segments(self) -> set[str]:
-        """Return the segments of published versions; those being written are locked instead."""
+        """Return the names of the segments of all published versions; segments being written are locked instead."""
         segments: set[str] = set()
-        # Manifests do not change: only new files are read.
-        previous = self._segments_of
+        # Only files that are new since the last call are read.
+        known = self._segments_of
         self._segments_of = {}
         for path in [*self.root.glob("key-*/v*.json"), *self.root.glob("key-*/parts/*/*.json")]:
             status = path.stat()
             file = path, status.st_ino, status.st_mtime_ns
-            read = previous.get(file) or Manifest.from_json(path.read_text(errors="replace")).segments
-            self._segments_of[file] = read
-            segments |= read
+            names = known.get(file) or Manifest.from_json(path.read_text(errors="replace")).segments
+            self._segments_of[file] = names
+            segments |= names
         return segments
 
     def _record_identities(self, key: str, identities: list[tuple[int, str]]) -> None:
@@ -330,7 +346,11 @@ class VersionStore(Store):
         return MissingVersion(f"{key} version {version} is not in the store; it holds {self.versions(key)}")
 
     def _key_folder(self, key: str) -> Path:
-        """Return the folder of a key. ValueError: the key is too long for a name of one, or not Unicode."""
+        """Return the folder of a key.
+
+        Raises:
+            ValueError: the key is too long for the name of a folder, or not Unicode text.
+        """
         try:
             name = f"key-{quote(key, safe='')}"
         except UnicodeEncodeError:
