@@ -139,8 +139,8 @@ def _compile_function(function: Callable[..., A]) -> Callable[..., A]:
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Log-probabilities and entropies in chunks of rows: the backward pass computes a chunk's logits again, and only one
-    log-normaliser and one entropy per row are saved."""
+    """Log-probabilities and entropies in chunks of rows: only one log-normaliser and one entropy per row are saved, and
+    the backward pass computes a chunk's logits again."""
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, chunk: int):

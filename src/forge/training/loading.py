@@ -142,7 +142,7 @@ def write_weights(
     named_tensors: Iterable[tuple[str, Tensor]],
     largest: int = LARGEST,
 ) -> None:
-    """Write (name, tensor) pairs as safetensors into a folder: one file, or beyond `largest` bytes several and an index.
+    """Write (name, tensor) pairs as safetensors into a folder: one file, or several of `largest` bytes and an index.
 
     Args:
         planned: the same names and tensors in the same order, but without values: only shapes and dtypes are read.
