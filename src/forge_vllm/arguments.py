@@ -273,8 +273,11 @@ def top_logprobs(positions: Iterable[Mapping[int, Any]], count: int) -> list[dic
     """
     if count == 0:
         return []
-    ranked = (sorted(position.items(), key=lambda item: item[1].rank) for position in positions)
     return [
-        {token: entry.logprob for token, entry in position if entry.rank <= count and math.isfinite(entry.logprob)}
-        for position in ranked
+        {
+            token: entry.logprob
+            for token, entry in sorted(position.items(), key=lambda item: item[1].rank)
+            if entry.rank <= count and math.isfinite(entry.logprob)
+        }
+        for position in positions
     ]

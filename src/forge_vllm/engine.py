@@ -325,8 +325,7 @@ class VLLMEngine:
 
                     ids = part.token_ids
                     completion.token_ids += ids
-                    pairs = zip(ids, part.logprobs, strict=True)
-                    drawn = [candidates[token].logprob for token, candidates in pairs]
+                    drawn = [entries[token].logprob for token, entries in zip(ids, part.logprobs, strict=True)]
 
                     # vLLM reports the distribution after restrictions: the policy's log-probabilities are unknown.
                     completion.logprobs += [math.nan] * len(ids) if has_unknown_logprobs else drawn

@@ -62,9 +62,8 @@ def beyond_clip(
     # The minimum takes the clipped term only where it is the smaller one: above for A > 0, below for A < 0.
     is_above = (ratio > 1.0 + clip_high) & (advantages > 0)
     is_below = (ratio < 1.0 - clip_low) & (advantages < 0)
-    if dual_clip is None:
-        return is_above | is_below
-    return is_above | is_below | ((ratio > dual_clip) & (advantages < 0))
+    outside = is_above | is_below
+    return outside if dual_clip is None else outside | ((ratio > dual_clip) & (advantages < 0))
 
 
 def check_clip(clip_low: float, clip_high: float, dual_clip: float | None) -> None:

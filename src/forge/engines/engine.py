@@ -346,12 +346,10 @@ class EmbeddedEngine:
                 return False
 
             # Waiting requests stay in order: a new one comes after others of its priority.
-            submitted = self._submitted
+            submitted, self._submitted = self._submitted, []
             for request in submitted:
                 bisect.insort(self._waiting, request, key=lambda waiting: waiting.priority)
-            self._submitted = []
-            cancelled = self._cancelled
-            self._cancelled = []
+            cancelled, self._cancelled = self._cancelled, []
             self._orders.extend(self._new_orders)
             self._new_orders = []
 

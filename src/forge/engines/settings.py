@@ -50,8 +50,7 @@ class EngineSettings(Section):
     def _check(self) -> None:
         # Settings of one engine are an error with the other: they would do nothing.
         only_embedded = ("router_replay", "prefix_cache_mb", "cache_gb", "cuda_graphs")
-        unused = ("vllm",) if self.engine == "embedded" else only_embedded
-        for name in unused:
+        for name in ("vllm",) if self.engine == "embedded" else only_embedded:
             if self.differs(name):
                 raise ValueError(
                     f"generator.{name} is of the other engine, and generator.engine is {self.engine}: omit it"

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from math import gcd
 
 import torch
@@ -67,9 +68,7 @@ class PackedLayout:
             return cls.masked(TreeMask(runs, **columns))
 
         # Each run's first token in the pack, and the tokens of its context.
-        starts = [0]
-        for length in lengths:
-            starts.append(starts[-1] + length)
+        starts = [0, *accumulate(lengths)]
         contexts = [torch.empty(0, dtype=torch.long) for _ in lengths]
         for i, parent in enumerate(parents or ()):
             if parent >= 0:
@@ -136,7 +135,6 @@ def packed_attention(
         kwargs: with `sliding_window` a token sees itself and the `sliding_window` - 1 tokens before.
     """
     ranks = context.size
-    counts = []
     if ranks > 1:
         # Key heads are repeated where there are fewer of them than ranks.
         times = count_repeats(key.shape[1], ranks)

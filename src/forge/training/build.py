@@ -95,8 +95,9 @@ def build_policy(
         gradient_checkpointing=gradient_checkpointing,
         meta=ranks.mesh is not None,
     )
-    degrees = Parallelism(tensor_parallel_degree=ranks.tensor.size, context_parallel_degree=ranks.context.size)
-    degrees.check(policy.model.config)
+    Parallelism(tensor_parallel_degree=ranks.tensor.size, context_parallel_degree=ranks.context.size).check(
+        policy.model.config
+    )
     if lora is not None:
         add_adapters(policy.model, lora)
     if ranks.tensor.size > 1:

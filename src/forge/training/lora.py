@@ -60,6 +60,5 @@ def add_adapters(model: nn.Module, settings: LoraSettings) -> None:
         # The module keeps its place in the model and its parameters' names.
         module.__class__ = LoraLinear
         assert isinstance(module, LoraLinear)
-        module.lora_A = a
-        module.lora_B = b
+        module.lora_A, module.lora_B = a, b
         module.scaling = settings.alpha / settings.rank

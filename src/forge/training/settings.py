@@ -249,8 +249,9 @@ class Parallelism(Section):
                 f"data_parallel_shard_degree * context_parallel_degree = {shard} * {self.context_parallel_degree}"
             )
 
-        filled = {"data_parallel_replicate_degree": replicate, "data_parallel_shard_degree": shard}
-        return self.model_copy(update=filled)
+        return self.model_copy(
+            update={"data_parallel_replicate_degree": replicate, "data_parallel_shard_degree": shard}
+        )
 
     def shares(self, ranks: int) -> int:
         """Return into how many parts `ranks` ranks divide the weights; the other ranks have copies.

@@ -236,12 +236,11 @@ class PolicyTrainer:
         first: bool,
     ) -> dict[str, float]:
         """Update the weights by a mini-batch, the `first` of its step or a later one; return the update's metrics."""
-        data = self.ranks.data
         passes = self.passes
         by_rank = split_batch(
-            part, ranks=data.size, max_tokens=passes.seq_len, at_least=passes.gradient_accumulation_steps
+            part, ranks=self.ranks.data.size, max_tokens=passes.seq_len, at_least=passes.gradient_accumulation_steps
         )
-        micro_batches = by_rank[data.rank]
+        micro_batches = by_rank[self.ranks.data.rank]
         total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         self.optimizer.zero_grad(set_to_none=True)
         for turn, micro in enumerate(micro_batches):
