@@ -38,7 +38,7 @@ class WorkerExtension:
     model_runner: Any
 
     def forge_load(self, path: str, locations: list[TensorLocation], dtype: str) -> None:
-        """Replace the model's weights by those of a `Handover`; the arguments are its attributes of these names."""
+        """Replace the model's weights by a `Handover`'s; the arguments are its attributes of these names."""
         from vllm.platforms import current_platform
 
         if current_platform.is_cpu():

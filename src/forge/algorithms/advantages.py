@@ -54,7 +54,7 @@ def leave_one_out(rewards: Sequence[float]) -> list[float]:
     """Return each reward less the mean of the others, an unbiased baseline (Kool et al. 2019; Ahmadian et al. 2024,
     RLOO).
 
-    This equals `(r_i - mean) * n / (n - 1)`. `rewards` are those of one prompt's samples, [samples].
+    This equals `(r_i - mean) * n / (n - 1)`. `rewards` are one prompt's, [samples].
 
     Raises:
         ValueError: fewer than two rewards.

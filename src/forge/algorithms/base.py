@@ -31,7 +31,7 @@ class Algorithm:
         loss = sum over tokens of weights * (correction * token_loss + beta * KL(pi || ref) - entropy_coef * H(pi))
 
     A subclass writes `token_loss` and `advantages` as in its paper, and overrides `ratio` if the paper's ratio is not
-    that of single tokens. `ratio` is `pi / old`. The old policy is the one that sampled. With a `correction` it is the
+    of single tokens. `ratio` is `pi / old`. The old policy is the one that sampled. With a `correction` it is the
     proximal policy, which the step starts from, and the correction is the importance weight of that policy against the
     one that sampled (Hilton et al. 2022).
 

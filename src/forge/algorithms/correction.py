@@ -52,7 +52,7 @@ class Correction:
 
     @torch.no_grad()
     def ratio(self, logprobs: Tensor, behaviour_logprobs: Tensor, weights: Tensor, sequences: Tensor | None) -> Tensor:
-        """Return the ratio of each token, without bounds; `weights` and `sequences` are those of `terms`.
+        """Return the ratio of each token, without bounds; see `terms` for `weights` and `sequences`.
 
         By `level` it is the token's own ratio, or the one of its sequence.
         """

@@ -20,7 +20,7 @@ class Distill(Algorithm):
         A = stop_gradient(log teacher - log pi)  of each token
         per token:  -min(ratio, 1 + clip_high) * A * log pi
 
-    The reward of each token is its own log(teacher / pi), without that of later tokens. In expectation over the
+    The reward of each token is its own log(teacher / pi), without later tokens' rewards. In expectation over the
     student's tokens this is the gradient of KL(pi || teacher) at each position. The teacher is the reference model of
     the recipe; no other reward is needed.
 

@@ -26,7 +26,7 @@ class RLOO(Clipped):
         R = product over the sequence's tokens of pi / old
         per sequence:  -min(R * A, clip(R, 1 - clip_low, 1 + clip_high) * A)
 
-    A completion is one action: if pi is the old policy, the gradient equals that of `-A * sum of log pi` over the
+    A completion is one action: if pi is the old policy, it has the gradient of `-A * sum of log pi` over the
     tokens of a sequence, averaged over sequences. KL and entropy are means over a sequence's tokens, as in the other
     losses.
 

@@ -17,7 +17,7 @@ BOUND = 20.0
 
 
 def to_wide(values: Tensor) -> Tensor:
-    """Return values of half precision as float32, and those of float32 and float64 unchanged."""
+    """Return half-precision values as float32, and float32 or float64 values unchanged."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
@@ -100,8 +100,8 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 def kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: Estimator) -> Tensor:
     """Return an estimate of KL(policy || reference) per token from samples of the policy (Schulman 2020).
 
-    With `d = ref - logp`, k1 is `-d` (unbiased, of either sign), k2 is `d^2 / 2` (low variance, biased), and k3 is that
-    of `kl_k3`. As a loss they differ in their gradients: the one of k1 is 0 in expectation and adds only noise, the one
+    With `d = ref - logp`, k1 is `-d` (unbiased, of either sign), k2 is `d^2 / 2` (low variance, biased), and k3
+    is `kl_k3`. As a loss they differ in their gradients: the one of k1 is 0 in expectation and adds only noise, the one
     of k2 is the gradient of the reverse KL, and the one of k3 is close to it if the two policies are close.
 
     Raises:

@@ -131,7 +131,7 @@ class RunningBatch:
         return can_start or any(row.spans for row in rows)
 
     def _erase_rows(self, rows: list[int]) -> None:
-        """Zero the keys and values of rows, except those of the prompt that is being computed in the prefill row."""
+        """Zero the keys and values of rows, but keep the prompt that is being computed in the prefill row."""
         for row in rows:
             self.decoder.cache.erase(row, self.prefill.length if row == self.decoder.cache.prefill_row else 0)
 

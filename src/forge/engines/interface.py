@@ -55,7 +55,7 @@ class Engine(Protocol):
     ) -> Future[None]:
         """Replace all weights; the setting `on_update` decides about running sequences. A released engine is restored.
 
-        The tensors are read and checked before this returns, into memory in addition to that of the weights in use. The
+        The tensors are read and checked before this returns, into memory in addition to the weights in use. The
         future completes when they are in use; of several pending updates the newest is applied, and all complete. It
         fails with a ValueError naming the tensor if one is unknown, duplicate, missing or of a wrong shape; the weights
         are unchanged then.
@@ -73,7 +73,7 @@ class Engine(Protocol):
 
     @property
     def identity(self) -> str:
-        """Return the identity of the weights in use, as passed to `update_weights`; "" for those of the folder."""
+        """Return the identity of the weights in use, as passed to `update_weights`; "" for the folder's."""
 
     def stats(self) -> dict[str, int]:
         """Return counters by name: `running` and `waiting` sequences, and `generated_tokens` since the start.

@@ -12,8 +12,8 @@ Item = EngineRequest | RunningSample
 class Prefill:
     """Computes the prompts of a running batch.
 
-    A prompt of which the prefix cache misses more than `max_tokens` tokens is computed in pieces, one a step, in the
-    prefill row of the key-value cache.
+    A prompt with more than `max_tokens` tokens that the prefix cache does not have is computed in pieces, one a step,
+    in the prefill row of the key-value cache.
 
     Attributes:
         cache: the prefix cache, of at most `prefix_bytes`.
@@ -87,7 +87,7 @@ class Prefill:
             self.decoder.prefill(pieces, first_rows, [admission.start for admission in uncached])
             self.computed += sum(map(len, pieces))
 
-        # A prompt was computed in the first of its rows; the other samples of the request get a copy, those of later
+        # A prompt was computed in the first of its rows; the other samples of the request get a copy, in later
         # steps by `item.prefix`.
         for item, admitted_rows, context, _ in admissions:
             prefix = cache.read(admitted_rows[0], len(context))

@@ -24,7 +24,7 @@ class PrefixCache:
     """Keys and values of blocks of `TOKENS` prompt tokens, as a tree: prompts that start alike share their blocks.
 
     It has at most `limit` bytes; beyond them the least recently used blocks are dropped. Only the results of a prefill
-    may be added, not those of decode steps: kernels for one token round differently, and the result of a request would
+    may be added, and none of decode steps: kernels for one token round differently, and the result of a request would
     depend on what ran before it.
     """
 

@@ -147,7 +147,7 @@ class WeightSpan(NamedTuple):
 
 
 class WeightHistory:
-    """Which weights were in use in which steps; those of the constructor from step 0 on."""
+    """Which weights were in use in which steps; the constructor's from step 0 on."""
 
     def __init__(self, version: int, identity: str) -> None:
         self.spans = [WeightSpan(0, version, identity)]

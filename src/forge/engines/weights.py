@@ -191,7 +191,7 @@ class Weights:
 
         Args:
             named_tensors: (name, tensor) of every weight, by Hugging Face name, in any order.
-            identity: the publisher's digest of the weights; "" for those of a folder.
+            identity: the publisher's digest of the weights; "" for a folder's.
 
         Raises:
             ValueError: an unknown, duplicate or missing name, or a wrong shape; the message names the tensor.

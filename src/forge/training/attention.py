@@ -189,8 +189,8 @@ def _attend_rectangles(
 def _attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None) -> Tensor:
     """Return causal attention of q [rows, heads, width, head_dim] to itself and the `window` - 1 tokens before.
 
-    k and v have the tokens of a prefix before those of q. The work is linear in the width: queries are cut into pieces
-    of `window` tokens, and each piece attends to its own keys and those of the piece before.
+    k and v have a prefix before the tokens of q. The work is linear in the width: queries are cut into pieces
+    of `window` tokens, and each piece attends to its own keys and the keys of the piece before.
     """
     # The first piece of queries: only it sees the prefix.
     width = q.shape[2]

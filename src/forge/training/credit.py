@@ -37,7 +37,7 @@ def record_rollouts(episodes: Iterable[Episode]) -> None:
         for name, part in ((info.get("parts") or {}) | (info.get("extras") or {})).items():
             record_metric(f"reward/{name}", part)
 
-        # Lengths are those of turns; an episode of a single turn lists no turns.
+        # Lengths are turns'; an episode of a single turn lists no turns.
         branches = (*episode.branches, episode)
         turns = [(turn.end - turn.start, turn.finish) for branch in branches for turn in branch.turns]
         for length, finish in turns or [(sum(episode.mask), info.get("finish", ""))]:

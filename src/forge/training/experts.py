@@ -15,7 +15,7 @@ from ..types import UNKNOWN_EXPERT
 
 
 class Routers:
-    """Replays experts in a model's routers, and records their load: those of transformers' Qwen3-MoE and OLMoE, which
+    """Replays experts in a model's routers, and records their load, for transformers' Qwen3-MoE and OLMoE, which
     return logits, gates and experts.
 
     Call `begin` before a forward pass and `take` after it. A backward pass that recomputes activations routes as the
@@ -77,7 +77,7 @@ class Routers:
         return logits, *self.route(number, logits.float().softmax(-1), gates, experts)
 
     def route(self, number: int, probabilities: Tensor, gates: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gates and experts, both [tokens, k], that a layer takes instead of those of its router.
+        """Return the gates and experts, both [tokens, k], that a layer takes instead of its router's.
 
         Args:
             number: of the layer among the layers with experts.

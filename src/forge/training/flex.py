@@ -93,7 +93,7 @@ class Runs(NamedTuple):
     def long_sequences(self) -> list[int]:
         """Return the lengths of the pack's sequences if all are long and share nothing, else an empty list.
 
-        Long are those of at least `LONG` tokens. Sequences of one token, such as padding, may be at the end.
+        Long means at least `LONG` tokens. Sequences of one token, such as padding, may be at the end.
         """
         starts_sequence = self.before == 0
         # Whether a run continues the one before it in the pack: it has as many tokens before, and is in its interval.
@@ -103,7 +103,7 @@ class Runs(NamedTuple):
             return []
         lengths = np.add.reduceat(self.lengths, starts_sequence.nonzero()[0])
         count = int((lengths > 1).sum())
-        # The first `count` are long only if those of one token are at the end.
+        # The first `count` are long only if sequences of one token are at the end.
         return lengths.tolist() if count and (lengths[:count] >= LONG).all() else []
 
     def blocks(self, window: int | None) -> tuple[np.ndarray, np.ndarray]:
@@ -246,7 +246,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[in
     """Return the same as `tree_attention` for sequences that share nothing, each by a call of a causal kernel.
 
     Args:
-        lengths: of the sequences in the order of the pack; those of one token come last.
+        lengths: of the sequences in the order of the pack; sequences of one token come last.
     """
     group = query.shape[1] // key.shape[1]
     longer = [length for length in lengths if length > 1]

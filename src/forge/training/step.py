@@ -260,7 +260,7 @@ class TokenRecord:
         self._sums = {name: torch.zeros(size, device=device) for name in names}
 
     def add(self, micro: Batch, loss: Loss, inputs: Inputs, *, first_epoch: bool) -> None:
-        """Add the recorded tokens of a micro-batch of this rank; `inputs` are those of the loss."""
+        """Add the recorded tokens of a micro-batch of this rank; `inputs` are the loss's."""
         assert micro.recorded is not None
         numbers = micro.recorded[micro.mask]
         recorded = np.flatnonzero(numbers >= 0)

@@ -59,7 +59,7 @@ class Sample(NamedTuple):
 
 
 def oldest_version(versions: Iterable[int]) -> int:
-    """Return the oldest of some policy versions without those of -1, which are unknown; -1 if none is known.
+    """Return the oldest of some policy versions, where -1 means unknown; -1 if none is known.
 
     >>> oldest_version([3, -1, 5])
     3

@@ -23,7 +23,7 @@ class Batch:
 
     Others are [tokens] or None. `rewards`, if all sequences are scored, has what each trained token earned: the reward
     of a step or a turn at its last token, an episode's at its end. `ref_logprobs` are a reference model's.
-    `proximal_logprobs` are those of the policy that a step of several updates starts from; the trainer adds them.
+    `proximal_logprobs` are of the policy that a step of several updates starts from; the trainer adds them.
     `values` are a critic's, `returns` their targets. `experts`, [tokens, layers, k], are those that the engine took,
     `UNKNOWN_EXPERT` if that is not known; a policy in training takes them instead of its routers' own. `recorded`
     numbers from 0 the tokens for which a trainer records what it computes; it is -1 for other tokens.

@@ -21,10 +21,10 @@ class Sampling:
     the probability of tokens that are in prompt or answer. The first of the texts `stop` ends the answer and is part of
     it.
 
-    Log-probabilities are by `logprobs_of` those of the distribution that tokens are drawn from ("drawn"), or those at
-    `temperature` before anything is excluded, which a trainer computes ("policy"). `schedule` has the `Spans` of each
-    sample, for the embedded engine: a sample waits for the weights that draw its next token; () uses whatever weights
-    are loaded.
+    `logprobs_of` says which log-probabilities to return: of the distribution that tokens are drawn from ("drawn"), or
+    at `temperature` before anything is excluded, which a trainer computes ("policy"). `schedule` has the `Spans` of
+    each sample, for the embedded engine: a sample waits for the weights that draw its next token; () uses whatever
+    weights are loaded.
     """
 
     n: int = 1
