@@ -1,7 +1,7 @@
 """TorchTitan's Llama 3, Qwen3 and Qwen3-MoE as a policy, behind the interface of `forge.training.policy`.
 
-Only how a model computes and how it is sharded comes from TorchTitan: data, loss, optimiser and checkpoints are those
-of `PolicyTrainer`, so that both backends train the same way. Nothing of its `experiments` is used.
+Only the model's computation and its sharding come from TorchTitan. Data, loss, optimiser and checkpoints are
+`PolicyTrainer`'s, so that both backends train the same way. Nothing of TorchTitan's `experiments` is used.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ _EXPERTS = "moe.routed_experts.inner_experts"
 
 
 def plain_name(name: str) -> str:
-    """Return the Hugging Face name of one of TorchTitan's parameters; of stacked experts, transformers' name."""
+    """Return the Hugging Face name of a parameter of TorchTitan's; of stacked experts, transformers' name."""
     module, _, kind = name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "").rpartition(".")
     if module in _OUTER:
         return f"{_OUTER[module]}.{kind}"
@@ -99,7 +99,7 @@ def plain_name(name: str) -> str:
 
 
 class PackedAttention(Module):
-    """`packed_attention` instead of TorchTitan's; its sharding contract names the arguments."""
+    """Attention by `packed_attention`, instead of TorchTitan's, whose sharding needs these names of the arguments."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -118,15 +118,15 @@ class PackedAttention(Module):
         scale: float | None = None,
         **_: Any,
     ) -> Tensor:
-        """[1, tokens, heads, head_dim] in and out."""
+        """Return the attention of query, key and value, [1, tokens, heads, head_dim] each."""
         q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
         layout, context = attention_masks
         return packed_attention(self, q, k, v, scaling=scale, layout=layout, context=context)[0]
 
 
 class TitanExperts(Module):
-    """The experts of a layer, stacked as transformers stacks them, instead of TorchTitan's, which compute in bfloat16
-    whatever the dtype. E: experts, D: width, F: width within an expert."""
+    """The experts of a layer, stacked as in transformers; TorchTitan's own compute in bfloat16 whatever the dtype.
+    E: experts, D: width."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -141,7 +141,8 @@ class TitanExperts(Module):
         self.down_proj = nn.Parameter(torch.empty(E, config.dim, config.hidden_dim))
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """[rows, D] in and out, in the order of this rank's experts; counts [own experts], the rows of each."""
+        """Return the outputs [rows, D] of this rank's experts for x [rows, D], in the experts' order; `counts`
+        [own experts] is the number of rows of each."""
         gate_up, down = (w.to_local() if isinstance(w, DTensor) else w for w in (self.gate_up_proj, self.down_proj))
         # The kernel of all experts is for bfloat16 only.
         if x.is_cuda and x.dtype == torch.bfloat16:
@@ -156,36 +157,36 @@ class TitanExperts(Module):
 
 
 class TitanRouters(Routers):
-    """TorchTitan's routers, which return gates, experts and probabilities, [1, tokens, ...] each."""
+    """`Routers` for TorchTitan's routers, which return gates, experts and probabilities, [1, tokens, ...] each."""
 
     def _record_choice(
         self, number: int, _router: nn.Module, _inputs: object, output: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         gates, experts, probabilities = (tensor[0] for tensor in output)
-        # On a CPU, TorchTitan's autocast to float32 does nothing.
+        # In float32, as TorchTitan's autocast to float32 does nothing on a CPU.
         gates, experts = self.route(number, probabilities.float(), gates, experts)
         return gates[None], experts[None], output[2]
 
 
 class TitanHead(Linear):
-    """Log-probabilities and entropies of some tokens, each [tokens]. A module, so that FSDP2 gathers its weight."""
+    """The head, which scores tokens instead of returning logits. It is a module so that FSDP2 gathers its weight."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
         pass
 
     def forward(self, states: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """states: [tokens, dim]."""
+        """Return log-probabilities and entropies, [tokens] each, for `states` [tokens, dim] and `labels` [tokens]."""
         return token_logprobs(states, full_tensor(self.weight), labels, temperature=temperature)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return a tensor-parallel tensor, gathered. Each rank uses it for other tokens: gradients are summed."""
+    """Return a tensor, gathered if it is sharded. Gradients are summed over ranks, which have different tokens."""
     return tensor.full_tensor(grad_placements=[Partial()]) if isinstance(tensor, DTensor) else tensor
 
 
 class TitanRotary(CosSinRoPE):
-    """The rotary embedding of a transformers config, whatever its scaling."""
+    """The rotary embedding of a transformers config, with any scaling."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(CosSinRoPE.Config):
@@ -198,10 +199,10 @@ class TitanRotary(CosSinRoPE):
 
 
 def titan_config(config: PreTrainedConfig, seq_len: int) -> Decoder.Config:
-    """TorchTitan's configuration of a transformers one, for sequences of up to `seq_len` tokens.
+    """Return TorchTitan's configuration for a transformers one and sequences of up to `seq_len` tokens.
 
     Raises:
-        ValueError: see `forge_titan.setup.check_model`.
+        ValueError: TorchTitan does not support a feature of the model.
     """
     titan_setup.check_model(config)
     dim = config.hidden_size
@@ -212,7 +213,7 @@ def titan_config(config: PreTrainedConfig, seq_len: int) -> Decoder.Config:
     def make_norm(size: int) -> RMSNorm.Config:
         return RMSNorm.Config(normalized_shape=size, eps=config.rms_norm_eps, param_init=READ)
 
-    def feed_forward() -> Any:
+    def make_feed_forward() -> Any:
         return make_ffn_config(dim=dim, hidden_dim=config.intermediate_size, w1_param_init=READ, w2w3_param_init=READ)
 
     def make_mixture() -> MoE.Config:
@@ -228,7 +229,7 @@ def titan_config(config: PreTrainedConfig, seq_len: int) -> Decoder.Config:
             num_experts=E,
             router=make_router_config(dim=dim, num_experts=E, gate_param_init=READ, **router),
             routed_experts=RoutedExperts.Config(inner_experts=experts, token_dispatcher=tokens),
-            load_balance_coeff=None,  # a bias update; Qwen3 is trained with the auxiliary loss of `experts.balance`
+            load_balance_coeff=None,  # no update of biases: Qwen3 is trained with `forge.training.experts.balance_loss`
         )
 
     max_seq_len = min(seq_len, config.max_position_embeddings)
@@ -247,13 +248,12 @@ def titan_config(config: PreTrainedConfig, seq_len: int) -> Decoder.Config:
                 rope=TitanRotary.Config(dim=head, max_seq_len=max_seq_len, model_config=config),
                 qk_norm=make_norm(head) if config.model_type != "llama" else None,
             ),
-            feed_forward=None if index in sparse else feed_forward(),
+            feed_forward=None if index in sparse else make_feed_forward(),
             moe=make_mixture() if index in sparse else None,
             attention_norm=make_norm(dim),
             ffn_norm=make_norm(dim),
         )
 
-    # The model: what transformers has outside its layers, and the layers.
     return model.Config(
         dim=dim,
         vocab_size=config.vocab_size,
@@ -279,16 +279,16 @@ class TitanPolicy(nn.Module):
         super().__init__()
         self.model, self.ranks = model, ranks
         self.config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        stated = (folder / GENERATION_CONFIG_NAME).exists()
-        self.generation = GenerationConfig.from_dict(read_json(folder / GENERATION_CONFIG_NAME)) if stated else None
-        model._skip_lm_head = True  # it is computed for trained tokens only
+        file = folder / GENERATION_CONFIG_NAME
+        self.generation = GenerationConfig.from_dict(read_json(file)) if file.exists() else None
+        model._skip_lm_head = True  # `forward` computes the head for trained tokens only
         if sparse := sparse_layers(self.config):
             layers: dict[str, Any] = dict(model.layers.items())
             routers = {i: layers[str(i)].moe.router for i in sparse}
             self.routers = TitanRouters(routers, self.config.num_experts_per_tok, self.config.norm_topk_prob)
 
     def forward(self, batch: Batch, temperature: float = 1.0) -> TokenScores:
-        """Return log-probability and entropy of each token with mask True."""
+        """Return log-probability and entropy of each token with mask True, at the sampler's `temperature`."""
         local = rank_tokens(batch, 1, self.ranks)  # the state at t - 1 predicts token t
         if self.routers is not None:
             self.routers.begin(local.experts, local.real)
@@ -298,11 +298,11 @@ class TitanPolicy(nn.Module):
         return TokenScores(*gather_scores(scores, local.counts, self.ranks.sequence, local.order))
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(Hugging Face name, this rank's part), a DTensor where it is sharded; of tied parameters the first."""
+        """Return (Hugging Face name, parameter) pairs: of a sharded model DTensors, of tied parameters the first."""
         return ((plain_name(name), parameter) for name, parameter in self.model.named_parameters())
 
-    def save_config(self, folder: Path, words: PreTrainedTokenizerBase) -> None:
-        """Write all but weights and tokenizer in Hugging Face format."""
+    def save_config(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Write the configuration files in Hugging Face format, without weights and tokenizer."""
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32, trust_remote_code=False)
         if self.generation is not None:
@@ -320,12 +320,11 @@ def build_titan(
     cpu_offload: bool = False,
     compile: bool = False,
 ) -> TitanPolicy:
-    """Return the model of a local folder ready to train on the device of `ranks`; arguments as of `build`.
-
-    No rank ever holds the whole model: it is sharded before it is read.
+    """Return the model of a local folder ready to train on the device of `ranks`, with the arguments of
+    `forge.training.build.build_policy`. No rank ever holds the whole model: it is sharded before it is read.
 
     Raises:
-        ValueError: TorchTitan lacks the model, a size is not a multiple of a degree, or the folder lacks a tensor.
+        ValueError: TorchTitan does not support the model, a size is not a multiple of a degree, or a tensor is missing.
     """
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     sizes = titan_config(config, seq_len)
@@ -341,7 +340,7 @@ def build_titan(
             degrees = dict(zip(ranks.mesh.mesh_dim_names or (), ranks.mesh.shape, strict=True))
             parallelism = ParallelismConfig(
                 data_parallel_replicate_degree=degrees.get("replicate", 1),
-                # Context parallelism is in `PackedAttention`; to the weights it is data parallelism.
+                # `PackedAttention` does context parallelism; for the weights its ranks are data-parallel ones.
                 data_parallel_shard_degree=degrees["shard"],
                 tensor_parallel_degree=degrees.get("tensor", 1),
                 expert_parallel_degree=ranks.experts,
@@ -357,7 +356,7 @@ def build_titan(
             # TorchTitan sets the sharding of each module in its configuration.
             sizes.update_from_config(config=SimpleNamespace(parallelism=parallelism))
 
-            # The head sees this rank's trained tokens only: only its weight is sharded, not its input.
+            # The head gets only this rank's trained tokens: its weight is sharded, its input is not.
             head = sizes.lm_head.sharding_config
             sizes.lm_head.sharding_config = ShardingConfig(state_shardings=head.state_shardings)
             for layer in sizes.layers:
@@ -371,7 +370,7 @@ def build_titan(
             if dims.tp_enabled or dims.ep_enabled:
                 model.parallelize(dims)
                 if config.tie_word_embeddings and dims.tp_enabled:
-                    # TorchTitan shards each by itself; FSDP2 has to see that they are one.
+                    # TorchTitan makes two sharded tensors of them; FSDP2 must find one.
                     model.tok_embeddings.weight = model.lm_head.weight
 
             if gradient_checkpointing:
@@ -388,7 +387,7 @@ def build_titan(
                 cpu_offload=cpu_offload,
             )
 
-    # Memory, buffers, and this rank's part of the weights.
+    # Allocate memory, compute buffers, and read this rank's part of the weights.
     model.to_empty(device="cpu" if cpu_offload else ranks.device)
     model.init_states(buffer_device=ranks.device)
     read_weights({plain_name(name): parameter for name, parameter in model.named_parameters()}, Path(path))

@@ -22,9 +22,7 @@ KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
 
 
 def check_installed() -> None:
-    """Raises:
-    ImportError: TorchTitan is not installed, or in another version.
-    """
+    """Raise ImportError if TorchTitan is not installed, or in another version than the supported one."""
     if importlib.util.find_spec("torchtitan") is None:
         raise ImportError(f"trainer.backend titan needs TorchTitan {VERSION}: pip install torchtitan=={VERSION}")
     installed = version("torchtitan")
@@ -33,31 +31,35 @@ def check_installed() -> None:
 
 
 def check_model(config: PreTrainedConfig) -> None:
-    """Raises:
-    ValueError: a transformers config with a feature that TorchTitan's models lack.
+    """Check that TorchTitan's models have all features of a transformers config.
+
+    Raises:
+        ValueError: they do not support one.
     """
     check_config(config)
     family = config.model_type
-    for supported, feature in (
-        (family in FAMILIES, f"model_type {family!r} (it has {', '.join(FAMILIES)})"),
-        (not (family in BIASES and config.attention_bias) and not (family in MLP_BIASES and config.mlp_bias), "biases"),
-        (all(kind.window is None for kind in attention_kinds(config)), "sliding-window layers"),
-        (getattr(config, "hidden_act", None) == "silu", f"hidden_act {getattr(config, 'hidden_act', None)!r}"),
+    activation = getattr(config, "hidden_act", None)
+    for is_used, feature in (
+        (family not in FAMILIES, f"model_type {family!r} (it has {', '.join(FAMILIES)})"),
+        (family in BIASES and config.attention_bias, "biases"),
+        (family in MLP_BIASES and config.mlp_bias, "biases"),
+        (any(kind.window is not None for kind in attention_kinds(config)), "sliding-window layers"),
+        (activation != "silu", f"hidden_act {activation!r}"),
     ):
-        if not supported:
+        if is_used:
             raise ValueError(f"trainer.backend titan does not support {feature}: take fsdp")
 
 
 def prepare_imports() -> None:
-    """Make TorchTitan's modules importable here; to be called before their first import.
+    """Prepare this process so that TorchTitan's modules can be imported; call it before their first import.
 
     Raises:
-        ImportError: see `check_installed`.
+        ImportError: TorchTitan is not installed, or in another version than the supported one.
     """
     check_installed()
     if importlib.util.find_spec("triton") is None:
-        # All of its models import these kernels, those used here never run them. A fake triton would break
-        # torch.compile.
+        # All of TorchTitan's models import these kernels, which need Triton; the models that are used here never run
+        # them. A fake module triton instead would break torch.compile.
         kernels = ModuleType(KERNELS)
         kernels.__getattr__ = lambda name: None  # type: ignore[method-assign]
         sys.modules.setdefault(KERNELS, kernels)
@@ -68,5 +70,5 @@ def prepare_imports() -> None:
 
         utils.device_type = "cpu"
         utils.device_module = torch.cpu
-        # A warning of its routers, which ask for float32: they get it only where all else computes in it.
+        # Its routers ask autocast for float32, of which a CPU warns: they get it only if all else computes in float32.
         warnings.filterwarnings("ignore", "In CPU autocast, but the target dtype is not supported")

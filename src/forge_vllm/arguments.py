@@ -48,8 +48,8 @@ CPU_BLOCK = 128  # tokens in a block of its cache there
 CPU_PREFILL = 2048  # prompt tokens in one step, during which running sequences wait
 CPU_CACHE = 2**30  # bytes, the machine's memory being also the trainer's; less where all slots need less
 OWNER = "FORGE_VLLM_OWNER"  # environment variable of vLLM's processes: the process id of the engine's owner
-# Of vLLM's processes. They would warn that vLLM reads a deprecated attribute of torch.distributed, that its memory is
-# that of one NUMA node, and that there is no Triton for a CPU.
+# The environment of vLLM's processes. They would warn that vLLM reads a deprecated attribute of torch.distributed, that
+# its memory belongs to one NUMA node, and that there is no Triton for a CPU.
 QUIET = {
     "PYTHONWARNINGS": "ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning",
     "TORCH_LOGS": "-torch._library.triton",
@@ -62,21 +62,24 @@ INSTALL = (
 
 
 def check_installed() -> None:
-    """ImportError: vLLM is not installed; says what to install."""
+    """Raise ImportError, with what to install, if vLLM is not installed."""
     if find_spec("vllm") is None:
         raise ImportError(INSTALL)
 
 
 def import_args() -> type[AsyncEngineArgs]:
-    """vLLM's AsyncEngineArgs; sets the environment for its import. ImportError: as `check_installed`."""
+    """Import vLLM, with the environment that it reads at its import, and return its class AsyncEngineArgs.
+
+    Raises:
+        ImportError: vLLM is not installed.
+    """
     check_installed()
-    # Threads unbound, no CUDA in a fork, quiet, no reports to vLLM, and no spinning threads alongside a trainer.
     for name, value in (
-        ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
-        ("VLLM_WORKER_MULTIPROC_METHOD", "spawn"),
+        ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),  # threads may run on all cores
+        ("VLLM_WORKER_MULTIPROC_METHOD", "spawn"),  # CUDA does not work in a fork
         ("VLLM_LOGGING_LEVEL", "ERROR"),
-        ("VLLM_NO_USAGE_STATS", "1"),
-        ("GOMP_SPINCOUNT", "2000"),
+        ("VLLM_NO_USAGE_STATS", "1"),  # no reports to vLLM
+        ("GOMP_SPINCOUNT", "2000"),  # idle threads stop spinning, for a trainer on the same cores
     ):
         os.environ.setdefault(name, value)
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # it misses Triton, also on a CPU
@@ -87,8 +90,8 @@ def import_args() -> type[AsyncEngineArgs]:
 
 @contextmanager
 def inherited_environment() -> Iterator[None]:
-    """Yield environment variables of vLLM's processes, which inherit them when they start within the block."""
-    # What a user has set stays: it may be how they look for a fault.
+    """Set environment variables within a `with` block, for vLLM's processes that start in it."""
+    # Variables that a user has set stay: they may be looking for a fault.
     added = {name: value for name, value in QUIET.items() if name not in os.environ}
     added[OWNER] = str(os.getpid())
     os.environ.update(added)
@@ -100,10 +103,14 @@ def inherited_environment() -> Iterator[None]:
 
 
 def check_keys(config: PreTrainedConfig) -> None:
-    """ValueError: config.json has a key that vLLM computes, and transformers' code of this family does not read; or one
-    that vLLM's code of the family ignores or cannot compute."""
+    """Check that vLLM computes the same model as transformers for a config.
+
+    Raises:
+        ValueError: config.json has a key that vLLM reads, but transformers' code of this family does not; or one that
+            vLLM's code of this family ignores or does not support.
+    """
     if config.model_type == "olmoe" and config.tie_word_embeddings:
-        # It would start with a head of random weights, and answer with noise until the first update.
+        # vLLM would start with a head of random weights, and generate noise until the first update.
         raise ValueError("vLLM's OLMoE does not tie its head to the embeddings, as config.json says: choose embedded")
     if config.model_type in ("qwen2", "qwen3") and len({*(config.layer_types or ())}) > 1:
         raise ValueError(f"vLLM's {config.model_type} has no sliding window in only some layers: choose embedded")
@@ -121,7 +128,11 @@ def check_keys(config: PreTrainedConfig) -> None:
 
 
 def check_options(options: Iterable[str]) -> None:
-    """ValueError: an option that AsyncEngineArgs lacks, or that the engine sets. Imports vLLM if there are any."""
+    """Check the names of options for vLLM's engine; import vLLM if there are any.
+
+    Raises:
+        ValueError: the engine sets the option itself, or AsyncEngineArgs has no such field.
+    """
     arguments = {field.name for field in dataclasses.fields(import_args())} if options else set()
     for name in options:
         if name in SETTINGS:
@@ -137,7 +148,15 @@ def check_options(options: Iterable[str]) -> None:
 def engine_args(
     folder: Path, config: PreTrainedConfig, slots: int, max_seq_len: int, dtype: str, options: Mapping[str, Any]
 ) -> tuple[AsyncEngineArgs, bool]:
-    """Return the AsyncEngineArgs, and whether vLLM runs on a CPU. ValueError: an unsupported model or option."""
+    """Return vLLM's arguments for a model's folder, and whether vLLM runs on a CPU.
+
+    Args:
+        slots: the maximum number of sequences decoded at once.
+        options: the user's arguments, which replace this library's defaults.
+
+    Raises:
+        ValueError: an unsupported model or option.
+    """
     check_options(options)
     args_class = import_args()
     from vllm.config import StructuredOutputsConfig
@@ -169,22 +188,22 @@ def engine_args(
 def _on_cpu(
     config: PreTrainedConfig, slots: int, max_seq_len: int, dtype: str, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return defaults of vLLM's arguments on a CPU. ValueError: an unsupported head size."""
+    """Return defaults of vLLM's arguments on a CPU; raise ValueError for a head size that it does not support there."""
     size = head_size(config)
     if size not in CPU_HEADS:
         raise ValueError(
             f"on a CPU, vLLM has no attention for heads of size {size}, but for {', '.join(map(str, CPU_HEADS))}"
         )
 
-    # Bytes of keys and values: of a token, and of a sequence at its longest.
-    token = 2 * config.num_hidden_layers * config.num_key_value_heads * size * (2 if dtype == "bfloat16" else 4)
-    sequence = (-(-max_seq_len // CPU_BLOCK) + 1) * CPU_BLOCK * token
+    # Bytes of keys and values: of a token, and of a sequence of `max_seq_len` in full blocks, and one more.
+    token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * size * (2 if dtype == "bfloat16" else 4)
+    sequence_bytes = (-(-max_seq_len // CPU_BLOCK) + 1) * CPU_BLOCK * token_bytes
     settings: dict[str, Any] = {
         # With a seeded prompt computed in pieces vLLM rewinds the generator, which fails on a CPU and ends vLLM.
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(CPU_PREFILL, max_seq_len),
         "enforce_eager": True,  # compiling takes over a minute
-        "kv_cache_memory_bytes": max(min(slots * sequence, CPU_CACHE), sequence + CPU_BLOCK * token),
+        "kv_cache_memory_bytes": max(min(slots * sequence_bytes, CPU_CACHE), sequence_bytes + CPU_BLOCK * token_bytes),
     }
     if all(options.get(f"{kind}_parallel_size", 1) == 1 for kind in ("tensor", "data", "pipeline")):
         # One process less, and twice as fast on two cores; vLLM needs the variable to do that on a CPU.
@@ -208,7 +227,7 @@ class VLLMRequest:
 
 
 def settle_future(future: Future[Any], result: object = None, error: BaseException | None = None) -> None:
-    """Complete a future with a result or an error, unless it is complete or cancelled."""
+    """Complete a future with a result or, if one is given, an error; leave it if it is complete or cancelled."""
     if not future.done() and future.set_running_or_notify_cancel():
         if error is None:
             future.set_result(result)
@@ -217,13 +236,13 @@ def settle_future(future: Future[Any], result: object = None, error: BaseExcepti
 
 
 def sampling_params(request: VLLMRequest, sample: int, vocab: int) -> SamplingParams:
-    """vLLM's SamplingParams for one sample of a request to a model of `vocab` tokens."""
+    """Return vLLM's SamplingParams for sample number `sample` of a request, to a model of `vocab` tokens."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
     sampling = request.sampling
     seed = sampling.seed
     if seed is not None:
-        # Hashed with the sample's number: samples of neighbouring seeds must not be shifted copies of each other.
+        # Hashed with the sample's number: with a sum, sample 1 of seed 7 would equal sample 0 of seed 8.
         digest = hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest()
         seed = int.from_bytes(digest, "little") >> 1
 
@@ -241,17 +260,24 @@ def sampling_params(request: VLLMRequest, sample: int, vocab: int) -> SamplingPa
         structured_outputs=StructuredOutputsParams(grammar=sampling.grammar) if sampling.grammar else None,
         detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.DELTA,
-        # Without a listener vLLM reports the first token at once, and the others at the end.
+        # Without a listener vLLM reports the first token immediately, and all others at the end.
         stream_interval=None if request.listener else 2**30,
     )
 
 
 def top_logprobs(positions: Iterable[Mapping[int, Any]], count: int) -> list[dict[int, float]]:
-    """`Completion.top_logprobs` from vLLM's output of each position: `count` tokens, and the sampled one."""
+    """Return `Completion.top_logprobs`, the `count` most probable tokens at each position, from vLLM's output.
+
+    Args:
+        positions: by position, vLLM's entry of each of these tokens and of the sampled one, by token id.
+    """
     if count == 0:
         return []
-    ranked = (sorted(position.items(), key=lambda item: item[1].rank) for position in positions)
     return [
-        {token: entry.logprob for token, entry in position if entry.rank <= count and math.isfinite(entry.logprob)}
-        for position in ranked
+        {
+            token: entry.logprob
+            for token, entry in sorted(position.items(), key=lambda item: item[1].rank)
+            if entry.rank <= count and math.isfinite(entry.logprob)
+        }
+        for position in positions
     ]

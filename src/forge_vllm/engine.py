@@ -57,12 +57,14 @@ class VLLMEngine:
         """Start vLLM with a Hugging Face folder; takes 15 to 30 s.
 
         Args:
+            version: the number of the weights in the folder.
             settings: fields of `EngineSettings`. With on_update "continue", a sequence that vLLM preempts for lack of
                 cache is recomputed under the new weights.
 
         Raises:
             ImportError: vLLM is not installed.
-            FileNotFoundError, ValueError: an incomplete folder, or an invalid argument; before any process starts.
+            FileNotFoundError: the folder is incomplete; no process has started.
+            ValueError: an argument is invalid; no process has started.
             RuntimeError: vLLM did not start.
         """
         folder = Path(model)
@@ -98,7 +100,7 @@ class VLLMEngine:
     def submit(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, priority: int = 0, listener: Listener | None = None
     ) -> Future[list[Completion]]:
-        """See `Engine.submit`; the samples of a request may start at different times."""
+        """Start the completions of a prompt, as `Engine.submit`; its samples may start at different times."""
         prompt = check_prompt(prompt_ids, self.config.vocab_size, self.max_seq_len)
         check_request(sampling, priority, self.config.vocab_size)
         if sampling.schedule:
@@ -117,7 +119,7 @@ class VLLMEngine:
     def update_weights(
         self, named_tensors: Iterable[tuple[str, Tensor]], version: int, identity: str = ""
     ) -> Future[None]:
-        """See `Engine.update_weights`. The tensors are in shared memory; vLLM's processes read them while paused."""
+        """Replace all weights, as `Engine.update_weights`. vLLM's processes read them from shared memory in a pause."""
         try:
             with self._lock:
                 self._check_alive()
@@ -129,38 +131,40 @@ class VLLMEngine:
             return future
 
     def release(self) -> Future[None]:
-        """See `Engine.release`; uses vLLM's sleep mode, level 2. On a CPU only the cache is freed, not the weights."""
+        """Free memory, as `Engine.release`, by vLLM's sleep mode, level 2. On a CPU only the cache is freed."""
         return self._add_order("release")
 
     def restore(self) -> Future[None]:
-        """See `Engine.restore`. On a GPU the next update allocates weights and cache."""
+        """Allocate memory again, as `Engine.restore`. On a GPU the next update allocates weights and cache."""
         return self._add_order("restore")
 
     @property
     def version(self) -> int:
-        """Version of the weights that sample the next token."""
+        """Return the version of the weights that draw the next token."""
         return self._orders.weights[self._orders.current][0]
 
     @property
     def identity(self) -> str:
-        """Return identity of those weights."""
+        """Return the identity of the weights that draw the next token."""
         return self._orders.weights[self._orders.current][1]
 
     def stats(self) -> dict[str, int]:
-        """Return running and waiting sequences, and the tokens delivered since the start (of running sequences only the
-        first, unless they have a listener); `prefilled_tokens` and `reused_tokens` of prompts, as vLLM counts them for
-        each sample. RuntimeError: the engine is closed, or has failed."""
+        """Return the counters of `Engine.stats`, and `prefilled_tokens` and `reused_tokens` of prompts for each sample.
+
+        Of running sequences without a listener, only the first token counts as generated.
+        """
         with self._lock:
             self._check_alive()
-        counts = {
+        return {
             "running": self._started,
             "waiting": len(self._orders.unstarted),
             "generated_tokens": self._generated,
+            "prefilled_tokens": self._prefilled,
+            "reused_tokens": self._reused,
         }
-        return counts | {"prefilled_tokens": self._prefilled, "reused_tokens": self._reused}
 
     def held(self) -> list[int]:
-        """None: vLLM takes no schedules."""
+        """Return an empty list: no request waits for other weights, as vLLM supports no schedules."""
         return []
 
     def close(self) -> None:
@@ -178,7 +182,7 @@ class VLLMEngine:
         self.close()
 
     def _check_alive(self) -> None:
-        """RuntimeError: the engine has ended. The caller holds the lock, so that it cannot end meanwhile."""
+        """Raise the engine's error if it has ended. The caller holds the lock, so that it cannot end meanwhile."""
         if self._error is not None:
             raise self._error
         if self._stop.is_set():
@@ -189,7 +193,7 @@ class VLLMEngine:
             raise error
 
     def _call_in_loop(self, future: Future[Any], function: Callable[..., None], *args: object) -> None:
-        """Call a function, which settles the future, in the loop."""
+        """Call a function, which settles the future, in the loop's thread."""
         with self._lock:
             self._check_alive()
             self._pending.add(future)
@@ -201,7 +205,7 @@ class VLLMEngine:
         self._call_in_loop(future, self._submit_order, command, future)
         return future
 
-    # Everything below runs in the loop.
+    # The methods below run in the thread of the loop.
 
     async def _run_vllm(self, args: AsyncEngineArgs, ready: Future[None]) -> None:
         """Start vLLM, watch its process, and shut it down when the engine closes."""
@@ -233,10 +237,10 @@ class VLLMEngine:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self._llm.shutdown(timeout=CLOSE_GRACE)
-            del self._llm, self._orders.llm  # it would log an error at interpreter exit
+            del self._llm, self._orders.llm  # vLLM would log an error if it were deleted at the exit of Python
 
     def _fail_all(self, error: BaseException) -> None:
-        """Fail all pending and later calls, with the first error."""
+        """Fail all pending and later calls with this error, or with an earlier one if there was one."""
         with self._lock:
             self._error = self._error or error
             pending = [*self._pending]
@@ -246,7 +250,7 @@ class VLLMEngine:
         self._stop.set()
 
     def _create_task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Return a task of the loop that is cancelled when the engine closes."""
+        """Start a task of the loop, which is cancelled when the engine closes; return it."""
         task = self._loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -266,7 +270,7 @@ class VLLMEngine:
 
     async def _serve_request(self, request: VLLMRequest) -> None:
         """Draw the samples of a request, and settle its future."""
-        # All samples, or an error; one sample's error cancels the others.
+        # The result has all samples: the error of one cancels the others.
         samples = [self._loop.create_task(self._sample_request(request, i)) for i in range(request.sampling.n)]
         try:
             settle_future(request.future, await asyncio.gather(*samples))
@@ -285,22 +289,22 @@ class VLLMEngine:
         return completion
 
     async def _attempt_sample(self, request: VLLMRequest, sample: int, params: SamplingParams) -> Completion | None:
-        """Return the completion; None if it had not started when an update invalidated its prompt's cache."""
+        """Return a sample's completion; None if an update came before its first token, so that it must start again."""
         from vllm.inputs import tokens_input
 
         name = str(self._numbered)
         self._numbered += 1
-        traffic = self._orders
-        traffic.unstarted[name] = None
+        orders = self._orders
+        orders.unstarted[name] = None
         completion = Completion(prompt_ids=request.prompt)
-        sent = 0  # tokens that the listener has
-        unknown = request.sampling.logprobs_of == "policy" and request.sampling.restricted
+        sent = 0  # tokens that the listener has got
+        has_unknown_logprobs = request.sampling.logprobs_of == "policy" and request.sampling.restricted
 
         try:
-            while not traffic.open.is_set():  # it may be cleared again before this runs
-                await traffic.open.wait()
-            traffic.in_flight.add(name)
-            salt = traffic.salt
+            while not orders.open.is_set():  # it may be cleared again before this runs
+                await orders.open.wait()
+            orders.in_flight.add(name)
+            salt = orders.salt
             prompt = tokens_input(list(request.prompt), cache_salt=salt or None)
 
             async with contextlib.aclosing(
@@ -308,11 +312,12 @@ class VLLMEngine:
             ) as outputs:
                 async for output in outputs:
                     part = output.outputs[0]
-                    # Its first token: an update meanwhile would have left its prompt's keys and values of old weights.
-                    if name in traffic.unstarted:
-                        if part.finish_reason == "abort" or salt != traffic.salt:
+                    # Before its first token, an update makes it start again: the keys and values of its prompt were
+                    # computed with the old weights.
+                    if name in orders.unstarted:
+                        if part.finish_reason == "abort" or salt != orders.salt:
                             return None
-                        del traffic.unstarted[name]
+                        del orders.unstarted[name]
                         self._started += 1
                         reused = output.num_cached_tokens or 0
                         self._reused += reused
@@ -320,28 +325,27 @@ class VLLMEngine:
 
                     ids = part.token_ids
                     completion.token_ids += ids
-                    pairs = zip(ids, part.logprobs, strict=True)
-                    drawn = [candidates[token].logprob for token, candidates in pairs]
+                    drawn = [entries[token].logprob for token, entries in zip(ids, part.logprobs, strict=True)]
 
-                    # It renormalises what it draws from, and the policy's own are asked for: they are unknown.
-                    completion.logprobs += [math.nan] * len(ids) if unknown else drawn
+                    # vLLM reports the distribution after restrictions: the policy's log-probabilities are unknown.
+                    completion.logprobs += [math.nan] * len(ids) if has_unknown_logprobs else drawn
                     completion.top_logprobs += top_logprobs(part.logprobs, request.sampling.top_logprobs)
                     self._generated += len(ids)
                     if request.listener and part.finish_reason is None:
                         sent += self._notify_listener(request, sample, completion, sent, self._weight_spans(name))
         finally:
-            if name in traffic.unstarted:
-                del traffic.unstarted[name]
+            if name in orders.unstarted:
+                del orders.unstarted[name]
             else:
                 self._started -= 1
-            traffic.in_flight.discard(name)
-            if not traffic.in_flight:
-                traffic.idle.set()
+            orders.in_flight.discard(name)
+            if not orders.in_flight:
+                orders.idle.set()
 
         if part.finish_reason == "error" and request.sampling.grammar and not completion.token_ids:
             raise ValueError("vLLM cannot use this grammar, or the tokenizer with one: its output says why")
 
-        # An abort that no update asked for, or an error of vLLM.
+        # An abort that was not due to an update, or an error of vLLM.
         if part.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended a sequence after {len(completion.token_ids)} tokens: {part.finish_reason}")
         completion.finish = part.finish_reason
@@ -352,8 +356,10 @@ class VLLMEngine:
         return completion
 
     def _weight_spans(self, name: str) -> list[tuple[str, int]]:
-        """(label, first token) of the weights that drew a running sequence, which vLLM returns only at its end; empty
-        if it has just ended."""
+        """Return the (label, first token) of all weights that drew a running sequence; [] if it has just ended.
+
+        vLLM returns them only at the end of a sequence: this reads its internal state.
+        """
         states = self._llm.output_processor
         running = states.external_req_ids.get(name, ())
         return [span for key in running for span in states.request_states[key].weight_version_starts]
@@ -361,7 +367,12 @@ class VLLMEngine:
     def _notify_listener(
         self, request: VLLMRequest, sample: int, completion: Completion, sent: int, spans: Sequence[tuple[str, int]]
     ) -> int:
-        """Pass new tokens to the listener; returns their number, 0 while their weights are unknown."""
+        """Pass new tokens to the listener, if there is one; return their number, 0 while their weights are unknown.
+
+        Args:
+            sent: the number of tokens that the listener has got already.
+            spans: the (label, first token) of the weights that drew the completion.
+        """
         if request.listener is None or request.future.done() or not spans:
             return 0
         versions, identities = self._orders.of_tokens(spans, sent, len(completion.token_ids))

@@ -22,8 +22,8 @@ TensorLocation = tuple[str, tuple[int, ...], int]  # name, shape, first byte
 class Handover:
     """A policy's weights for another process of this host: all tensors, checked and in one dtype, in shared memory.
 
-    The memory is a memfd, reached through the writing process and freed with it. `path`, `locations` and `dtype` are
-    the arguments of `read_handover`.
+    The memory is a file in memory (memfd) of the writing process: others open it by that process's path in /proc, and
+    it is freed when that process ends. `path`, `locations` and `dtype` are the arguments of `read_handover`.
     """
 
     def __init__(
@@ -34,10 +34,10 @@ class Handover:
         version: int,
         identity: str,
     ):
-        """Copy tensors under Hugging Face names.
+        """Copy (name, tensor) pairs, by Hugging Face name, to shared memory in `dtype`.
 
         Raises:
-            ValueError: an unknown, duplicate or missing name, or a wrong shape; names the tensor.
+            ValueError: an unknown, duplicate or missing name, or a wrong shape; the message names the tensor.
             OSError: there is not enough memory.
         """
         self.version = version
@@ -70,14 +70,19 @@ class Handover:
             self.locations += [(HEAD, shape, start) for name, shape, start in self.locations if name == EMBEDDING]
 
     def close(self) -> None:
-        """Free the memory, as soon as no process reads it."""
+        """Free the memory, once no other process has it open."""
         os.close(self._file)
 
 
 def read_handover(
     path: str, locations: list[TensorLocation], dtype: str, shared: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of each tensor in a handover, as a view of its memory; unless `shared`, writes stay private."""
+    """Yield the (name, tensor) of each tensor in a handover, as a view of its memory.
+
+    Args:
+        path, locations, dtype: the attributes of the `Handover`.
+        shared: write to the shared memory; by default writes stay private to this process.
+    """
     storage = torch.UntypedStorage.from_file(path, shared, os.stat(path).st_size)
     element: torch.dtype = getattr(torch, dtype)
     memory = torch.empty(0, dtype=element).set_(storage)  # type: ignore[arg-type]

@@ -17,20 +17,20 @@ Order = tuple[Command, "Future[None]"]
 
 
 class Orders:
-    """Executes orders one by one, and knows the requests in vLLM, by its names for them.
+    """Executes orders one by one, and tracks the requests in vLLM by their ids there.
 
     Args:
         on_cpu: whether vLLM runs on a CPU, where its sleep mode does nothing.
 
     Attributes:
         llm: vLLM's engine, once it has started.
-        weights: version and identity by vLLM's label of an update, which its completions carry by token; the last are
-            in use.
-        open: whether vLLM accepts requests; cleared by a release.
-        salt: prompts share blocks of vLLM's cache only under the same one.
-        unstarted: requests without a token, in order.
-        in_flight: requests in vLLM.
-        idle: set while there are none.
+        weights: (version, identity) of all weights so far, by their label in vLLM, with which it marks each token; the
+            last entry is in use.
+        open: set while vLLM accepts requests; a release clears it.
+        salt: prompts share blocks of vLLM's cache only if they have the same salt.
+        unstarted: ids of requests without a token, in order.
+        in_flight: ids of requests in vLLM.
+        idle: set once `in_flight` is empty, for `_drain_requests`, which clears it.
     """
 
     def __init__(self, on_cpu: bool, version: int) -> None:
@@ -65,14 +65,14 @@ class Orders:
         return next(reversed(self.weights))
 
     def of_tokens(self, spans: Sequence[tuple[str, int]], start: int, end: int) -> tuple[list[int], dict[int, str]]:
-        """Return the versions of the tokens from `start` to `end`, and their identities.
+        """Return the version of each token from `start` to `end` - 1, and the identity of each of these versions.
 
         Args:
-            spans: labels, each with the first token that its weights drew.
+            spans: (label, first token) of the weights that drew the sequence, in order.
         """
         versions: list[int] = []
         identities = {}
-        # Each label from its first token to the next one's.
+        # The weights of a label drew the tokens until the first one of the next label.
         span_ends = [first for _, first in spans[1:]] + [end]
         for (label, first), span_end in zip(spans, span_ends, strict=True):
             count = min(span_end, end) - max(first, start)
@@ -83,11 +83,12 @@ class Orders:
         return versions, identities
 
     async def execute(self, mode: str) -> None:
-        """Execute the orders until there are no more. What vLLM raises passes: the weights may be half of one version
-        and half of another then.
+        """Execute the orders until there are no more.
+
+        Errors of vLLM propagate: its weights may then be a mixture of two versions.
 
         Args:
-            mode: on_update of the engine.
+            mode: the engine's setting `on_update`.
         """
         while self._orders:
             command, future = self._orders[0]
@@ -122,7 +123,7 @@ class Orders:
         await self.llm.update_weight_version(label)
         self.weights[label] = handover.version, handover.identity
 
-        # Requests without a token start again: their prompts' keys and values are of the old weights.
+        # Requests without a token start again: the keys and values of their prompts were computed with old weights.
         if mode == "continue":
             self.salt = label
             await self.llm.abort([*self.unstarted])
@@ -135,9 +136,9 @@ class Orders:
         self._memory = "allocated"
 
     async def _drain_requests(self) -> None:
-        """Wait until vLLM has no requests. Unstarted ones wait until `open` is set.
+        """Wait until vLLM has no requests. Those without a token are aborted, and start again once `open` is set.
 
-        vLLM's own waiting pause ignores preempted sequences, which would continue afterwards.
+        vLLM's own pause with mode "wait" ignores preempted sequences, which would continue afterwards.
         """
         self.open.clear()
         await self.llm.abort([*self.unstarted])

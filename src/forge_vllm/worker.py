@@ -18,6 +18,7 @@ from .handover import TensorLocation, read_handover
 
 
 def _die_with(owner: int) -> None:
+    """Kill this process as soon as the process with the id `owner` ends."""
     try:
         handle = os.pidfd_open(owner)
     except ProcessLookupError:  # the owner has ended already
@@ -37,7 +38,7 @@ class WorkerExtension:
     model_runner: Any
 
     def forge_load(self, path: str, locations: list[TensorLocation], dtype: str) -> None:
-        """Replace the model's tensors by a `Handover`'s."""
+        """Replace the model's weights by a `Handover`'s; the arguments are its attributes of these names."""
         from vllm.platforms import current_platform
 
         if current_platform.is_cpu():
@@ -47,8 +48,11 @@ class WorkerExtension:
         self.reload_weights(weights_iterator=read_handover(path, locations, dtype))  # type: ignore[attr-defined]
 
     def _drop_kernels(self) -> None:
-        """Have vLLM set up the kernels of its experts again: on a CPU they read packed weights, and vLLM 0.32 packs
-        those of a reload only in a kernel that is new. It would answer with the unpacked ones, without an error."""
+        """Make vLLM set up the kernels of its experts again at the next load.
+
+        On a CPU these kernels read packed weights, and vLLM 0.32 packs reloaded weights only for a new kernel: an old
+        one would compute with unpacked weights, without an error.
+        """
         for module in self.model_runner.get_model().modules():
             method = getattr(module, "quant_method", None)
             if method is not None and hasattr(method, "moe_kernel"):
@@ -56,7 +60,7 @@ class WorkerExtension:
 
     def forge_release(self) -> None:
         """Free the key-value cache on a CPU, where vLLM's sleep mode does nothing."""
-        # Layers are views of few storages, or of one.
+        # The caches of several layers may be views of the same storage.
         caches: list[Tensor] = self.model_runner.kv_caches
         storages = {storage.data_ptr(): storage for storage in (cache.untyped_storage() for cache in caches)}
         self.freed_storages = [(storage, storage.nbytes()) for storage in storages.values()]
@@ -71,6 +75,6 @@ class WorkerExtension:
             cache.zero_()
 
 
-# Other programs that the owner starts meanwhile inherit the variable, too, but have no multiprocessing parent.
+# Other programs that the owner starts at the same time inherit the variable, too, but have no multiprocessing parent.
 if OWNER in os.environ and multiprocessing.parent_process() is not None:
     _die_with(int(os.environ[OWNER]))

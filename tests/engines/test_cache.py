@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from forge.engines import EmbeddedEngine
 from forge.engines.cache import token_bytes
 from forge.types import Sampling
+from tests.engines.conftest import drive
 from tests.engines.test_invariance import MODELS, bits, prompt_of, save
 
 LONGEST = 640
@@ -96,6 +97,21 @@ def test_cache_rows_are_regained_after_long_completions(tmp_path: Path):
         assert steps(16, 40) < 4 * 40
         assert steps(8, 600) >= 2 * 600
         assert steps(16, 40) < 4 * 40
+
+
+def test_cancelling_in_a_step_in_which_later_rows_end(tmp_path: Path):
+    """With a budget, gaps are closed before rows are assigned: the cancelled row 5 is freed after rows 2 and 7."""
+    save(tmp_path, "odd")
+    vocab = MODELS["odd"][-1]
+    lengths = [40, 40, 10, 40, 40, 40, 40, 10]
+    with EmbeddedEngine(tmp_path, slots=8, device="cpu", max_seq_len=LONGEST, cache_gb=1) as engine:
+        with engine._wake:  # all start in the same step
+            futures = [
+                engine.submit(prompt_of(3, i, vocab), Sampling(1, length, seed=i)) for i, length in enumerate(lengths)
+            ]
+            drive(engine, {10: futures.pop(5).cancel})
+        answers = [future.result(60)[0] for future in futures]
+        assert [len(answer.token_ids) for answer in answers] == lengths[:5] + lengths[6:]
 
 
 def test_too_small_cache_raises_one_line(tmp_path: Path):

@@ -30,16 +30,18 @@ class Algorithm:
 
         loss = sum over tokens of weights * (correction * token_loss + beta * KL(pi || ref) - entropy_coef * H(pi))
 
-    A subclass writes `token_loss` and `advantages` as its paper does, and overrides `ratio` where the paper's is not a
-    token's. `ratio` is `pi / old`. The old policy is the one that sampled. With a `correction` it is the proximal
-    policy, which the step starts from, and the correction weighs that against what sampled (Hilton et al. 2022).
+    A subclass writes `token_loss` and `advantages` as in its paper, and overrides `ratio` if the paper's ratio is not
+    of single tokens. `ratio` is `pi / old`. The old policy is the one that sampled. With a `correction` it is the
+    proximal policy, which the step starts from, and the correction is the importance weight of that policy against the
+    one that sampled (Hilton et al. 2022).
 
     Args:
         beta: weight of the KL to a frozen reference model.
         kl: estimator of that KL, see `forge.algorithms.terms.kl`.
-        kl_in: "loss" adds the KL to the loss; "reward" subtracts it from each token's reward, see `credit.assign`.
+        kl_in: "loss" adds the KL to the loss; "reward" subtracts it from each token's reward, see
+            `forge.training.credit.assign_credit`.
         entropy_coef: weight of the entropy bonus.
-        correction: importance weights for tokens that another policy sampled; None uses none.
+        correction: importance weights for tokens that another policy sampled; None: no weights.
 
     Class attributes:
         aggregation: how tokens share the loss, see `forge.data.packing.pack`.
@@ -49,7 +51,7 @@ class Algorithm:
         within_group: samples of a prompt are compared with one another, so that equal rewards carry no signal.
         whiten: token advantages are normalised to mean 0 and deviation 1 over the batch.
         needs_critic: advantages are GAE over a critic's values, with `discount` and `trace`.
-        needs_teacher: the reference model must be a model other than the start.
+        needs_teacher: the reference model must be another model than the one that training starts from.
         on_policy: every sample is treated as the current policy's own.
         dynamic_sampling: maximum number of prompts without signal that are replaced for each prompt of a batch.
 
@@ -96,22 +98,25 @@ class Algorithm:
         return self.needs_teacher or self.beta > 0
 
     def advantages(self, rewards: Sequence[Sequence[float]]) -> Any:
-        """Return one advantage per episode from the rewards of a batch, both [groups][samples], or a list with one for
-        each trained token of an episode. The default is GRPO's.
+        """Return the advantage of each episode of a batch, [groups][samples]; the default is GRPO's.
 
-        An override may also name `episodes`, [groups][samples] of `forge.types.Episode`, and gets them.
+        An advantage is one number, or a list with a number for each trained token of the episode. An override may have
+        a second parameter `episodes`: it then also gets the `forge.types.Episode` of each reward, [groups][samples].
+
+        Args:
+            rewards: [groups][samples].
         """
         return [group_relative(group) for group in rewards]
 
     def ratio(self, logprobs: Tensor, old_logprobs: Tensor, weights: Tensor, sequences: Tensor | None) -> Tensor:
-        """`pi / old` of every token; all tensors of one shape."""
+        """Return the ratio `pi / old` of every token; all tensors have one shape."""
         return importance_ratio(logprobs, old_logprobs)
 
     def token_loss(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
-        """Return the loss of every token, to be minimised; all tensors of one shape.
+        """Return the loss of every token, to be minimised; all tensors have one shape.
 
-        An override gets what its parameters name: of these, `behaviour_logprobs`, other tensors of `forge.algorithms`
-        such as `tokens` and `positions`.
+        An override gets the tensors that its parameters name: these three, or others listed in `forge.algorithms`, such
+        as `behaviour_logprobs`, `tokens` and `positions`.
         """
         return -ratio * advantages
 
@@ -127,8 +132,8 @@ class Algorithm:
         return tuple(p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
 
     def clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor | None:
-        """Mask of the tokens whose gradient a bound removed or reduced: bool, of the shape of both. None: the loss has
-        no bounds."""
+        """Return a mask of the tokens whose gradient a bound of the loss removed or reduced: bool, of the shape of
+        both. None: the loss has no bounds."""
         return None
 
     def __call__(
@@ -143,25 +148,25 @@ class Algorithm:
         sequences: Tensor | None = None,
         **further: Tensor,
     ) -> Tensor:
-        """Return the loss, a scalar.
+        """Return the loss, a scalar. All tensors have one shape, [batch, seq] or packed [tokens].
 
-        All tensors have one shape, [batch, seq] or packed [tokens]. `sequences` [tokens] is required where tokens are
-        packed and a term is taken over sequences. `proximal_logprobs` None is the current policy. `additional` has what
-        `token_loss` names besides.
+        Args:
+            proximal_logprobs: None: the current policy's.
+            sequences: [tokens], required if tokens are packed and a term is taken over sequences.
+            further: the other tensors that `token_loss` names.
 
         Raises:
             ValueError: `beta` without `ref_logprobs`, or `entropy_coef` without `entropy`.
         """
-        # Whatever stands at tokens that are not trained, NaN included, must not reach the gradient.
+        # Values at tokens that are not trained, NaN included, must not reach the gradient.
         logprobs = where_trained(logprobs, weights)
         advantages = where_trained(advantages, weights)
         behaviour = where_trained(behaviour_logprobs, weights)
         old = self._old_logprobs(logprobs, behaviour, proximal_logprobs, weights)
 
-        # What an override names besides may be an argument of this call, or an additional tensor.
-        ratio = self.ratio(logprobs, old, weights, sequences)
+        # By name, as a parameter in another position would silently get another tensor.
         tensors: dict[str, Any] = {
-            "ratio": ratio,
+            "ratio": self.ratio(logprobs, old, weights, sequences),
             "logprobs": logprobs,
             "advantages": advantages,
             "behaviour_logprobs": behaviour,
@@ -172,7 +177,6 @@ class Algorithm:
             **further,
         }
 
-        # By name, as a parameter in another place would silently get another tensor.
         per_token = self.token_loss(**{name: tensors[name] for name in self._parameter_names})
         if self.correction is not None:
             importance = self.correction.ratio(old, behaviour, weights, sequences)
@@ -201,8 +205,11 @@ class Algorithm:
         proximal_logprobs: Tensor | None = None,
         sequences: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Per token, 1 or 0. `clip_fraction`: a bound of the loss removed or reduced the gradient.
-        `correction_fraction`: a bound of the correction changed the importance weight."""
+        """Return metrics by name, each 1 or 0 per token.
+
+        `clip_fraction` (if the loss has bounds): a bound removed or reduced the token's gradient. `correction_fraction`
+        (with a correction): a bound of the correction changed the token's importance weight.
+        """
         old = self._old_logprobs(logprobs, behaviour_logprobs, proximal_logprobs, weights)
         clipped = self.clipped(self.ratio(logprobs, old, weights, sequences), advantages)
         metrics = {} if clipped is None else {"clip_fraction": clipped.float()}
@@ -219,12 +226,12 @@ class Algorithm:
 
 @dataclass(eq=False)
 class OwnLoss(Algorithm):
-    """Any callable over named tensors with GRPO's advantages: a function, or an `nn.Module`.
+    """A function or `nn.Module` over named tensors as the loss, with GRPO's advantages.
 
     Args:
-        function: one with `beta` above 0 (a parameter or an attribute), or that requires `ref_logprobs` and has no
-            `beta`, is given a reference model's.
-        settings: additional arguments of a function, all that are not tensors.
+        function: gets a reference model's `ref_logprobs` if its `beta` (a parameter or an attribute) is above 0, or if
+            it requires `ref_logprobs` and has no `beta`.
+        settings: the arguments of a function that are not tensors.
     """
 
     function: Callable[..., Tensor]
@@ -241,12 +248,12 @@ class OwnLoss(Algorithm):
         self.beta = float(beta) if isinstance(beta, int | float) else 0.0
         ref = parameters.get("ref_logprobs")
         self._requires_reference = ref is not None and ref.default is ref.empty and beta is None
-        # Shown as `forward`, so that the trainer passes the tensors that the function itself names.
+        # As `forward`, by which the trainer finds the tensors that the function itself names.
         self.forward = partial(call, **self.settings) if self.settings else call
 
     @property
     def aggregation(self) -> Aggregation:  # type: ignore[override]
-        """Return the function's own `aggregation`, where it has one."""
+        """Return the function's attribute `aggregation`, or else the default."""
         return getattr(self.function, "aggregation", Algorithm.aggregation)
 
     @property
@@ -259,5 +266,9 @@ class OwnLoss(Algorithm):
 
     @property
     def metrics(self) -> Any:  # type: ignore[override]
-        """Return the function's own `metrics`, where it has them."""
+        """Return the function's attribute `metrics`.
+
+        Raises:
+            AttributeError: it has none; `hasattr` is then False for this object, too.
+        """
         return self.function.metrics  # type: ignore[attr-defined]

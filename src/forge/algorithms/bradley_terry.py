@@ -1,4 +1,4 @@
-"""Reward models from preferences."""
+"""The loss of reward models that are trained on preferences."""
 
 import math
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from .terms import in_order, sequence_sums, sum_pairs, weighted_sum, where_train
 
 @dataclass(eq=False)
 class BradleyTerryLoss:
-    """The preferred answer should score higher (Bradley & Terry 1952; Ouyang et al. 2022, eq. 1).
+    """The loss by which the preferred answer scores higher (Bradley & Terry 1952; Ouyang et al. 2022, eq. 1).
 
         per pair:  -log sigmoid(s_chosen - s_rejected) + center * (s_chosen + s_rejected)^2
 
     Only differences of scores are determined; `center` keeps their mean near 0 (Eisenstein et al. 2023, section 2).
-    Sequences come in pairs, the preferred one first, with one trained token each: the one that the score is read at.
+    Sequences come in pairs, the preferred one first, with one trained token each, at which the score is read.
 
     Args:
         center: weight of the last term, at least 0.
@@ -38,7 +38,7 @@ class BradleyTerryLoss:
             raise ValueError(f"center must be at least 0 and finite, got {self.center}")
 
     def __call__(self, values: Tensor, weights: Tensor, sequences: Tensor | None = None) -> Tensor:
-        """Return both tensors [batch, seq], or packed [tokens] with `sequences`. Returns a scalar.
+        """Return the loss, a scalar. Both tensors are [batch, seq], or packed [tokens] with `sequences`.
 
         Raises:
             ValueError: an odd number of sequences, packed tokens without `sequences`, or several trained tokens in a
@@ -50,12 +50,12 @@ class BradleyTerryLoss:
             raise ValueError("a sequence has several trained tokens: a score is read at one, its last (as_scores)")
         chosen, rejected = sum_pairs(scores, sequences)
         loss = -F.logsigmoid(chosen - rejected) + self.center * (chosen + rejected) ** 2
-        # The empty sum keeps the graph connected in a micro-batch without pairs.
         weight = torch.stack(sum_pairs(weights, sequences)).sum(0)
+        # The second term is 0: it connects the loss of a micro-batch without pairs with the graph.
         return weighted_sum(loss, weight) + 0.0 * scores.sum()
 
     @torch.no_grad()
     def metrics(self, values: Tensor, weights: Tensor, sequences: Tensor | None = None) -> dict[str, Tensor]:
-        """Per pair: `margin` of the scores and `accuracy`; a tie is half right."""
+        """Return metrics by name, [pairs] each: the `margin` between the scores, and `accuracy` (0.5 at a tie)."""
         chosen, rejected = sum_pairs(where_trained(values, weights), sequences)
         return {"margin": chosen - rejected, "accuracy": in_order(chosen, rejected)}

@@ -38,9 +38,9 @@ class CISPO(GroupRelative):
             )
 
     def token_loss(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
-        """-stop_gradient(clip(ratio, 1 - clip_low, 1 + clip_high)) * A * log pi."""
+        """Return -stop_gradient(clip(ratio, 1 - clip_low, 1 + clip_high)) * A * log pi."""
         return -weighted_gradient(ratio, logprobs, advantages, 1.0 + self.clip_high, 1.0 - self.clip_low)
 
     def clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
-        """Mask of the tokens whose importance weight is bounded; the gradient stays."""
+        """Return a mask of the tokens whose importance weight a bound changed; they keep a gradient."""
         return (ratio > 1.0 + self.clip_high) | (ratio < 1.0 - self.clip_low)

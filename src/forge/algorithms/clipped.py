@@ -31,11 +31,11 @@ class Clipped(Algorithm):
         check_clip(self.clip_low, self.clip_high, self.dual_clip)
 
     def token_loss(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
-        """-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), bounded by `dual_clip` where A < 0."""
+        """Return -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), bounded by `dual_clip` where A < 0."""
         return -clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
 
     def clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
-        """Mask of the tokens whose gradient the clip removes."""
+        """Return a mask of the tokens whose gradient the clip removes."""
         return beyond_clip(ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
 
 
@@ -61,6 +61,6 @@ class GroupRelative(Algorithm):
         check_std(self.std, self.std_epsilon)
 
     def advantages(self, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
-        """A_i = (r_i - mean of the group) / (standard deviation + `std_epsilon`), without the division where
-        `normalize` is false."""
+        """Return A_i = (r_i - mean of the group) / (standard deviation + `std_epsilon`) for each reward, without the
+        division if `normalize` is False."""
         return [group_relative(group, self.normalize, self.std_epsilon, self.std) for group in rewards]

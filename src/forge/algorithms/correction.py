@@ -1,8 +1,8 @@
-"""Importance weights for tokens that another policy sampled: the engine and the trainer differ by rounding, and by the
-steps that were made since.
+"""Importance weights for tokens that another policy sampled: engine and trainer differ by rounding, and by the steps
+since then.
 
-A weight multiplies a token's loss and passes no gradient. It is `pi / mu`, the policy that the step starts from over
-what sampled, bounded one way or the other, because a few tokens with enormous ratios would else decide the update.
+A weight multiplies a token's loss and passes no gradient. It is the ratio `pi / mu` of the policy that the step starts
+from to the one that sampled, with bounds, because a few tokens with enormous ratios would otherwise decide the update.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Correction:
     Args:
         kind: "truncate" is `min(ratio, high)`: bounded variance for some bias (Ionides 2008; Yao et al. 2025, TIS).
             "mask" is the ratio within [low, high] and 0 outside: such tokens do not train (Ling team 2025, IcePop, by
-            token; MIS by sequence). The loss's normaliser stays what it was.
+            token; MIS by sequence). The other tokens' shares of the loss stay the same.
         level: of the ratio. "token": each token's own. "sequence": the product over the sequence, the unbiased weight
             of a whole sequence. "geometric": its geometric mean over tokens, which does not grow with length. Each
             branch of an episode is a sequence.
@@ -32,7 +32,7 @@ class Correction:
         high: the upper bound.
 
     Raises:
-        ValueError: an unknown kind or level; bounds that 1 does not lie between.
+        ValueError: an unknown kind or level; `low` outside [0, 1), or `high` below 1.
     """
 
     kind: Kind = "truncate"
@@ -52,8 +52,11 @@ class Correction:
 
     @torch.no_grad()
     def ratio(self, logprobs: Tensor, behaviour_logprobs: Tensor, weights: Tensor, sequences: Tensor | None) -> Tensor:
-        """Return the unbounded weights, of the shape of `logprobs`; `weights` and `sequences` as in `terms`."""
-        # Of tokens that are not trained the ratio is 1, also within a sequence.
+        """Return the ratio of each token, without bounds; see `terms` for `weights` and `sequences`.
+
+        By `level` it is the token's own ratio, or the one of its sequence.
+        """
+        # Tokens that are not trained have the ratio 1, and do not change the ratio of their sequence.
         logs = where_trained(log_ratio(logprobs, behaviour_logprobs), weights)
         if self.level == "sequence":
             logs = over_tokens(sequence_sums(logs, sequences).clamp(-BOUND, BOUND), logs, sequences)
@@ -62,7 +65,7 @@ class Correction:
         return logs.exp()
 
     def bounded(self, ratio: Tensor) -> Tensor:
-        """`ratio`, of any shape, truncated or masked."""
+        """Return `ratio`, of any shape, truncated or masked by the bounds."""
         if self.kind == "truncate":
             return ratio.clamp(max=self.high)
         return torch.where((ratio >= self.low) & (ratio <= self.high), ratio, torch.zeros_like(ratio))

@@ -14,7 +14,7 @@ class DAPO(Clipped, GroupRelative):
 
     Three of its four parts are not in the loss: prompts whose samples are all right or all wrong are replaced
     (`dynamic_sampling`, section 3.2), every token counts the same (aggregation "token_mean", section 3.3), and answers
-    that come near the length limit lose reward (`grpo.overlong_buffer`, section 3.4).
+    close to the length limit lose reward (`grpo.overlong_buffer`, section 3.4).
 
     Args:
         clip_low, clip_high, dual_clip, normalize, std, std_epsilon: as in `GRPO`.

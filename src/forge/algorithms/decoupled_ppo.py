@@ -5,7 +5,7 @@ from dataclasses import KW_ONLY, dataclass
 from .clipped import Clipped, GroupRelative
 from .correction import Correction
 
-# As AReaL caps it (Fu et al. 2025): tokens with a larger weight do not train.
+# The cap of AReaL (Fu et al. 2025): tokens with a larger weight do not train.
 CAPPED = Correction("mask", low=0.0, high=5.0)
 
 
@@ -16,9 +16,9 @@ class DecoupledPPO(Clipped, GroupRelative):
         A_i = (r_i - mean(r)) / (std(r) + std_epsilon)  over the rewards r of a prompt's samples
         per token:  -(pi_prox / pi_behaviour) * min(ratio * A, clip(ratio) * A),   ratio = pi / pi_prox
 
-    The clip holds the policy near the proximal one, which the step starts from; the weight in front accounts for what
-    sampled, however old that is. In a step of one update the ratio is 1 and only the weight remains: the two policies
-    are for several updates (`training.mini_batches`, `training.epochs`).
+    The clip holds the policy near the proximal one, which the step starts from; the weight in front corrects for the
+    policy that sampled, however old that is. In a step of one update the ratio is 1 and only the weight remains: this
+    algorithm is for steps of several updates (`training.mini_batches`, `training.epochs`).
 
     Args:
         clip_low, clip_high, dual_clip, normalize, std, std_epsilon: as in `GRPO`.

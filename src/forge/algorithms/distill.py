@@ -20,9 +20,9 @@ class Distill(Algorithm):
         A = stop_gradient(log teacher - log pi)  of each token
         per token:  -min(ratio, 1 + clip_high) * A * log pi
 
-    Each token is judged by itself: it has the reward log(teacher / pi) and no part in what comes after it. In
-    expectation over the student's tokens this is the gradient of KL(pi || teacher) at each position. The teacher is
-    the reference model of the recipe; no other reward is needed.
+    The reward of each token is its own log(teacher / pi), without later tokens' rewards. In expectation over the
+    student's tokens this is the gradient of KL(pi || teacher) at each position. The teacher is the reference model of
+    the recipe; no other reward is needed.
 
     Args:
         clip_high: the importance weight of a token is at most 1 + clip_high.
@@ -42,15 +42,15 @@ class Distill(Algorithm):
             raise ValueError("distill has no KL besides its own to the teacher: leave beta, kl and kl_in out")
 
     def advantages(self, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
-        """Zeros: rewards play no part, and `__call__` does not read them."""
+        """Return zeros: `__call__` computes the advantages of tokens from the two models instead."""
         return [[0.0 for _ in group] for group in rewards]
 
     def token_loss(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
-        """-stop_gradient(min(ratio, 1 + clip_high)) * A * log pi, with A = log teacher - log pi of the token."""
+        """Return -stop_gradient(min(ratio, 1 + clip_high)) * A * log pi, with A = log teacher - log pi."""
         return -weighted_gradient(ratio, logprobs, advantages, 1.0 + self.clip_high)
 
     def clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
-        """Mask of the tokens whose importance weight is bounded."""
+        """Return a mask of the tokens whose importance weight the bound changed."""
         return ratio > 1.0 + self.clip_high
 
     def __call__(  # type: ignore[override]
@@ -63,7 +63,7 @@ class Distill(Algorithm):
         proximal_logprobs: Tensor | None = None,
         sequences: Tensor | None = None,
     ) -> Tensor:
-        """Return all tensors of one shape; `ref_logprobs` are the teacher's. Returns a scalar."""
+        """Return the loss, a scalar. All tensors have one shape; `ref_logprobs` are the teacher's."""
         # Each token's advantage follows from the two models: the batch's is not read.
         advantages = where_trained(log_ratio(ref_logprobs, logprobs.detach()), weights)
         return super().__call__(
@@ -86,8 +86,8 @@ class Distill(Algorithm):
         proximal_logprobs: Tensor | None = None,
         sequences: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Return metrics of `Algorithm`, and per token `reverse_kl`: the student's log-probability less the teacher's
-        (k1)."""
+        """Return the metrics of `Algorithm`, and `reverse_kl`: per token the student's log-probability less the
+        teacher's (k1)."""
         reward = log_ratio(ref_logprobs, logprobs)
         metrics = super().metrics(logprobs, behaviour_logprobs, reward, weights, proximal_logprobs, sequences)
         return metrics | {"reverse_kl": -reward}

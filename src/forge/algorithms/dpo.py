@@ -19,12 +19,12 @@ class DPOLoss:
         per pair:  -(1 - s) * log sigmoid(m) - s * log sigmoid(-m)
         m = beta * (sum of log(pi / ref) over the preferred answer - the same over the other)
 
-    Sequences come in pairs, the preferred one first; a pair weighs what its tokens weigh together, so that
+    Sequences come in pairs, the preferred one first. The weight of a pair is the sum of its tokens' weights, so that
     "sequence_mean" is the mean over pairs.
 
     Args:
-        beta: how hard the policy is held to the reference.
-        label_smoothing: `s`, the share of labels that are taken to be wrong, in [0, 0.5).
+        beta: the strength of the KL penalty that holds the policy near the reference, above 0.
+        label_smoothing: `s`, the assumed share of wrong labels, in [0, 0.5).
 
     Raises:
         ValueError: a setting outside its range.
@@ -46,25 +46,27 @@ class DPOLoss:
     def __call__(
         self, logprobs: Tensor, ref_logprobs: Tensor, weights: Tensor, sequences: Tensor | None = None
     ) -> Tensor:
-        """Return all tensors [batch, seq], or packed [tokens] with `sequences`. Returns a scalar.
+        """Return the loss, a scalar. All tensors are [batch, seq], or packed [tokens] with `sequences`.
 
         Raises:
             ValueError: an odd number of sequences, or packed tokens without `sequences`.
         """
         chosen, rejected = self._implicit_rewards(logprobs, ref_logprobs, weights, sequences)
-        # Both labels, in the shares that smoothing assumes.
+        # The losses of both labels, in the shares that smoothing assumes.
         margin = chosen - rejected
-        smooth = self.label_smoothing
-        loss = -(1.0 - smooth) * F.logsigmoid(margin) - smooth * F.logsigmoid(-margin)
+        smoothing = self.label_smoothing
+        loss = -(1.0 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
         weight = torch.stack(sum_pairs(weights, sequences)).sum(0)
-        # Nothing but the empty sum depends on a micro-batch without pairs: it stays part of the graph.
+        # The second term is 0: it connects the loss of a micro-batch without pairs with the graph.
         return weighted_sum(loss, weight) + 0.0 * where_trained(logprobs, weights).sum()
 
     @torch.no_grad()
     def metrics(
         self, logprobs: Tensor, ref_logprobs: Tensor, weights: Tensor, sequences: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Per pair: `margin` of the implicit rewards (times beta), `accuracy`, and the two rewards."""
+        """Return metrics by name, [pairs] each: the `margin` between the implicit rewards (beta * log(pi / ref)),
+        `accuracy` (1 if the preferred answer has the higher one, 0.5 at a tie), `reward_chosen` and
+        `reward_rejected`."""
         chosen, rejected = self._implicit_rewards(logprobs, ref_logprobs, weights, sequences)
         return {
             "margin": chosen - rejected,

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-# Of a deviation, as a share of the largest value: float32's rounding, several times over.
+# Values that deviate by less than this share of the largest one differ by float32's rounding only.
 ROUNDING = 1e-6
 
 
@@ -17,14 +17,14 @@ def gae(
         delta_t = r_t + discount * V_next - V_t,   A_t = delta_t + discount * trace * A_next,   return_t = A_t + V_t
 
     "Next" is the next token of the sequence that the policy wrote: what an environment or a user wrote in between is
-    passed over. The last one is followed by a value of 0.
+    skipped. After the last token the value is 0.
 
     Args:
         rewards: [batch, seq], the reward that followed each token.
         values: [batch, seq], the critic's value before each token.
         mask: [batch, seq], nonzero on tokens that the policy wrote.
         discount: gamma.
-        trace: lambda; 1 is the return minus the value, 0 one step ahead.
+        trace: lambda; with 1 an advantage is the return minus the value, with 0 it looks one token ahead.
 
     Returns:
         (advantages [batch, seq], returns [batch, seq]), 0 where `mask` is 0.
@@ -44,9 +44,8 @@ def gae(
 
 
 def whiten_values(values: Tensor, *, epsilon: float = 1e-8) -> Tensor:
-    """`(values - mean) / sqrt(variance + epsilon)`, [tokens], with the variance of a sample (n - 1); 0 where the values
-    differ by rounding only."""
-    # Equal values up to rounding have no spread to divide by.
+    """Return `(values - mean) / sqrt(variance + epsilon)`, [tokens], with the variance of a sample (n - 1); zeros if
+    all values are equal up to rounding."""
     wide = values.double()
     if len(values) < 2 or wide.std() <= ROUNDING * wide.abs().max():
         return torch.zeros_like(values)
@@ -54,7 +53,7 @@ def whiten_values(values: Tensor, *, epsilon: float = 1e-8) -> Tensor:
 
 
 def pad_sequences(values: Tensor, counts: list[int]) -> Tensor:
-    """Return packed [tokens] with `counts` tokens a sequence as [sequences, longest], zeros on the right.
+    """Return packed values [tokens], of `counts` tokens a sequence, as [sequences, longest] with zeros on the right.
 
     >>> pad_sequences(torch.tensor([1, 2, 3]), [1, 2]).tolist()
     [[1, 0], [2, 3]]
@@ -63,7 +62,7 @@ def pad_sequences(values: Tensor, counts: list[int]) -> Tensor:
 
 
 def pack_sequences(values: Tensor, counts: list[int]) -> Tensor:
-    """Return the inverse of `padded`: [tokens].
+    """Return the first `counts` values of each row of [sequences, longest], packed: the inverse of `pad_sequences`.
 
     >>> pack_sequences(torch.tensor([[1, 0], [2, 3]]), [1, 2]).tolist()
     [1, 2, 3]

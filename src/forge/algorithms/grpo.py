@@ -52,7 +52,7 @@ class SimpleGRPOLoss(nn.Module):
         padding_mask: Tensor,
         weights: Tensor | None = None,
     ) -> Tensor:
-        """Return all tensors [batch, seq]; `weights` replaces the default aggregation. Returns a scalar."""
+        """Return the loss, a scalar. All tensors are [batch, seq]; `weights` replace the default aggregation."""
         weights = sequence_mean_weights(padding_mask) if weights is None else weights
         logprobs = where_trained(logprobs, weights)
         ratio = torch.exp(logprobs - logprobs.detach())

@@ -24,13 +24,13 @@ class GSPO(Clipped, GroupRelative):
         per token:  -min(s * A, clip(s, 1 - clip_low, 1 + clip_high) * A)
 
     The reward belongs to the sequence, so the clip keeps or drops a sequence as a whole. Each token's ratio has the
-    value of `s` and the gradient of `s * log pi`, which equals `s`'s where a sequence's tokens share one advantage
-    and one weight. The bounds are much narrower than a token's, because a mean over tokens varies less.
+    value of `s` and the gradient of `s * log pi`: over a sequence they add up to the gradient of `s` if its tokens have
+    one advantage and one weight. The bounds are much narrower than a token's, because a mean over tokens varies less.
 
-    Of an episode with branches each is a sequence: s is the mean over the tokens of one branch, which the clip keeps or
-    drops by itself, and its tokens have their share of the episode's weight. Branches of an episode may be in different
-    micro-batches, and a mean over all of them would tie what was written in one context to another. Where pi is the old
-    policy, splitting changes no gradient.
+    Each branch of an episode is a sequence: s is the mean over the tokens of one branch, which the clip keeps or drops
+    separately, and its tokens have their share of the episode's weight. Branches of an episode may be in different
+    micro-batches, and a mean over all of them would mix tokens of different contexts. If pi is the old policy,
+    splitting an episode changes no gradient.
 
     Args:
         clip_low, clip_high, dual_clip, normalize, std, std_epsilon: as in `GRPO`.
@@ -42,9 +42,9 @@ class GSPO(Clipped, GroupRelative):
     aggregation: ClassVar[Aggregation] = "sequence_mean"
 
     def ratio(self, logprobs: Tensor, old_logprobs: Tensor, weights: Tensor, sequences: Tensor | None) -> Tensor:
-        """(pi(y) / old(y))^(1 / |y|) of the whole sequence, with the gradient of each token's log-probability (eq. 7
-        and 14)."""
-        # The value of the sequence's ratio, with the gradient of the token's log-probability.
+        """Return for each token (pi(y) / old(y))^(1 / |y|) of its whole sequence y (eq. 7), with the gradient of the
+        token's log-probability (eq. 14)."""
         logs = where_trained(log_ratio(logprobs.detach(), old_logprobs), weights)
         of_sequence = over_tokens(sequence_means(logs, weights, sequences), logs, sequences)
+        # The difference is 0: it only adds the gradient of the token's log-probability.
         return (of_sequence + logprobs - logprobs.detach()).exp()

@@ -40,14 +40,15 @@ def load_algorithm(algorithm: Any, *, known: Iterable[str] = (), **settings: Any
     """Return an algorithm of this library by name, or one of your own, by `package.module:Name` or as an object.
 
     Your own is an `Algorithm` (class or instance), an `nn.Module` (class or instance) or a function over named tensors,
-    see `forge.algorithms`. A plain loss is trained with GRPO's advantages.
+    see `forge.algorithms`. A module or function is a loss only, and gets GRPO's advantages.
 
     Args:
-        known: additional keys that stand alongside the settings in a file, for the hint of an error.
-        settings: fields of the algorithm, arguments of the module's constructor, or other arguments of the function.
+        known: other keys of the section that has the settings, which a hint at a misspelt one may propose.
+        settings: fields of the algorithm, arguments of the module's constructor, or arguments of the function that are
+            not tensors.
 
     Raises:
-        ValueError: nothing of this name; an unknown setting, or a value out of its range.
+        ValueError: the name is unknown, a setting is unknown or missing, or a value is out of its range.
     """
     subject = f"algorithm {algorithm}" if isinstance(algorithm, str) else "algorithm"
     # A name of this library, or a path to an object elsewhere.
@@ -62,7 +63,7 @@ def load_algorithm(algorithm: Any, *, known: Iterable[str] = (), **settings: Any
     if not callable(target):
         raise ValueError(f"algorithm {algorithm!r} is neither a class nor a function")
 
-    # A class is constructed with the settings, all of which it must have.
+    # A class is constructed with the settings; it must have all of them.
     if inspect.isclass(target):
         settable = [*vars(target).get("__dataclass_fields__", settings)]
         if unknown := [name for name in settings if name not in settable]:
@@ -106,8 +107,10 @@ def load_algorithm(algorithm: Any, *, known: Iterable[str] = (), **settings: Any
 
 
 def setting_names(algorithm: Any) -> frozenset[str]:
-    """Return the names of the settings that an algorithm has, of a loss also those of the tensors that it takes; none
-    where nothing of this name is found."""
+    """Return the names of an algorithm's settings; of a function also the names of its tensors.
+
+    They are empty if there is no algorithm of this name.
+    """
     target = algorithm
     if isinstance(algorithm, str):
         try:
@@ -120,8 +123,8 @@ def setting_names(algorithm: Any) -> frozenset[str]:
 
 
 def _hint_algorithms(name: str, settable: list[str]) -> str:
-    """Return the end of the error about an unknown setting: the algorithms that have it, or the nearest name."""
-    # A setting of other algorithms is rarely a typing error.
+    """Return the end of the message about an unknown setting: the algorithms that have it, or the nearest name."""
+    # A setting that other algorithms have is rarely a typing error.
     owners = [owner for owner in ALGORITHMS if name in setting_names(owner)]
     if not owners:
         return nearest_setting(name, settable)

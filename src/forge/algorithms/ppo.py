@@ -14,7 +14,7 @@ from .terms import Estimator, weighted_sum, where_trained
 
 @dataclass(eq=False)
 class PPO(Clipped):
-    """Proximal policy optimisation (Schulman et al. 2017, eq. 7), the policy's part.
+    """Proximal policy optimisation (Schulman et al. 2017, eq. 7): the loss of the policy.
 
         A = whiten(GAE over the critic's values)
         per token:  -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)
@@ -23,7 +23,7 @@ class PPO(Clipped):
 
     Args:
         clip_low, clip_high, dual_clip: as in `GRPO`.
-        discount, trace: gamma and lambda of `gae.gae`.
+        discount, trace: gamma and lambda of `forge.algorithms.gae`.
     """
 
     _: KW_ONLY
@@ -42,14 +42,14 @@ class PPO(Clipped):
             raise ValueError(f"discount and trace must be in [0, 1], got {self.discount} and {self.trace}")
 
     def advantages(self, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
-        """Return the rewards themselves: `credit.assign` makes advantages of them with the critic's values."""
+        """Return the rewards: `forge.training.credit.assign_credit` computes advantages with the critic's values."""
         return [list(group) for group in rewards]
 
 
 @dataclass(eq=False)
 class ValueLoss:
-    """The critic's part: half the squared error to the returns, at least what `clip` leaves of a move (Schulman et al.
-    2016, eq. 28, clipped as in the reference code of PPO; Engstrom et al. 2020, section 3).
+    """The loss of the critic: half the squared error to the returns, clipped (Schulman et al. 2016, eq. 28, clipped as
+    in the reference code of PPO; Engstrom et al. 2020, section 3).
 
         per token:  max((V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2) / 2
 
@@ -67,7 +67,7 @@ class ValueLoss:
             raise ValueError(f"clip must be None or above 0, and finite, got {self.clip}")
 
     def __call__(self, values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor) -> Tensor:
-        """Return all tensors of one shape, [batch, seq] or packed [tokens]. Returns a scalar."""
+        """Return the loss, a scalar. All tensors have one shape, [batch, seq] or packed [tokens]."""
         values, old, returns = (where_trained(x, weights) for x in (values, old_values, returns))
         # A value that moved too far has the larger of the two errors, and no gradient.
         error = (values - returns) ** 2
@@ -77,7 +77,8 @@ class ValueLoss:
 
     @torch.no_grad()
     def metrics(self, values: Tensor, old_values: Tensor, returns: Tensor) -> dict[str, Tensor]:
-        """Per token: squared `value_error`, and `clip_fraction`, 1 where a value moved additional than `clip`."""
+        """Return metrics by name, one number per token: `value`, the squared `value_error`, and `clip_fraction`, 1
+        where a value moved by more than `clip`."""
         bound = float("inf") if self.clip is None else self.clip
         return {
             "value": values,

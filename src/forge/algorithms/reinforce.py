@@ -23,7 +23,7 @@ class Reinforce(Algorithm):
     bound still has a gradient (Espeholt et al. 2018, IMPALA, the rho bar of section 4.1).
 
     Args:
-        clip_ratio: how far above 1 the weight may go; None treats every sample as on-policy (weight 1).
+        clip_ratio: the weight is at most 1 + clip_ratio; None treats every sample as on-policy (weight 1).
         baseline: "batch" is the mean reward of the batch, "none" is 0.
     """
 
@@ -42,18 +42,18 @@ class Reinforce(Algorithm):
         self.on_policy = self.clip_ratio is None and self.correction is None
 
     def advantages(self, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
-        """Return rewards, minus the mean of the batch where `baseline` is batch."""
+        """Return the rewards, less the mean of the batch if `baseline` is "batch"."""
         return against_batch(rewards) if self.baseline == "batch" else [list(group) for group in rewards]
 
     def token_loss(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
-        """-A * log pi; with `clip_ratio` weighted by min(ratio, 1 + clip_ratio), without a gradient through it."""
-        # Without a bound every sample counts as on-policy: no ratio is taken.
+        """Return -A * log pi, with a `clip_ratio` times min(ratio, 1 + clip_ratio), through which no gradient flows."""
+        # Without a bound every sample counts as on-policy, and the weight is 1.
         if self.clip_ratio is None:
             return -(advantages * logprobs)
         return -weighted_gradient(ratio, logprobs, advantages, 1.0 + self.clip_ratio)
 
     def clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor | None:
-        """Mask of the tokens whose importance weight is bounded; None without `clip_ratio`."""
+        """Return a mask of the tokens whose importance weight the bound changed; None without `clip_ratio`."""
         return None if self.clip_ratio is None else ratio > 1.0 + self.clip_ratio
 
     def __call__(  # type: ignore[override]
@@ -68,8 +68,8 @@ class Reinforce(Algorithm):
         proximal_logprobs: Tensor | None = None,
         sequences: Tensor | None = None,
     ) -> Tensor:
-        """Return all tensors of one shape. The policy that sampled is `behaviour_logprobs`, or else `ref_logprobs`.
-        Returns a scalar."""
+        """Return the loss, a scalar. All tensors have one shape. Without `behaviour_logprobs` the policy that sampled
+        is the one of `ref_logprobs`."""
         return super().__call__(
             logprobs,
             ref_logprobs if behaviour_logprobs is None else behaviour_logprobs,

@@ -23,7 +23,8 @@ class ReinforcePlusPlus(Clipped):
         clip_low, clip_high, dual_clip: as in `GRPO`.
         group_baseline: subtract the mean of a prompt's samples from its rewards first (the paper's
             REINFORCE++-baseline, which then has its KL in the loss by k2).
-        kl, kl_in: None is what the paper has with and without the baseline.
+        kl, kl_in: as in `Algorithm`; None: the paper's choice, k2 in the loss with the group baseline, else k1 in the
+            reward.
     """
 
     _: KW_ONLY
@@ -34,14 +35,14 @@ class ReinforcePlusPlus(Clipped):
     whiten: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        # The paper's choice, before the settings are checked.
+        # None is replaced before `Algorithm` checks the settings.
         self.kl = self.kl or ("k2" if self.group_baseline else "k1")
         self.kl_in = self.kl_in or ("loss" if self.group_baseline else "reward")
         self.within_group = self.group_baseline
         super().__post_init__()
 
     def advantages(self, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
-        """Return rewards, minus the mean of the group where `group_baseline` is set; whitened over the batch later."""
+        """Return the rewards, less the mean of their group if `group_baseline` is set; they are whitened later."""
         if not self.group_baseline:
             return [list(group) for group in rewards]
         return [advantage for group in rewards for advantage in against_batch([group])]

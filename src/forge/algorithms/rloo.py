@@ -26,15 +26,16 @@ class RLOO(Clipped):
         R = product over the sequence's tokens of pi / old
         per sequence:  -min(R * A, clip(R, 1 - clip_low, 1 + clip_high) * A)
 
-    A completion is one action: where pi is the old policy the gradient equals `-A * sum of log pi`'s, the mean over
-    sequences of sums over tokens. KL and entropy are means over a sequence's tokens, as in the other losses.
+    A completion is one action: if pi is the old policy, it has the gradient of `-A * sum of log pi` over the
+    tokens of a sequence, averaged over sequences. KL and entropy are means over a sequence's tokens, as in the other
+    losses.
 
     Each branch of an episode is a separate action: R is over its tokens, and its sum over tokens weighs as much as
-    that of an episode without branches. Where pi is the old policy, splitting an episode changes no gradient.
+    the sum of an episode without branches. If pi is the old policy, splitting an episode changes no gradient.
 
     Args:
-        clip_low, clip_high: of the sequence's ratio. A product over tokens leaves the bounds sooner the longer it is:
-            raise them for long answers, and watch `clip_fraction`.
+        clip_low, clip_high: bounds of the sequence's ratio. A product over more tokens leaves the bounds sooner: raise
+            them for long answers, and watch `clip_fraction`.
         dual_clip: as in `GRPO`.
     """
 
@@ -44,16 +45,16 @@ class RLOO(Clipped):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kl_in == "reward":
-            # The KL of a whole sequence would have to be known before the leave-one-out.
+            # The reward of a sequence would need its KL before the other samples' mean is computed.
             raise ValueError("RLOO has its KL in the loss: omit kl_in")
 
     def advantages(self, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
-        """A_i = r_i - mean of the other rewards of the group."""
+        """Return A_i = r_i - mean of the other rewards of its group, for each reward."""
         return [leave_one_out(group) for group in rewards]
 
     def ratio(self, logprobs: Tensor, old_logprobs: Tensor, weights: Tensor, sequences: Tensor | None) -> Tensor:
-        """pi(y) / old(y) of the whole sequence, for each of its tokens."""
-        # The sum of logarithms is bounded once more: a long sequence's product overflows.
+        """Return for each token the ratio pi(y) / old(y) of its whole sequence y."""
+        # The sum of logarithms is clamped as well: the product over a long sequence would overflow.
         logs = where_trained(log_ratio(logprobs, old_logprobs), weights)
         return over_tokens(sequence_sums(logs, sequences).clamp(-BOUND, BOUND), logs, sequences).exp()
 
@@ -69,8 +70,11 @@ class RLOO(Clipped):
         sequences: Tensor | None = None,
         branch_shares: Tensor | None = None,
     ) -> Tensor:
-        """See `Algorithm`. A branch's weights add up to its share of the episode, by which its sum over tokens is
-        divided."""
+        """Return the loss, a scalar, with the arguments of `Algorithm`.
+
+        The weights of a branch's tokens add up to its share of the episode: `branch_shares`, by which the advantages
+        are divided, make it count as a whole sequence.
+        """
         if branch_shares is not None:
             advantages = advantages / branch_shares
         return super().__call__(

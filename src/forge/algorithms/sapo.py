@@ -18,8 +18,9 @@ class SAPO(GroupRelative):
         A_i = (r_i - mean(r)) / (std(r) + std_epsilon)  over the rewards r of a prompt's samples
         per token:  -(4 / tau) * sigmoid(tau * (ratio - 1)) * A,   tau = tau_positive where A > 0, else tau_negative
 
-    The gradient fades as the ratio leaves 1 and is never cut off; at ratio 1 it equals ratio * A's. A larger
-    `tau_negative` makes tokens with negative advantages fade sooner, since these push probability to all other tokens.
+    The gradient fades as the ratio leaves 1 and is never cut off; at ratio 1 it equals the gradient of ratio * A. A
+    larger `tau_negative` makes tokens with negative advantages fade sooner, since these push probability to all other
+    tokens.
 
     Args:
         tau_positive, tau_negative: temperatures of the gate, above 0.
@@ -38,7 +39,7 @@ class SAPO(GroupRelative):
             raise ValueError(f"tau_positive and tau_negative must be above 0 and finite, got {taus}")
 
     def token_loss(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
-        """-(4 / tau) * sigmoid(tau * (ratio - 1)) * A; tau depends on the sign of A."""
-        # `where` of two Python numbers is float32, whatever the dtype of the ratio is.
+        """Return -(4 / tau) * sigmoid(tau * (ratio - 1)) * A, where tau depends on the sign of A."""
+        # Converted, as `where` of two Python numbers is float32 for a ratio of any dtype.
         tau = torch.where(advantages > 0, self.tau_positive, self.tau_negative).to(ratio.dtype)
         return -(4.0 / tau * torch.sigmoid(tau * (ratio - 1.0)) * advantages)

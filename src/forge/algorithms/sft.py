@@ -9,5 +9,5 @@ class SFTLoss:
     """Maximum likelihood: the weighted cross-entropy of given tokens, `-sum(weights * logprobs)`."""
 
     def __call__(self, logprobs: Tensor, weights: Tensor) -> Tensor:
-        """`logprobs` and `weights` of one shape. Returns a scalar, in nats."""
+        """Return the loss, a scalar, in nats. `logprobs` and `weights` have one shape."""
         return -weighted_sum(to_wide(logprobs), weights)

@@ -12,17 +12,17 @@ from torch import Tensor
 
 Estimator = Literal["k1", "k2", "k3"]
 
-# Beyond this a logarithm of a ratio is cut off: exp(20) = 5e8 and its square fit into float32, and the gradient is 0.
+# Logarithms of ratios are clamped to this: exp(20) = 5e8 and its square fit into float32. Beyond it the gradient is 0.
 BOUND = 20.0
 
 
 def to_wide(values: Tensor) -> Tensor:
-    """Return half precision raised to float32; float32 and float64 as they are."""
+    """Return half-precision values as float32, and float32 or float64 values unchanged."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def where_trained(values: Tensor, weights: Tensor) -> Tensor:
-    """`wide(values)` where `weights` is not 0, else 0: whatever stands elsewhere (NaN included) passes no gradient.
+    """Return values, at least in float32, where `weights` is not 0, else 0: there a value, even NaN, has no gradient.
 
     >>> where_trained(torch.tensor([1.0, 2.0]), torch.tensor([0.0, 0.5])).tolist()
     [0.0, 2.0]
@@ -31,19 +31,19 @@ def where_trained(values: Tensor, weights: Tensor) -> Tensor:
 
 
 def log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """`log(pi(a) / old(a))` per token, bounded to +-20."""
+    """Return `log(pi(a) / old(a))` per token, clamped to +-20."""
     return (to_wide(logprobs) - to_wide(old_logprobs)).clamp(-BOUND, BOUND)
 
 
 def importance_ratio(logprobs: Tensor, behaviour_logprobs: Tensor) -> Tensor:
-    """`pi(a) / mu(a)` per token. Its logarithm is bounded to +-20 so that no ratio overflows."""
+    """Return `pi(a) / mu(a)` per token. Its logarithm is clamped to +-20 so that no ratio overflows."""
     return torch.exp(log_ratio(logprobs, behaviour_logprobs))
 
 
 def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> Tensor:
-    """PPO's clipped objective, to be maximised (Schulman et al. 2017, eq. 7).
+    """Return PPO's clipped objective per token, to be maximised (Schulman et al. 2017, eq. 7).
 
         min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A), and where A < 0 not below dual_clip * A
 
@@ -58,18 +58,20 @@ def clipped_surrogate(
 def beyond_clip(
     ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> Tensor:
-    """Mask of the tokens without gradient in `clipped_surrogate`; bool, of the shape of `ratio`."""
+    """Return a mask of the tokens without gradient in `clipped_surrogate`; bool, of the shape of `ratio`."""
     # The minimum takes the clipped term only where it is the smaller one: above for A > 0, below for A < 0.
-    high = (ratio > 1.0 + clip_high) & (advantages > 0)
-    low = (ratio < 1.0 - clip_low) & (advantages < 0)
-    return high | low if dual_clip is None else high | low | ((ratio > dual_clip) & (advantages < 0))
+    is_above = (ratio > 1.0 + clip_high) & (advantages > 0)
+    is_below = (ratio < 1.0 - clip_low) & (advantages < 0)
+    outside = is_above | is_below
+    return outside if dual_clip is None else outside | ((ratio > dual_clip) & (advantages < 0))
 
 
 def check_clip(clip_low: float, clip_high: float, dual_clip: float | None) -> None:
     """Check the bounds of `clipped_surrogate`.
 
     Raises:
-        ValueError: the interval does not contain 1, or the dual clip lies inside it.
+        ValueError: `clip_low` is outside [0, 1), `clip_high` is negative or infinite, or `dual_clip` is not above
+            1 + clip_high.
     """
     if not (0 <= clip_low < 1 and 0 <= clip_high < math.inf):
         raise ValueError(
@@ -80,13 +82,13 @@ def check_clip(clip_low: float, clip_high: float, dual_clip: float | None) -> No
 
 
 def weighted_gradient(ratio: Tensor, logprobs: Tensor, advantages: Tensor, high: float, low: float = 0.0) -> Tensor:
-    """`stop_gradient(clip(r, low, high)) * A * log pi`, to be maximised: bounds the importance weight and
-    keeps every token's gradient."""
+    """Return `stop_gradient(clip(r, low, high)) * A * log pi` per token, to be maximised: the importance weight is
+    bounded, and every token keeps a gradient."""
     return ratio.detach().clamp(low, high) * advantages * logprobs
 
 
 def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return per-token estimate of KL(policy || reference), non-negative and unbiased for samples of the policy.
+    """Return an estimate of KL(policy || reference) per token, non-negative and unbiased for samples of the policy.
 
     `exp(d) - 1 - d` with `d = ref - logp` (Schulman 2020, "Approximating KL divergence", k3).
     """
@@ -96,11 +98,11 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: Estimator) -> Tensor:
-    """Return per-token estimate of KL(policy || reference) from samples of the policy (Schulman 2020), with `d = ref -
-    logp`: k1 is `-d` (unbiased, of either sign), k2 is `d^2 / 2` (low variance, biased), k3 see `kl_k3`.
+    """Return an estimate of KL(policy || reference) per token from samples of the policy (Schulman 2020).
 
-    As a loss they differ in their gradients: that of k1 is 0 in expectation and does nothing but add noise, that of k2
-    is the gradient of the reverse KL, that of k3 comes near it where the two policies are close.
+    With `d = ref - logp`, k1 is `-d` (unbiased, of either sign), k2 is `d^2 / 2` (low variance, biased), and k3
+    is `kl_k3`. As a loss they differ in their gradients: the one of k1 is 0 in expectation and adds only noise, the one
+    of k2 is the gradient of the reverse KL, and the one of k3 is close to it if the two policies are close.
 
     Raises:
         ValueError: an unknown estimator.
@@ -133,18 +135,20 @@ def sequence_sums(values: Tensor, sequences: Tensor | None) -> Tensor:
 
 
 def over_tokens(values: Tensor, like: Tensor, sequences: Tensor | None) -> Tensor:
-    """Repeat one value of each sequence, [sequences], for its tokens, in the shape of `like`."""
+    """Return for each token the value of its sequence, in the shape of `like`; `values` are [sequences]."""
     return values[sequences] if sequences is not None else values[:, None].expand_as(like)
 
 
 def sequence_means(values: Tensor, weights: Tensor, sequences: Tensor | None) -> Tensor:
-    """Return the mean over each sequence's trained tokens, [sequences]; 0 for a sequence without any."""
+    """Return the mean of `values` over each sequence's trained tokens, [sequences]; 0 for a sequence without any."""
     trained = (weights != 0).to(values.dtype)
     return sequence_sums(values * trained, sequences) / sequence_sums(trained, sequences).clamp(min=1.0)
 
 
 def sum_pairs(values: Tensor, sequences: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return sums over sequences that come in pairs, the preferred one first: ([pairs], [pairs]).
+    """Return the sums of `values` over the preferred sequences and over the others, [pairs] each.
+
+    Sequences come in pairs, the preferred one first.
 
     Raises:
         ValueError: an odd number of sequences.
@@ -156,12 +160,16 @@ def sum_pairs(values: Tensor, sequences: Tensor | None) -> tuple[Tensor, Tensor]
 
 
 def in_order(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """1 where the preferred answer scores higher, 0 where lower, 0.5 at a tie. All [pairs]."""
+    """Return for each pair 1 if the preferred answer scores higher, 0 if lower, 0.5 at a tie. All tensors are [pairs].
+
+    >>> in_order(chosen=torch.tensor([2.0, 1.0]), rejected=torch.tensor([0.0, 1.0])).tolist()
+    [1.0, 0.5]
+    """
     return (chosen > rejected).float() + 0.5 * (chosen == rejected).float()
 
 
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
-    """`sum(values * weights)`, where a weight of zero removes its token whatever its value is (NaN included).
+    """Return `sum(values * weights)`, without the tokens of weight 0, whose values may be NaN.
 
     >>> weighted_sum(torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.5])).item()
     1.5
@@ -170,15 +178,18 @@ def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
 
 
 def sequence_mean_weights(padding_mask: Tensor) -> Tensor:
-    """Return weights [batch, seq] with which every sequence counts the same and its tokens share its part.
+    """Return weights [batch, seq] that make the weighted sum the mean over sequences of the mean over their tokens.
 
     A sequence without trained tokens counts as a sequence of loss zero.
+
+    >>> sequence_mean_weights(torch.tensor([[1, 1], [1, 0]])).tolist()
+    [[0.25, 0.25], [0.5, 0.0]]
     """
     mask = padding_mask.float()
     return mask / mask.sum(dim=-1, keepdim=True).clamp(min=1.0) / mask[..., 0].numel()
 
 
 def token_mean_weights(padding_mask: Tensor) -> Tensor:
-    """Return weights of any shape with which every trained token counts the same."""
+    """Return weights that make the weighted sum the mean over trained tokens; of the mask's shape."""
     mask = padding_mask.float()
     return mask / mask.sum().clamp(min=1.0)

@@ -20,16 +20,19 @@ __all__ = ["EmbeddedEngine", "Engine", "EngineSettings", "load_engine"]
 def load_engine(
     engine: str, model: str | Path, *, version: int = 0, device: str | torch.device | None = None, **settings: Any
 ) -> Engine:
-    """Start the engine of this name ("embedded" or "vllm") with a model folder.
+    """Start a generation engine with a model folder and return it.
 
     Args:
-        version: of the weights in the folder.
+        engine: "embedded" or "vllm".
+        model: a folder in Hugging Face format.
+        version: the number of the weights in the folder.
         device: for the embedded engine; by default a GPU if there is one.
         settings: fields of `EngineSettings`.
 
     Raises:
-        ImportError: vLLM is not installed; says how to install it.
-        ValueError, FileNotFoundError: an invalid setting, or as `EmbeddedEngine`.
+        ImportError: vLLM is not installed; the message says how to install it.
+        ValueError: a setting is invalid, or the model is unsupported.
+        FileNotFoundError: the folder is incomplete.
     """
     options = EngineSettings(engine=engine, **settings)  # type: ignore[arg-type]
     # Each engine is imported only where it runs: vLLM may not be installed, and torch takes seconds.

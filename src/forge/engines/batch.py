@@ -42,10 +42,11 @@ MIN_SHARED_TOKENS = 64
 
 
 class RunningBatch:
-    """Runs requests on a decoder with `rounded(slots, WIDTH)` rows.
+    """The requests that run on a decoder.
 
-    `prefill_tokens` bounds the prompt tokens of one `admit`: a longer prompt is computed in pieces, one a step.
-    `prefix_bytes` bounds what is kept of computed prompts for later ones. `words` reads the texts of requests.
+    At most `slots` rows run. `prefill_tokens` bounds the prompt tokens of one `admit`: a longer prompt is computed in
+    pieces, one a step. `prefix_bytes` bounds the memory of computed prompts kept for later ones. `words` finds stop
+    texts in answers; None: no request has any.
     """
 
     def __init__(
@@ -101,9 +102,9 @@ class RunningBatch:
         if preempt:
             for i in (running := self._running_rows()):
                 self.rows[i].resumed = self._read_completion(i)
-            # The ones that started first resume first.
-            rows = sorted((self.rows[i] for i in running), key=lambda row: row.start, reverse=True)
-            self.preempted.extendleft(rows)
+            # The ones that started first resume first: `extendleft` reverses their order.
+            newest_first = sorted((self.rows[i] for i in running), key=lambda row: row.start, reverse=True)
+            self.preempted.extendleft(newest_first)
             self._erase_rows(running)
             self.rows, self.free_rows = [], []
             for row in self.paused:
@@ -112,7 +113,7 @@ class RunningBatch:
         self.decoder.weights = weights
         due_rows, self.paused = take_due(self.paused, waiting, weights.version)
         self.preempted.extend(due_rows)
-        # What ended before the oldest row started drew no token that is still to be reported.
+        # Weights that ended before the oldest row started drew none of the tokens that are still to be reported.
         oldest = min((row.start for row in self.rows), default=self.steps)
         self.history.switch(WeightSpan(self.steps, weights.version, weights.identity), oldest)
 
@@ -123,14 +124,14 @@ class RunningBatch:
         self.prefill.clear()
 
     def is_scheduled(self, waiting: deque[EngineRequest]) -> bool:
-        """Return whether a schedule has tokens left that these weights draw."""
+        """Return whether requests with a schedule still have tokens that the weights in use must draw."""
         version = self.history.current.version
         can_start = any(request.startable(version) for request in waiting if request.sampling.schedule)
         rows = (*map(self.rows.__getitem__, self._running_rows()), *self.preempted)
         return can_start or any(row.spans for row in rows)
 
     def _erase_rows(self, rows: list[int]) -> None:
-        """Zero what rows have in the cache, but for the prompt that is being computed in the prefill row."""
+        """Zero the keys and values of rows, but keep the prompt that is being computed in the prefill row."""
         for row in rows:
             self.decoder.cache.erase(row, self.prefill.length if row == self.decoder.cache.prefill_row else 0)
 
@@ -147,34 +148,33 @@ class RunningBatch:
 
     def admit(self, waiting: deque[EngineRequest]) -> None:
         """Assign free rows to preempted samples, then to `waiting` ones, in order; close the gaps between rows."""
-        compacted = self.decoder.cache.limit is not None and bool(self.free_rows)
-        if compacted:
+        self.free_rows.sort()
+        is_compacted = self.decoder.cache.limit is not None and bool(self.free_rows)
+        if is_compacted:
             self._compact_rows()  # the cache may have fewer rows than before
-
         # A long prompt has its piece first; then samples get rows, as the plan says.
         self._max_length = max((row.max_length for row in self.rows), default=0)
-        self.free_rows.sort()
         free = self.free_rows + list(range(len(self.rows), self.slots))
         version = self.history.current.version
         ready = (request for request in waiting if request.startable(version))
         queue: Iterator[EngineRequest | RunningSample] = chain(self.preempted, ready)
-        spent = 0
+        spent_tokens = 0
         if free and (first := next(queue, None)):
-            spent = self._prefill_long(first)
+            spent_tokens = self._prefill_long(first)
             queue = chain([first], queue)
-        admissions = self._plan_admissions(queue, free, spent)
-        if admissions or self.free_rows or compacted:
+        admissions = self._plan_admissions(queue, free, spent_tokens)
+        if admissions or self.free_rows or is_compacted:
             if admissions:
                 self._place_admissions(admissions, waiting)
             self._compact_rows()
             self._describe_rows()
 
     def _prefill_long(self, item: EngineRequest | RunningSample) -> int:
-        """Compute a piece of the prompt whose turn it is if it is too long for one step; returns the piece's length."""
+        """Compute a piece of the queue's first prompt if that is too long for one step; return the piece's length."""
         cache = self.decoder.cache
         length = max(self._max_length, item.max_length)
         if self._row_capacity(length) <= self.running and self._row_capacity(length) < cache.capacity(length):
-            # Longer sequences have ended: a shorter cache has more rows.
+            # Longer sequences have ended: with fewer positions a row the cache has more rows.
             cache.resize(cache.padded_length(length), len(self.rows))
             self.state.positions[len(self.rows) :] = 0  # of idle rows, which decode as well
         if self._row_capacity(length) <= self.running:
@@ -189,18 +189,19 @@ class RunningBatch:
         return self.prefill.compute_piece(item, context, blocks, len(self.rows), length)
 
     def _plan_admissions(
-        self, queue: Iterable[EngineRequest | RunningSample], free: list[int], spent: int
+        self, queue: Iterable[EngineRequest | RunningSample], free: list[int], spent_tokens: int
     ) -> list[Admission]:
-        """Return which samples get which of the `free` rows, after `spent` prompt tokens in this step."""
+        """Return which samples of the queue get which of the `free` rows, up to the first sample that must wait. This
+        step has computed `spent_tokens` of prompts already."""
         admissions: list[Admission] = []
         pending = set[tuple[int, ...]]()  # beginnings that admitted prompts will store; others that share one wait
-        count = 0
+        used = 0  # of the free rows
         longest = self._max_length
 
         for item in queue:
             longest = max(longest, item.max_length)
-            room = min(self._row_capacity(longest) - self.running, len(free)) - count
-            if room <= 0:
+            available = min(self._row_capacity(longest) - self.running, len(free)) - used
+            if available <= 0:
                 break
             context = item.tokens[:-1]
             blocks = list[Prefix]()
@@ -212,16 +213,16 @@ class RunningBatch:
                 if beginning in pending:
                     break
                 # A long prompt runs once the prefill row has all of it; others, as long as this step has time.
-                if self.prefill.item is item or spent + missing > self.prefill.max_tokens:
+                if self.prefill.item is item or spent_tokens + missing > self.prefill.max_tokens:
                     break
-                spent += missing
-                stored = len(context) * self.decoder.cache.token_bytes <= self.prefill.cache.limit
-                if missing >= MIN_SHARED_TOKENS and stored:
+                spent_tokens += missing
+                is_stored = len(context) * self.decoder.cache.token_bytes <= self.prefill.cache.limit
+                if missing >= MIN_SHARED_TOKENS and is_stored:
                     pending.add(beginning)
             samples = 1 if isinstance(item, RunningSample) else item.startable(self.history.current.version)
-            rows = free[count:][: min(room, samples)]
+            rows = free[used:][: min(available, samples)]
             admissions.append(Admission(item, rows, context, blocks))
-            count += len(rows)
+            used += len(rows)
         return admissions
 
     def _place_admissions(self, admissions: list[Admission], waiting: deque[EngineRequest]) -> None:
@@ -258,28 +259,28 @@ class RunningBatch:
                 row.request.prefix = None
 
     def _describe_rows(self) -> None:
-        """Update the properties of all rows that `step` needs."""
+        """Update what `step` needs to know of all rows together."""
         self._max_offset = max((row.context - row.start for row in self.rows), default=0)
         samplings = [row.request.sampling for row in self.rows]
         self.state.any_greedy = any(s.temperature == 0 for s in samplings)
         self.restrictions.describe(self.rows, self._make_index)
         self._constrained = [i for i, row in enumerate(self.rows) if row.matcher]
-        self._constrained_index = self._make_index(self._constrained) if self._constrained else None
+        self._constrained_index = self._make_index(self._constrained)
         self._streamed = [i for i, row in enumerate(self.rows) if row.request.listener]
         self._scheduled = [i for i, row in enumerate(self.rows) if row.spans]
         self._with_top = [i for i, s in enumerate(samplings) if s.top_logprobs]
-        self._with_top_index = self._make_index(self._with_top) if self._with_top else None
+        self._with_top_index = self._make_index(self._with_top)
 
-    def _make_index(self, rows: list[int]) -> Tensor:
-        """Return rows as an index on the device, which a list would become in every step."""
-        return torch.tensor(rows, device=self.decoder.device)
+    def _make_index(self, rows: list[int]) -> Tensor | None:
+        """Return rows as an index on the device, None for no rows; a list would be copied to it in every step."""
+        return torch.tensor(rows, device=self.decoder.device) if rows else None
 
     def _row_capacity(self, length: int) -> int:
         """Return the number of rows that fit into the cache if one of them grows to `length` positions."""
         return self.decoder.cache.capacity(max(length, self.decoder.cache.length))
 
     def _compact_rows(self) -> None:
-        """Move the last rows into the free ones, so that all rows in use are the first ones."""
+        """Move the last rows into the free ones, so that all rows in use are the first ones. `free_rows` is sorted."""
         while self.free_rows:
             last = len(self.rows) - 1
             if self.free_rows[-1] != last:
@@ -292,7 +293,7 @@ class RunningBatch:
             self.rows.pop()
 
     def step(self) -> list[EngineRequest]:
-        """Draw one token for every row; returns the requests that became complete. Call `admit` before."""
+        """Draw one token for every row; return the requests that became complete. Call `admit` before."""
         drawn, ended_by_text = self._draw_tokens()
         complete = []
         for i, end in enumerate(drawn.ended_at.tolist()):  # `nonzero` would wait for the device once more
@@ -321,11 +322,12 @@ class RunningBatch:
         return complete
 
     def _draw_tokens(self) -> tuple[Drawn, set[int]]:
-        """Draw one token for every row; returns these, and the rows whose answer a text has ended."""
+        """Draw one token for every row; return the tokens, and the rows that a stop text has ended."""
         rows = len(self.rows)
         state = self.state
         cache = self.decoder.cache
-        length = min(round_up(self._max_offset + self.steps + 1, self.decoder.granule), cache.longest)
+        last_position = self._max_offset + self.steps
+        length = min(round_up(last_position + 1, self.decoder.granule), cache.longest)
         cache.reserve(length, rows, self._max_length)
 
         # At least two rows: other kernels multiply a single one, and round differently.
@@ -338,21 +340,21 @@ class RunningBatch:
         logits /= state.temperature[:rows, None]
         policy = self.restrictions.policy(logits)
         self.restrictions.exclude(logits)
-        if self._constrained_index is not None:
-            bits = allowed_tokens(map(self.rows.__getitem__, self._constrained), logits.shape[-1])
-            index = self._constrained_index
+        constrained_rows = [self.rows[i] for i in self._constrained]
+        if (index := self._constrained_index) is not None:
+            bits = allowed_tokens(constrained_rows, logits.shape[-1])
             logits[index] = keep_allowed(logits[index], bits.to(logits.device))
         self.restrictions.bound(logits)
         drawn = state.draw(logits, policy=policy)
         if self._with_top_index is not None:
             for i, top in zip(self._with_top, top_logprobs(logits[self._with_top_index]), strict=True):
                 self.rows[i].top.append(dict(islice(top.items(), self.rows[i].request.sampling.top_logprobs)))
-        if self._constrained_index is not None:
-            accept_tokens(map(self.rows.__getitem__, self._constrained), drawn.tokens[self._constrained_index].tolist())
+        if index is not None:
+            accept_tokens(constrained_rows, drawn.tokens[index].tolist())
         return drawn, self.restrictions.follow(drawn.tokens, self.words) if self.words else set()
 
     def _pause_scheduled(self) -> None:
-        """Take out the rows whose next token is of later weights; they keep their keys and values."""
+        """Pause rows whose schedule leaves their next token to later weights; copies of keys and values are kept."""
         for i in {*self._scheduled}.difference(self.free_rows):
             row = self.rows[i]
             drawn = len(row.resumed.token_ids) + self.steps - row.start
@@ -363,7 +365,7 @@ class RunningBatch:
                 self.free_rows.append(i)
 
     def _draw_captured(self, graphs: StepGraphs, rows: int, width: int, length: int) -> Drawn:
-        """Draw by a graph, for idle rows as well, which stay where they are: `rows` may change between its runs."""
+        """Draw by a graph for `width` rows, of which only the first `rows` (another number in each run) move on."""
         restricted = self.restrictions.is_bounding
 
         def draw_step() -> Drawn:
@@ -381,12 +383,12 @@ class RunningBatch:
         """Return all tokens of the sample in row i until now, including those before it was preempted."""
         row = self.rows[i]
         resumed = row.resumed
-        drawn = slice(row.context, row.context + self.steps - row.start)
+        new_positions = slice(row.context, row.context + self.steps - row.start)  # one token a step
         versions, identities = self.history.of_steps(row.start, self.steps)
         completion = Completion(
             "",
-            resumed.token_ids + self.state.drawn[i, drawn].tolist(),
-            resumed.logprobs + self.state.logprobs[i, drawn].tolist(),
+            resumed.token_ids + self.state.drawn[i, new_positions].tolist(),
+            resumed.logprobs + self.state.logprobs[i, new_positions].tolist(),
             {},
             resumed.prompt_ids,
             [*resumed.versions, *versions],

@@ -17,12 +17,12 @@ from ..types import UNKNOWN_EXPERT
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-BLOCK = 128  # the cache has room for a multiple of this many positions
+BLOCK = 128  # the number of positions of a row is a multiple of it
 WIDTH = 8  # rows are padded to a multiple: kernels are prepared for every new number of rows
 
 
 def round_up(count: int, multiple: int) -> int:
-    """`count`, rounded up to a multiple.
+    """Return `count`, rounded up to the next multiple of `multiple`.
 
     >>> round_up(130, 128)
     256
@@ -31,14 +31,18 @@ def round_up(count: int, multiple: int) -> int:
 
 
 class KeyValueCache:
-    """Keys and values of every row, (layers, rows, K, T, D) each. T doubles on demand up to `max_seq_len`.
+    """Keys and values of every row, (layers, rows, K, T, D) each: K key-value heads, T positions, D head size.
 
-    One more row after those that decode, the `prefill_row`, is for long prompts computed in pieces. With `record` there
-    are also the `choices` of experts, (layers with experts, rows, 1, T, k), `UNKNOWN_EXPERT` where they were not
-    computed.
+    T doubles on demand up to `max_seq_len`. One more row after those that decode, the `prefill_row`, is for long
+    prompts computed in pieces.
 
-    With a `limit` in bytes there are as many rows as fit with T positions. For example 40 GB and 114,688 bytes a token:
-    256 rows of 1,280 positions, or 64 of 4,096. `granule`: decoding asks for multiples of it.
+    Args:
+        rows: the number of rows that decode, without a `limit`.
+        record: also store the `choices` of experts, (layers with experts, rows, 1, T, k): k experts of each token,
+            `UNKNOWN_EXPERT` where they were not computed.
+        limit: bytes; there are then as many rows, at most `rows`, as fit with T positions. For example 40 GB and
+            114,688 bytes a token: 256 rows of 1,280 positions, or 64 of 4,096.
+        granule: decoding reads a multiple of this many positions.
     """
 
     def __init__(
@@ -74,23 +78,23 @@ class KeyValueCache:
 
     @property
     def length(self) -> int:
-        """T, the positions of a row."""
+        """Return T, the number of positions of a row."""
         return self.keys.shape[3]
 
     @property
     def nbytes(self) -> int:
-        """Return bytes of all rows."""
+        """Return the bytes of all rows together."""
         return sum(getattr(self, name).nbytes for name in self.stores)
 
     def capacity(self, length: int) -> int:
-        """Return the number of rows alongside the prefill row that fit with `length` positions each."""
+        """Return the number of rows with `length` positions each that fit, in addition to the prefill row."""
         if self.limit is None:
             return self.rows
-        rows = self.limit // (self.padded_length(length) * self.token_bytes) - 1
+        rows = self.limit // (self.padded_length(length) * self.token_bytes) - 1  # without the prefill row
         return min(self.rows, rows - rows % WIDTH if rows > WIDTH else rows)
 
     def padded_length(self, length: int) -> int:
-        """Return the positions that a row of `length` tokens needs: decoding asks for multiples of `step`."""
+        """Return the number of positions that a row of `length` tokens needs: the next multiple of `step`."""
         return min(round_up(length, self.step), self.longest)
 
     def clear(self) -> None:
@@ -99,27 +103,37 @@ class KeyValueCache:
             setattr(self, name, getattr(self, name)[:, :, :, :0].clone())
 
     def erase(self, row: int, start: int = 0) -> None:
-        """Zero the keys and values of a row from a position on: with damaged weights they may be NaN, which would
-        survive the mask of the next sample there."""
+        """Zero the keys and values of a row from position `start` on.
+
+        With damaged weights they may be NaN, which the mask of the row's next sample would not remove.
+        """
         self.keys[:, row, :, start:] = 0
         self.values[:, row, :, start:] = 0
 
     def reserve(self, length: int, rows: int, max_length: int | None = None) -> None:
-        """Make room for `length` positions, keeping the first `rows` rows and the prefill row. With a limit there is
-        never more room than for `max_length`, which these rows may need."""
+        """Make room for at least `length` positions a row; reallocate if there are fewer.
+
+        The first `rows` rows and the prefill row keep their contents.
+
+        Args:
+            max_length: the most positions that one of these rows may ever need: with a limit no more are allocated.
+        """
         length = round_up(length, BLOCK)
         if length <= self.length:
             return
-        # Doubling copies each position a bounded number of times; with a limit, no additional than these rows may need.
+        # The number doubles, so that each position is copied only a few times.
         size = min(max(length, 2 * self.length, self.min_length), self.longest)
         if self.limit is not None and max_length is not None:
             size = max(length, min(size, self.padded_length(max_length)))
         self.resize(size, rows)
 
     def resize(self, size: int, rows: int) -> None:
-        """Reallocate for `size` positions and all rows that fit, keeping the first `rows` rows and the prefill row."""
+        """Reallocate for `size` positions a row, with as many rows as fit then.
+
+        The first `rows` rows and the prefill row keep their contents.
+        """
         count = self.capacity(size)
-        length = min(size, self.length)
+        length = min(size, self.length)  # positions that both have
         for name in self.stores:
             before: Tensor = getattr(self, name)
             shape = before.shape[0], count + 1, before.shape[2], size, before.shape[4]
@@ -127,7 +141,7 @@ class KeyValueCache:
             prefilled = before[:, self.prefill_row, :, :length]
 
             if self.limit is not None:
-                # By way of host memory: old and new together would exceed the limit.
+                # The contents wait in host memory: old and new tensors together would exceed the limit.
                 running = running.to("cpu", copy=True)
                 prefilled = prefilled.to("cpu", copy=True)
                 before = before[:, :0].clone()
@@ -141,33 +155,40 @@ class KeyValueCache:
         self.prefill_row = count
 
     def index(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Return the index for `write`: rows and positions (N,) -> (N * K,)."""
+        """Return where `write` stores tokens of these rows and positions, (N,) each: entries (N * K,) of a table."""
         return ((rows[:, None] * len(self.heads) + self.heads) * self.length + positions[:, None]).flatten()
 
     def tables(self) -> list[tuple[Tensor, Tensor]]:
-        """Return keys and values of each layer, all rows in one, (rows * K * T, D) each, for `write`."""
+        """Return keys and values of each layer as views with all rows in one dimension, (rows * K * T, D) each."""
         keys, values = (store.flatten(1, 3).unbind() for store in (self.keys, self.values))
         return list(zip(keys, values, strict=True))
 
     @staticmethod
     def write(table: tuple[Tensor, Tensor], index: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store keys and values, (N, K, D) each, in the table of a layer."""
+        """Store the keys and values of N tokens, (N, K, D) each, in a layer's entry of `tables`, at `index`."""
         table[0].index_copy_(0, index, keys.flatten(0, 1))
         table[1].index_copy_(0, index, values.flatten(0, 1))
 
     def write_choices(self, rows: Tensor, positions: Tensor, choices: Sequence[Tensor]) -> None:
-        """Record the experts of tokens, (N, k) for each layer with experts; omitted layers' are unknown."""
+        """Record the experts of N tokens, if the cache records experts.
+
+        Args:
+            rows, positions: (N,), of the tokens.
+            choices: (N, k) for each layer with experts, in order; for omitted last layers `UNKNOWN_EXPERT` is recorded.
+        """
         if "choices" in self.stores:
             self.choices[:, rows, 0, positions] = UNKNOWN_EXPERT
             if choices:
                 self.choices[: len(choices), rows, 0, positions] = torch.stack(list(choices)).byte()
 
     def experts(self, row: int, tokens: int, earlier: np.ndarray | None = None) -> np.ndarray | None:
-        """Return the recorded experts of a row's tokens, of which all but the last are in the cache:
-        `Completion.experts`.
+        """Return the experts of a row's first `tokens` tokens, as `Completion.experts`; None if they are not recorded.
+
+        The last token is not in the cache yet: its experts are unknown.
 
         Args:
-            earlier: a preempted sample's. Its tokens are a prompt now, which skips the last layer.
+            earlier: the result when this sample was preempted: the tokens until then were computed again as a prompt,
+                which skips the last layer, so that its experts are taken from there.
         """
         if "choices" not in self.stores:
             return None
@@ -179,12 +200,11 @@ class KeyValueCache:
         return experts
 
     def read(self, row: int, length: int) -> tuple[Tensor, ...]:
-        """Return a view of one row's first positions in each store, for `fill`."""
+        """Return the first `length` positions of a row as views, for `fill`: keys, values and, if recorded, choices."""
         return tuple(getattr(self, name)[:, row, :, :length] for name in self.stores)
 
     def fill(self, rows: Sequence[int], parts: Sequence[tuple[Tensor, ...]]) -> None:
-        """Copy parts that `read` returned, one after the other, to the beginning of each of `rows`."""
-        # Part after part, each to all rows.
+        """Copy results of `read` to each of `rows`: the first to its first positions, each other one after it."""
         start = 0
         for part in parts:
             end = start + part[0].shape[2]
@@ -195,6 +215,6 @@ class KeyValueCache:
 
 
 def token_bytes(config: PreTrainedConfig, dtype: torch.dtype, record: bool = False) -> int:
-    """Return bytes of a token in the cache of a model."""
+    """Return the bytes of one token of one row in a model's cache; with `record` including its choices of experts."""
     numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * head_size(config)
     return numbers * dtype.itemsize + (len(sparse_layers(config)) * config.num_experts_per_tok if record else 0)

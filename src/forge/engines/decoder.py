@@ -31,8 +31,8 @@ class Decoder:
     """The model; `weights` may be replaced between any two calls.
 
     On a CPU in float32 it is batch invariant, bit for bit: a row's result does not depend on other rows or their number
-    (2 to 8, or a multiple of 8), the pieces of its prompt, or the length of the cache. Where kernels round differently
-    with the shape, products use blocks of a fixed shape; `granule` keeps to one kind of kernel.
+    (2 to 8, or a multiple of 8), on the pieces of its prompt, or on the length of the cache. Where kernels round
+    differently with the shape, products use blocks of a fixed shape, and attention reads multiples of `granule`.
     """
 
     def __init__(
@@ -50,61 +50,61 @@ class Decoder:
         self.weights = weights
         self.device = device
         self.H, self.K, self.D = config.num_attention_heads, config.num_key_value_heads, head_size(config)
-        gemma = config.model_type == "gemma3_text"
+        is_gemma = config.model_type == "gemma3_text"
         self.vocab = config.vocab_size
-        self.scale = config.query_pre_attn_scalar**-0.5 if gemma else self.D**-0.5
+        self.scale = config.query_pre_attn_scalar**-0.5 if is_gemma else self.D**-0.5
 
         # Only a CPU in float32 promises the same bits at any length.
-        exact = device.type == "cpu" and dtype == torch.float32
+        is_exact = device.type == "cpu" and dtype == torch.float32
         longest = round_up(max_seq_len, BLOCK)
-        self.granule = attention_granule(self.H // self.K, self.D, self.scale, longest) if exact else granule
+        self.granule = attention_granule(self.H // self.K, self.D, self.scale, longest) if is_exact else granule
         self.cache = KeyValueCache(config, rows, max_seq_len, dtype, device, record, cache_bytes, self.granule)
         self.eps = config.rms_norm_eps
 
         # A kind of attention is a rotary embedding and a window; most models have one kind for all layers.
-        by_layer = attention_kinds(config)
-        self.kinds = list(dict.fromkeys(by_layer))
-        self.kind_of = [self.kinds.index(kind) for kind in by_layer]
-        self.rotary: dict[str | None, RotaryTables | None] = {None: None}
-        for key in {kind.rotary for kind in by_layer} - {None}:
+        layer_kinds = attention_kinds(config)
+        self.kinds = list(dict.fromkeys(layer_kinds))
+        self.kind_of = [self.kinds.index(kind) for kind in layer_kinds]  # by layer, an index of `kinds`
+        self.rotary: dict[str | None, RotaryTables | None] = {None: None}  # a kind without rotation has the key None
+        for key in {kind.rotary for kind in layer_kinds} - {None}:
             self.rotary[key] = rotary_tables(config, key or "", max_seq_len, dtype, device)
-        self.act = partial(F.gelu, approximate="tanh") if gemma else F.silu
+        self.activation = partial(F.gelu, approximate="tanh") if is_gemma else F.silu
 
-        self.embed_scale = torch.tensor(config.hidden_size**0.5, dtype=dtype, device=device) if gemma else None
+        self.embed_scale = torch.tensor(config.hidden_size**0.5, dtype=dtype, device=device) if is_gemma else None
         self.row_ids = torch.arange(rows, device=device)
-        self.steps = torch.arange(self.cache.longest, device=device)
+        self.cache_positions = torch.arange(self.cache.longest, device=device)
         self.queries = QUERIES if device.type == "cpu" else None  # elsewhere one large product is faster
 
     def release(self) -> None:
-        """Free weights and cache, until other weights are assigned."""
+        """Free the memory of weights and cache; assign other weights before the next `prefill` or `decode`."""
         self.weights = None  # type: ignore[assignment]
         self.cache.clear()
         if self.device.type != "cpu":
             torch.accelerator.empty_cache()
 
     def decode(self, tokens: Tensor, positions: Tensor, length: int) -> Tensor:
-        """Return one token for each of the first B rows: tokens and positions (B,) -> next-token logits (B, V), at
-        least float32.
+        """Run one token of each of the first B rows; return the logits of the next tokens, (B, V), at least float32.
 
-        `length`, a multiple of `granule`, bounds every row's position plus one, and with it the cost of attention.
+        Args:
+            tokens, positions: (B,), the last token of each row and the position where its key and value are stored.
+            length: attention reads the first `length` positions: more than any position, and a multiple of `granule`.
         """
         rows = len(tokens)
         cache = self.cache
-        G = self.H // self.K
         index = cache.index(self.row_ids[:rows], positions)
         rotations = self._rotations_at(positions)
+        key_positions = self.cache_positions[:length]
         biases = []
-
         for _, window in self.kinds:
-            unseen = self.steps[:length] > positions[:, None]
+            unseen = key_positions > positions[:, None]
             if window is not None:
-                # An idle row may be beyond `length`: it sees some key, as a NaN of it would stay in the cache.
-                unseen |= self.steps[:length] <= (positions[:, None] - window).clamp(max=length - 2)
+                # An idle row may be beyond `length`: it sees the last key, as none would give NaN, which stays there.
+                unseen |= key_positions <= (positions[:, None] - window).clamp(max=length - 2)
             biases.append(bias_of(unseen, self.cache.keys.dtype).repeat_interleave(self.K, 0)[:, None])
 
         bag_indices = None
         if self.device.type == "cpu":
-            bag_indices = embedding_bag_indices(rows * self.K, G, length, cache.length)
+            bag_indices = embedding_bag_indices(rows * self.K, self.H // self.K, length, cache.length)
 
         # Rows and key-value heads are one batch dimension, without a copy; the heads of a group share its keys.
         keys, values = (c.flatten(1, 2)[:, : rows * self.K, :length].unbind() for c in (cache.keys, cache.values))
@@ -119,10 +119,10 @@ class Decoder:
             q = q.flatten(0, 1)
             probs = torch.baddbmm(biases[kind], q, keys[i].transpose(1, 2), alpha=self.scale).softmax(-1)
             if bag_indices is None:
-                out = torch.bmm(probs, values[i])
+                attended = torch.bmm(probs, values[i])
             else:
-                out = torch.embedding_bag(tables[i][1], *bag_indices, mode=0, per_sample_weights=probs.view(-1))[0]
-            self._finish_layer(layer, x, out.view(rows, -1), choices)
+                attended = torch.embedding_bag(tables[i][1], *bag_indices, mode=0, per_sample_weights=probs.view(-1))[0]
+            self._finish_layer(layer, x, attended.view(rows, -1), choices)
 
         cache.write_choices(self.row_ids[:rows], positions, choices)
         return self.weights.head.wide(self._normalise(x, self.weights.norm))
@@ -130,63 +130,68 @@ class Decoder:
     def prefill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int], starts: Sequence[int] = ()) -> None:
         """Write keys and values of each prompt's tokens into its row of the cache, which must have room.
 
-        There are no logits: the last token of a prompt is left to the first decode step, so that the last layer's
-        attention and MLP are skipped. `starts`: the number of tokens of each prompt that its row has already.
+        There are no logits: the caller passes the last token of a prompt to the first `decode`, so that the attention
+        and MLP of the last layer are skipped here.
+
+        Args:
+            prompts: the tokens to compute; those before them are in the cache already.
+            rows, starts: the row of each prompt and the position of its first token here, by default 0.
         """
         # All prompts are one sequence of tokens, each with its prompt, position and row of the cache.
         lengths = torch.tensor([len(prompt) for prompt in prompts])
-        first = torch.tensor(starts or [0] * len(prompts))
-        tokens = torch.tensor([t for p in prompts for t in p], device=self.device)
-        prompt = torch.arange(len(prompts)).repeat_interleave(lengths)
-        positions = torch.arange(len(tokens)) - (lengths.cumsum(0) - lengths - first)[prompt]
-        blocks = self._split_blocks(prompt, positions, torch.tensor(rows), first, lengths + first)
-        token_rows = torch.tensor(rows)[prompt].to(self.device)
-
+        first_positions = torch.tensor(starts or [0] * len(prompts))
+        tokens = torch.tensor([token for prompt in prompts for token in prompt], device=self.device)
+        prompt_index = torch.arange(len(prompts)).repeat_interleave(lengths)
+        offsets = lengths.cumsum(0) - lengths  # of each prompt's first token in the sequence
+        positions = torch.arange(len(tokens)) + (first_positions - offsets)[prompt_index]
+        end_positions = first_positions + lengths
+        blocks = self._split_blocks(prompt_index, positions, torch.tensor(rows), first_positions, end_positions)
+        token_rows = torch.tensor(rows)[prompt_index].to(self.device)
         index = self.cache.index(token_rows, positions.to(self.device))
         # Padded, as kernels are prepared for every new number of tokens; results of padding are never stored.
         real = len(tokens)
-        count = 32 if real <= 32 else round_up(real, 64)
-        tokens = F.pad(tokens, (0, count - real))
-        positions = F.pad(positions, (0, count - real)).to(self.device)
+        padded = 32 if real <= 32 else round_up(real, 64)
+        tokens = F.pad(tokens, (0, padded - real))
+        positions = F.pad(positions, (0, padded - real)).to(self.device)
         rotations = self._rotations_at(positions)
         x = self._embed_tokens(tokens)
 
         choices: list[Tensor] = []
-        last = len(self.weights.layers) - 1
         tables = self.cache.tables()
-
         for i, layer in enumerate(self.weights.layers):
             kind = self.kind_of[i]
             q, k, v = self._project_qkv(layer, x, rotations[kind])
             self.cache.write(tables[i], index, k[:real], v[:real])
-            if i == last:
+            if i == len(self.weights.layers) - 1:
                 self.cache.write_choices(token_rows, positions[:real], [experts[:real] for experts in choices])
                 return
 
             # Each block is one call for all its prompts: queries in rows of one length, against the keys in the cache.
-            attended = q.new_zeros(count, self.H * self.D)
+            attended = q.new_zeros(padded, self.H * self.D)
             for block in blocks:
                 size, length = block.masks[kind].shape
                 queries = q.new_zeros(block.prompts * size, self.H, self.D)
                 queries.index_copy_(0, block.slots, q[block.tokens].flatten(1, 2))
                 queries = queries.unflatten(0, (block.prompts, size)).transpose(1, 2)
                 keys, values = (c[i, :, :, :length][block.rows] for c in (self.cache.keys, self.cache.values))
-                out = F.scaled_dot_product_attention(
+                by_head = F.scaled_dot_product_attention(
                     queries, keys, values, attn_mask=block.masks[kind], scale=self.scale, enable_gqa=True
                 )
-                out = out.transpose(1, 2).reshape(-1, self.H * self.D)
-                attended.index_copy_(0, block.tokens, out[block.slots])
+                by_slot = by_head.transpose(1, 2).reshape(-1, self.H * self.D)
+                attended.index_copy_(0, block.tokens, by_slot[block.slots])
 
             self._finish_layer(layer, x, attended, choices)
 
     def _split_blocks(
-        self, prompt: Tensor, positions: Tensor, rows: Tensor, starts: Tensor, ends: Tensor
+        self, prompt_index: Tensor, positions: Tensor, rows: Tensor, starts: Tensor, ends: Tensor
     ) -> list[_Block]:
-        """Split prompt tokens into attention calls of `queries` positions of every prompt that has some, or all.
+        """Split prompt tokens into attention calls, each for `self.queries` positions of all prompts; None: one call.
 
-        prompt, positions: (N,). rows, starts, ends: (prompts,). A block starts at a multiple of its size whatever the
-        pieces of the prompt, so that its keys have a fixed shape. Half a block, for short prompts, rounds like a whole
-        one.
+        A block starts at a multiple of its size whatever the pieces of the prompt, so that its keys have a fixed shape.
+        Half a block, for short prompts, rounds like a whole one.
+
+        Args:
+            prompt_index, positions: (N,), by token. rows, starts, ends: (prompts,); positions `starts` to `ends` - 1.
         """
         blocks = []
         first = int(positions.min())
@@ -195,33 +200,32 @@ class Decoder:
         if self.queries:
             size = self.queries if longest > self.queries // 2 else self.queries // 2
             first = first // size * size
-
-        for begin in range(first, longest, size):
-            inside = ((positions >= begin) & (positions < begin + size)).nonzero().flatten()
-            reaching = (ends > begin) & (starts < begin + size)
-            if not reaching.any():
+        for start in range(first, longest, size):
+            end = start + size
+            inside = ((positions >= start) & (positions < end)).nonzero().flatten()
+            has_tokens = (ends > start) & (starts < end)  # by prompt
+            if not has_tokens.any():
                 continue
-            slots = (reaching.cumsum(0) - 1)[prompt[inside]] * size + positions[inside] - begin
+            order = has_tokens.cumsum(0) - 1  # a prompt's number among those with tokens in the block
+            slots = order[prompt_index[inside]] * size + positions[inside] - start
 
             # Queries see keys up to their own position, within the window of each kind of attention.
-            keys = self.steps[: begin + size]
-            queries = self.steps[begin : begin + size, None]
+            keys = self.cache_positions[:end]
+            queries = self.cache_positions[start:end, None]
             masks = []
-
             for _, window in self.kinds:
                 unseen = keys > queries
                 if window is not None:
                     unseen |= keys <= queries - window
                 masks.append(bias_of(unseen, self.cache.keys.dtype))
 
-            block_rows = rows[reaching].tolist()
+            block_rows = rows[has_tokens].tolist()
             stride = block_rows[1] - block_rows[0] if len(block_rows) > 1 else 1
 
             # Evenly spaced rows, the usual case, are a view.
-            even = stride > 0 and block_rows == list(range(block_rows[0], block_rows[-1] + 1, stride))
-            index = slice(block_rows[0], block_rows[-1] + 1, stride) if even else block_rows
+            is_even = stride > 0 and block_rows == list(range(block_rows[0], block_rows[-1] + 1, stride))
+            index = slice(block_rows[0], block_rows[-1] + 1, stride) if is_even else block_rows
             blocks.append(_Block(inside.to(self.device), slots.to(self.device), len(block_rows), index, masks))
-
         return blocks
 
     def _embed_tokens(self, tokens: Tensor) -> Tensor:
@@ -229,8 +233,8 @@ class Decoder:
         return x if self.embed_scale is None else x * self.embed_scale
 
     def _rotations_at(self, positions: Tensor) -> list[tuple[Tensor, Tensor, Tensor | None] | None]:
-        """Return cosines and sines (N, 1, 1, D) of these positions, and the order of dimensions, by kind of
-        attention."""
+        """Return cosines and sines (N, 1, 1, D) at these positions and `RotaryTables.order` for each kind of attention;
+        None for a kind without rotation."""
         rotations = {
             key: rotary and (rotary.cos[positions][:, None, None], rotary.sin[positions][:, None, None], rotary.order)
             for key, rotary in self.rotary.items()
@@ -240,7 +244,7 @@ class Decoder:
     def _project_qkv(
         self, layer: Layer, x: Tensor, rotation: tuple[Tensor, Tensor, Tensor | None] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x (N, C) -> q (N, K, G, D), k and v (N, K, D), rotated; tokens and heads of each flatten to a view."""
+        """Return q (N, K, G, D), k and v (N, K, D) of x (N, C), q and k rotated; tokens and heads flatten to a view."""
         qkv = layer.qkv(self._normalise(x, layer.input_norm)).view(len(x), self.K, -1, self.D)
         qk, v = qkv[:, :, :-1], qkv[:, :, -1]
         if layer.qk_norm is not None and layer.qk_norm.dim() > 1:
@@ -260,25 +264,25 @@ class Decoder:
         return qk[:, :, :-1], qk[:, :, -1], v
 
     def _finish_layer(self, layer: Layer, x: Tensor, attended: Tensor, choices: list[Tensor]) -> None:
-        """Output projection and feed-forward, added to the residual stream x (N, C) in place. A mixture appends the
+        """Add output projection and feed-forward to the residual stream x (N, C) in place. A mixture appends the
         experts of each token to `choices`, (N, k)."""
         x += self._normalise(layer.output(attended), layer.attended_norm)
-        h = self._normalise(x, layer.mlp_norm)
+        hidden = self._normalise(x, layer.mlp_norm)
         ffn = layer.feed_forward
         if isinstance(ffn, Experts):
-            out, experts = ffn(h, self.act)
+            fed, experts = ffn(hidden, self.activation)
             choices.append(experts)
         else:
-            gate, up = ffn.gate_up(h).chunk(2, -1)
-            out = ffn.down(self.act(gate).mul_(up))
-        x += self._normalise(out, layer.fed_norm)
+            gate, up = ffn.gate_up(hidden).chunk(2, -1)
+            fed = ffn.down(self.activation(gate).mul_(up))
+        x += self._normalise(fed, layer.fed_norm)
 
     def _normalise(self, x: Tensor, norm: Tensor | None) -> Tensor:
         return x if norm is None else rms_norm(x, norm, self.eps)
 
 
-class _Block(NamedTuple):
-    tokens: Tensor  # (n,): indices of the tokens
+class _Block(NamedTuple):  # an attention call: the same range of positions of several prompts
+    tokens: Tensor  # (n,): indices of its tokens among all tokens
     slots: Tensor  # (n,): their indices among the block's queries, prompt after prompt
     prompts: int
     rows: slice | list[int]  # index of the prompts' cache rows
@@ -287,12 +291,12 @@ class _Block(NamedTuple):
 
 @lru_cache
 def attention_granule(group: int, size: int, scale: float, longest: int) -> int:
-    """Return the smallest step between attention's lengths at which its scores on this CPU have the same bits at each
-    length.
+    """Return the smallest step between attention's lengths at which this CPU computes scores of the same bits: 16 times
+    a power of two, at most `longest`.
 
     Libraries round small products differently, each below its own limit: PyTorch has a loop for less than 400
     products, and MKL on Intel's processors a kernel that multiplies by `scale` at another place: up to 112 positions
-    of 6 heads of 128, and 176 of 12 heads of 192. So scores of `group` heads of `size` are computed at every length.
+    of 6 heads of 128, and 176 of 12 heads of 192. So the scores of `group` heads of `size` are compared at each length.
     """
     limit = min(longest, 4 * BLOCK)
     random = torch.Generator().manual_seed(0)
@@ -305,11 +309,8 @@ def attention_granule(group: int, size: int, scale: float, longest: int) -> int:
     # The longest product is the reference; a granule is right if all its multiples agree with it.
     expected = compute_scores(limit)
     granule = 16
-    equal = {
-        length: torch.equal(compute_scores(length), expected[:, :, :length])
-        for length in range(granule, limit, granule)
-    }
-    while granule < limit and not all(equal[length] for length in range(granule, limit, granule)):
+    is_equal = {n: torch.equal(compute_scores(n), expected[:, :, :n]) for n in range(granule, limit, granule)}
+    while granule < limit and not all(is_equal[length] for length in range(granule, limit, granule)):
         granule *= 2
 
     return min(granule, limit)
@@ -317,9 +318,11 @@ def attention_granule(group: int, size: int, scale: float, longest: int) -> int:
 
 @lru_cache(maxsize=1)
 def embedding_bag_indices(heads: int, group: int, length: int, capacity: int) -> tuple[Tensor, Tensor]:
-    """Return indices (heads * group * length,) of the values that each query head sums with `embedding_bag`, in a layer
-    of the cache with `capacity` positions, and the first index of each head. Its kernel takes half the time of `bmm`,
-    and adds in the order of positions at any length.
+    """Return the inputs with which `torch.embedding_bag` sums the values of a layer of the cache, head by head.
+
+    These are the indices (heads * group * length,) of the values that each query head sums, and the offset of each
+    query head in them. A key-value head has `capacity` positions, and `group` query heads share it. The kernel takes
+    half the time of `bmm`, and adds in the order of positions at any length.
 
     >>> embedding_bag_indices(1, group=2, length=2, capacity=4)
     (tensor([0, 1, 0, 1], dtype=torch.int32), tensor([0, 2], dtype=torch.int32))
@@ -330,8 +333,8 @@ def embedding_bag_indices(heads: int, group: int, length: int, capacity: int) ->
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) over the last dimension of x (..., D); the weight is (D,), or
-    has several of x's last dimensions."""
+    """Return x (..., D) after RMSNorm over its last dimension (Zhang and Sennrich 2019, arXiv:1910.07467). The weight
+    is (D,), or has several of x's last dimensions."""
     size = x.shape[-1]
     if x.device.type != "cpu" or x.dtype != torch.float32:
         normed = F.rms_norm(x, (size,), weight if weight.dim() == 1 else None, eps)
@@ -344,12 +347,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @lru_cache
 def as_float32(number: float) -> Tensor:
-    """Return a number as a tensor: converting it at each operation would take as long as the operation."""
+    """Return a number as a tensor, cached: converting it at each operation would take as long as the operation."""
     return torch.tensor(number, dtype=torch.float32)
 
 
 def bias_of(unseen: Tensor, dtype: torch.dtype) -> Tensor:
-    """-inf where `unseen`, 0 elsewhere, in its shape.
+    """Return an attention bias in the shape of `unseen`: -inf where it is True, 0 elsewhere.
 
     >>> bias_of(torch.tensor([True, False]), torch.float32).tolist()
     [-inf, 0.0]
@@ -358,7 +361,7 @@ def bias_of(unseen: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class RotaryTables(NamedTuple):
-    """Rotation is x * cos + turned * sin, where `turned` is roll(x, D / 2), or x[order] where only a part rotates."""
+    """Rotation by position: x * cos + turned * sin, where `turned` is roll(x, D / 2), or x[order] if a part rotates."""
 
     cos: Tensor  # (length, D)
     sin: Tensor  # (length, D), the first half of the rotating part negated
@@ -368,13 +371,14 @@ class RotaryTables(NamedTuple):
 def rotary_tables(
     config: PreTrainedConfig, key: str, length: int, dtype: torch.dtype, device: torch.device
 ) -> RotaryTables:
-    """Return the tables of one entry of `rotary_parameters`, with transformers' own frequencies for scaled variants."""
+    """Return the tables of positions 0 to `length` - 1 for entry `key` of `rotary_parameters`."""
+    # The frequencies of scaled variants are transformers' own, which takes seconds to import.
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = rotary_parameters(config)[key]
     D = head_size(config)
     if rope["rope_type"] == "default":
-        R = int(D * rope.get("partial_rotary_factor", 1.0)) if config.model_type == "phi3" else D
+        R = int(D * rope.get("partial_rotary_factor", 1.0)) if config.model_type == "phi3" else D  # that rotate
         frequencies = 1.0 / rope["rope_theta"] ** (torch.arange(0, R, 2).float() / R)
         scale = 1.0
     else:
@@ -387,7 +391,6 @@ def rotary_tables(
     sin = torch.cat([-sin, sin], -1)
     R = 2 * len(frequencies)
     order = None
-
     if R < D:
         # Dimensions that do not rotate have angle 0.
         cos = F.pad(cos, (0, D - R), value=1.0)

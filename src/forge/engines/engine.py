@@ -40,8 +40,8 @@ Order = tuple[Command, "Future[None]"]
 class EmbeddedEngine:
     """An `Engine` for checkpoints of `forge.models.FAMILIES` in this process.
 
-    All callers share one batch, which runs in a separate thread. A request starts as soon as rows of the batch are
-    free; its prompt is computed once for all samples.
+    All callers share one batch of rows, which runs in a separate thread. A request starts as soon as rows are free; its
+    prompt is computed once for all samples.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class EmbeddedEngine:
 
         Args:
             device: by default a GPU if there is one.
-            version: of the weights in the folder, whose identity is "".
+            version: the number of the weights in the folder, whose identity is "".
             prefill_tokens: prompt tokens computed between two decode steps; a longer prompt is computed in pieces. By
                 default 4096, and 1024 on a CPU: larger products are no faster there, and the first prompts would wait
                 for the last.
@@ -66,7 +66,8 @@ class EmbeddedEngine:
                 Drawn tokens keep their log-probabilities and versions.
 
         Raises:
-            FileNotFoundError, ValueError: the folder is incomplete, the model unsupported, or an argument invalid.
+            FileNotFoundError: the folder is incomplete.
+            ValueError: the model is unsupported, or an argument invalid.
         """
         folder = Path(model)
         self.config = config = load_config(folder)
@@ -91,8 +92,8 @@ class EmbeddedEngine:
         weights = Weights(config, read_checkpoint(folder), self.dtype, self.device, version)
         rows = round_up(options.slots, WIDTH)
 
-        # After the weights, which take their part of the memory.
-        limit = self._cache_limit(options)
+        # Measured after the weights have taken their part of the memory.
+        cache_bytes = self._cache_limit(options)
         decoder = Decoder(
             config,
             weights,
@@ -101,7 +102,7 @@ class EmbeddedEngine:
             self.dtype,
             self.device,
             options.router_replay,
-            limit,
+            cache_bytes,
             granule=16 if graphs is None else GRANULE,
         )
         prefill_tokens = prefill_tokens or (1024 if self.device.type == "cpu" else 4096)
@@ -109,7 +110,7 @@ class EmbeddedEngine:
         self._batch = RunningBatch(decoder, options.slots, prefill_tokens, prefix_bytes, self._words, graphs)
         self._waiting: deque[EngineRequest] = deque()
 
-        self._orders: deque[Order] = deque()  # accepted by the thread, still pending
+        self._orders: deque[Order] = deque()  # accepted by the engine's thread, not yet executed
         self._released = False
         self._wake = threading.Condition()
 
@@ -128,7 +129,7 @@ class EmbeddedEngine:
     def submit(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, priority: int = 0, listener: Listener | None = None
     ) -> Future[list[Completion]]:
-        """See `Engine.submit`.
+        """Start the completions of a prompt, as `Engine.submit`.
 
         On a CPU in float32 the result of a seeded request depends on the request and the weights only, bit for bit, on
         one machine and number of threads (tested with one and two). Elsewhere the random numbers are the same, but
@@ -146,7 +147,7 @@ class EmbeddedEngine:
         request = EngineRequest(prompt, sampling, limit, seed, stops, priority, listener, grammar)
 
         def free_rows(future: Future[list[Completion]]) -> None:
-            # A failed listener, too, fails the future while its samples run.
+            # Not only a cancelled future: a failed listener fails it while its samples still run.
             if future.cancelled() or future.exception():
                 with self._wake:
                     self._cancelled.append(request)
@@ -163,8 +164,8 @@ class EmbeddedEngine:
     def update_weights(
         self, named_tensors: Iterable[tuple[str, Tensor]], version: int, identity: str = ""
     ) -> Future[None]:
-        """See `Engine.update_weights`. Weights change between two decode steps; generation continues while the tensors
-        are read."""
+        """Replace all weights, as `Engine.update_weights`. They change between two decode steps; generation continues
+        while the tensors are read."""
         future: Future[None] = Future()
         try:
             with self._wake:
@@ -180,28 +181,27 @@ class EmbeddedEngine:
         return future
 
     def release(self) -> Future[None]:
-        """See `Engine.release`."""
+        """Free the memory of weights and cache, as `Engine.release`."""
         return self._submit_order("release")
 
     def restore(self) -> Future[None]:
-        """See `Engine.restore`; memory is allocated at the next weight update."""
+        """Let a released engine accept weights, as `Engine.restore`; the next weight update allocates the memory."""
         return self._submit_order("restore")
 
     @property
     def version(self) -> int:
-        """Version of the weights that sample the next token."""
+        """Return the version of the weights that draw the next token."""
         return self._batch.history.current.version
 
     @property
     def identity(self) -> str:
-        """Return identity of those weights."""
+        """Return the identity of the weights that draw the next token."""
         return self._batch.history.current.identity
 
     def stats(self) -> dict[str, int]:
-        """See `Engine.stats`; also `prefilled_tokens`, `reused_tokens` (of prompts, from the prefix cache),
-        `decode_steps` and `cache_bytes`.
-        A preempted sample counts as waiting, tokens recomputed after a weight update as prefilled.
-        """
+        """Return the counters of `Engine.stats`, and `prefilled_tokens`, `reused_tokens` (tokens of prompts that the
+        prefix cache had), `decode_steps` and `cache_bytes`. Preempted samples count as `waiting`, tokens recomputed
+        after a weight update as prefilled."""
         batch = self._batch
         with self._wake:
             self._check_alive()
@@ -218,7 +218,7 @@ class EmbeddedEngine:
         }
 
     def held(self) -> list[int]:
-        """See `Engine.held`."""
+        """Return the seeds of requests whose schedules wait for other weights, as `Engine.held`."""
         with self._wake:
             self._check_alive()
             if not self._is_idle or self._submitted or self._new_orders:
@@ -227,7 +227,7 @@ class EmbeddedEngine:
             return [request.seed for request in requests if request.sampling.schedule]
 
     def close(self) -> None:
-        """See `Engine.close`."""
+        """Stop the engine; incomplete requests fail. From the engine's thread it does not wait for the end."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -241,10 +241,10 @@ class EmbeddedEngine:
         self.close()
 
     def _cache_limit(self, settings: EngineSettings) -> int | None:
-        """Return bytes for keys and values; None: as many as they need, on a CPU.
+        """Return the maximum bytes of keys and values; None on a CPU: as many as `slots` sequences need.
 
         Raises:
-            ValueError: too few for two rows, which a decode step has at least, and the prefill row.
+            ValueError: too few for three rows: the two that a decode step has at least, and the prefill row.
         """
         minimum = 3 * round_up(self.max_seq_len, BLOCK) * token_bytes(self.config, self.dtype, settings.router_replay)
         if settings.cache_gb is not None:
@@ -255,13 +255,12 @@ class EmbeddedEngine:
         else:
             torch.accelerator.empty_cache()
             free, _ = torch.cuda.mem_get_info(self.device)
-            # Of the next weights, which are filled while these decode, of logits and their copies, and of a prefill.
+            # The rest of the memory must hold the next weights, which are filled while these decode, and the logits.
             weights = weight_bytes(self.config, self.dtype)
-            logits = 4 * settings.slots * self.config.vocab_size * 4
+            logits = 4 * settings.slots * self.config.vocab_size * 4  # float32, with three copies that sampling makes
             if settings.captures(self.config, self.device.type):
-                logits *= 2  # graphs' logits come in addition to other steps'
-            reserved = weights + logits + int(settings.prefix_cache_mb * 1e6) + MARGIN
-            limit = free - reserved
+                logits *= 2  # logits of captured steps have memory of their own
+            limit = free - weights - logits - int(settings.prefix_cache_mb * 1e6) - MARGIN
             source = f"this device has {free / 1e9:.1f} GB left, and the engine"
 
         if limit < minimum:
@@ -273,7 +272,11 @@ class EmbeddedEngine:
         return limit
 
     def _start_matcher(self, grammar: str, stops: frozenset[int]) -> Matcher:
-        """Return the first state of a grammar. ValueError: it is malformed, or llguidance is missing."""
+        """Return a matcher in the first state of a grammar.
+
+        Raises:
+            ValueError: the grammar is malformed, or llguidance is not installed.
+        """
         if self._grammars is None:
             self._grammars = resolve("forge_agents.grammar:Grammars", "grammar")(self._folder, self.config.vocab_size)
         return self._grammars.matcher(grammar, stops)  # type: ignore[no-any-return]
@@ -293,26 +296,25 @@ class EmbeddedEngine:
             raise self._error
 
     def _step_batch(self, threads: int) -> None:
-        """The engine's thread: steps the batch until the engine closes or fails."""
+        """Step the batch until the engine closes or fails: the function of the engine's thread."""
         torch.set_num_threads(threads)
         error: BaseException = RuntimeError("the engine was closed before this was complete")
         try:
             with torch.inference_mode():
                 while self._accept_requests():
-                    # Before an order is carried out running sequences must end, or their weights change.
-                    # What a schedule still has for these weights comes before those that follow.
+                    # A pending order waits for running sequences, so that no others start; except by a schedule, which
+                    # may need the weights in use before the order replaces them.
                     is_held = self._released or (self._orders and not self._batch.is_scheduled(self._waiting))
                     self._batch.admit(deque() if is_held else self._waiting)
-                    if self._batch.rows:
-                        for request in self._batch.step():
-                            # Its listener may have failed it in this step.
-                            if not request.future.done() and request.future.set_running_or_notify_cancel():
-                                request.future.set_result([c for _, c in sorted(request.completions.items())])
+                    for request in self._batch.step() if self._batch.rows else ():
+                        # The request's listener may have failed it in this step.
+                        if not request.future.done() and request.future.set_running_or_notify_cancel():
+                            request.future.set_result([c for _, c in sorted(request.completions.items())])
         except BaseException as raised:  # any error must reach the callers
             error = EngineFailed(f"the engine ended by {type(raised).__name__}: {raised}")
             error.__cause__ = raised
 
-        # From here on callers get the error at once; those that wait get it below.
+        # From here on new calls raise the error; the futures of earlier ones get it below.
         with self._wake:
             self._error = error
             rows = (*self._batch.rows, *self._batch.preempted, *self._batch.paused)
@@ -329,7 +331,7 @@ class EmbeddedEngine:
                 future.set_exception(error)
 
     def _accept_requests(self) -> bool:
-        """Accept the callers' requests and orders, waiting for them if nothing runs; False when closing."""
+        """Accept the callers' requests and orders, waiting if nothing runs. Return False if the engine closes."""
         batch = self._batch
         with self._wake:
             while not (self._closing or self._submitted or self._new_orders or self._cancelled):
@@ -344,12 +346,10 @@ class EmbeddedEngine:
                 return False
 
             # Waiting requests stay in order: a new one comes after others of its priority.
-            submitted = self._submitted
+            submitted, self._submitted = self._submitted, []
             for request in submitted:
                 bisect.insort(self._waiting, request, key=lambda waiting: waiting.priority)
-            self._submitted = []
-            cancelled = self._cancelled
-            self._cancelled = []
+            cancelled, self._cancelled = self._cancelled, []
             self._orders.extend(self._new_orders)
             self._new_orders = []
 
@@ -365,17 +365,17 @@ class EmbeddedEngine:
         return True
 
     def _execute_order(self) -> bool:
-        """Execute the first order; of consecutive updates the newest. False if running sequences must end first."""
+        """Execute the first order, of consecutive updates the newest; return False while running sequences must end."""
         batch = self._batch
         command, _ = self._orders[0]
-        count = 1
+        count = 1  # orders that this completes
 
         if isinstance(command, Weights):
             if (self.on_update == "finish" and batch.running) or batch.is_scheduled(self._waiting):
                 return False
-            updates = [w for w, _ in takewhile(lambda order: isinstance(order[0], Weights), self._orders)]
+            updates = list(takewhile(lambda order: isinstance(order[0], Weights), self._orders))
             count = len(updates)
-            newest = updates[-1]
+            newest, _ = updates[-1]
             assert isinstance(newest, Weights)
             batch.switch(newest, self._waiting, preempt=self.on_update == "recompute")
             self._released = False

@@ -12,7 +12,7 @@ from .linear import Linear
 
 @dataclass(slots=True)
 class Experts:
-    """Feed-forward of a layer as a mixture. E: experts, C: hidden size, I: intermediate size of an expert."""
+    """The feed-forward of a layer as a mixture of E experts. C: hidden size, I: intermediate size of an expert."""
 
     router: Linear  # C -> E
     gate_up: Sequence[Linear]  # by expert, C -> 2I
@@ -21,7 +21,7 @@ class Experts:
     normalised: bool  # whether the gates of a token are scaled to a sum of 1
 
     def __call__(self, x: Tensor, act: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """x (N, C) -> (N, C), and the experts of each token, (N, k).
+        """Return the output (N, C) for x (N, C), and the experts of each token, (N, k), by descending gate.
 
         On a CPU a token's result does not depend on the others: its products have one of the numbers of rows that round
         alike (see `Decoder`), and its experts are added in the order of their gates.
@@ -30,7 +30,8 @@ class Experts:
         if self.normalised:
             gates = gates / gates.sum(-1, keepdim=True)
         gates = gates.to(x.dtype)
-        order = experts.flatten().argsort(stable=True)  # the pairs of token and expert, expert by expert
+        # Pair i is token i // k with one of its experts; `order` has the pairs expert by expert.
+        order = experts.flatten().argsort(stable=True)
         counts = torch.bincount(experts.flatten(), minlength=len(self.down)).tolist()
         outputs = torch.empty(len(order), x.shape[1], dtype=x.dtype, device=x.device)
 
@@ -40,18 +41,18 @@ class Experts:
                 gate, up = self.gate_up[expert](rows).chunk(2, -1)
                 outputs[pairs] = self.down[expert](act(gate).mul_(up))[: len(pairs)]
 
-        # Added one gate after the other: a sum over the dimension may round in another order.
+        # Added one gate after the other: a sum over the dimension may add in another order and round differently.
         outputs = outputs.view(len(x), self.k, -1)
-        out = outputs[:, 0] * gates[:, :1]
+        mixed = outputs[:, 0] * gates[:, :1]
         for i in range(1, self.k):
-            out.addcmul_(outputs[:, i], gates[:, i, None])
+            mixed.addcmul_(outputs[:, i], gates[:, i, None])
 
-        return out, experts
+        return mixed, experts
 
 
 def pad_rows(rows: int) -> int:
-    """Return number of rows of a product: 2 to 8, a multiple of 8 up to 64, and of 64 beyond. Kernels are prepared for
-    every new number of rows.
+    """Return the number of rows of a product to which `rows` are padded: 2 to 8, then the next multiple of 8 up to 64,
+    then of 64. Kernels are prepared for every new number of rows, so there should be few.
 
     >>> pad_rows(9)
     16

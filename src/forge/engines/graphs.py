@@ -12,18 +12,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Attention's lengths are multiples of it: each has its own graph, and reads keys up to it.
+# The cache positions that attention reads are a multiple of GRANULE: each multiple needs its own graph.
 GRANULE = 256
-MOST = 64  # graphs that are kept, the most recently used ones: each has its own copy of all launches
+MAX_GRAPHS = 64  # the most recently used ones are kept: each has its own copy of all launches
 
 
 class Drawn(NamedTuple):
-    """The tokens that a decode step draws, one of each row; their log-probabilities; and where a row has ended,
-    the position of its last token, or else -1."""
+    """What a decode step draws for B rows."""
 
-    tokens: Tensor
-    logprobs: Tensor
-    ended_at: Tensor
+    tokens: Tensor  # (B,)
+    logprobs: Tensor  # (B,), of these tokens
+    ended_at: Tensor  # (B,), the position of a row's last token if the row has ended, else -1
 
 
 Step = Callable[[], Drawn]
@@ -31,7 +30,7 @@ Capture = Callable[[Step], Step]
 
 
 class StepGraphs:
-    """The captured steps of a batch, by what their shapes and their Python numbers depend on."""
+    """The captured steps of a batch. Steps with the same key have the same shapes and the same numbers in Python."""
 
     def __init__(self, capture: Capture) -> None:
         self.replayed = 0
@@ -40,22 +39,24 @@ class StepGraphs:
         self._inputs: list[weakref.ref[object]] = []
 
     def run(self, key: Hashable, inputs: Sequence[object], step: Step) -> Drawn:
-        """Run a step: by itself, or by its graph once it has run before.
+        """Run a step: the first with a key directly, the second while capturing it as a graph, later ones by the graph.
 
         Args:
-            inputs: what it reads that may be replaced: weights, cache and the like. Graphs of earlier ones are dropped.
+            key: all that the shapes and Python numbers of the step depend on.
+            inputs: the objects that it reads and that may be replaced, such as weights and cache: with other objects
+                than in the last call all graphs are dropped.
         """
-        # Not held: what replaces them needs their memory.
-        before = [reference() for reference in self._inputs]
-        if len(before) != len(inputs) or any(old is not new for old, new in zip(before, inputs, strict=True)):
+        # By weak references: what replaces the inputs needs their memory.
+        last_inputs = [reference() for reference in self._inputs]
+        if len(last_inputs) != len(inputs) or any(old is not new for old, new in zip(last_inputs, inputs, strict=True)):
             self.clear()
             self._inputs = [weakref.ref(value) for value in inputs]
 
-        # Libraries prepare kernels of a new shape when they first run, which no capture allows; and a rare shape has no
-        # graph.
+        # Libraries prepare the kernels of a new shape when these first run, and no capture allows that. A shape that
+        # comes only once needs no graph, either.
         if key not in self._graphs:
             self._graphs[key] = None
-            if len(self._graphs) > MOST:
+            if len(self._graphs) > MAX_GRAPHS:
                 self._graphs.popitem(last=False)
             return step()
 
@@ -74,15 +75,17 @@ class StepGraphs:
 
 
 def cuda_capture() -> Capture:
-    """Return a way to capture steps on CUDA; their graphs share memory, as one runs at a time."""
+    """Return a function that captures a step on CUDA and returns one that replays it. All graphs that it captures share
+    their memory, as only one runs at a time."""
     living: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def capture_step(step: Step) -> Step:
-        # The pool of a graph that lives: once all of a pool's graphs are dropped, it takes no other, and torch asserts.
+        # The memory pool of a living graph, or else a new one: a pool whose graphs were all dropped accepts no other
+        # graph, and torch fails an assertion.
         shared = next((graph.pool() for graph in living), None)
         pool = torch.cuda.graph_pool_handle() if shared is None else shared
         graph = torch.cuda.CUDAGraph()
-        # Another thread may read the next weights to the device meanwhile.
+        # "thread_local": another thread may copy the next weights to the device meanwhile.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             drawn = step()
         living.add(graph)
@@ -96,15 +99,15 @@ def cuda_capture() -> Capture:
     return capture_step
 
 
-# By the type of the device.
+# By the type of a device: makes the function that captures steps there.
 CAPTURES: dict[str, Callable[[], Capture]] = {"cuda": cuda_capture}
 
 
 def graphs_on(device: torch.device) -> StepGraphs:
-    """Return the graphs of an engine on this device.
+    """Return an empty `StepGraphs` for an engine on this device.
 
     Raises:
-        ValueError: it has none.
+        ValueError: devices of this type cannot capture steps.
     """
     if device.type not in CAPTURES:
         raise ValueError(

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class EngineFailed(RuntimeError):
-    """The engine failed and no longer runs; names the cause."""
+    """The engine failed and no longer runs; the message names the cause."""
 
 
-# The default of max_seq_len is at most this: with the limit of most models, 32k and more, a few rows fill the memory.
+# The default of max_seq_len is at most this: with most models' own limit, 32k and more, a few rows fill the memory.
 LONGEST = 4096
 
 # Called with (sample, piece): a Completion of new tokens only, whose `finish` is "" unless they are the sample's last.
@@ -33,34 +33,38 @@ class Engine(Protocol):
     def submit(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, priority: int = 0, listener: Listener | None = None
     ) -> Future[list[Completion]]:
-        """Start `sampling.n` completions of a prompt; cancelling the future frees their resources.
+        """Start `sampling.n` completions of a prompt and return the future of all of them, in order of samples.
 
-        Waiting requests start by priority, lowest number first, then in order of submission. Completions end at
-        `max_tokens`, or at `max_seq_len` if that is earlier; their text is empty.
+        Cancelling the future frees their resources. Waiting requests start by priority, lowest number first, then in
+        order of submission. Completions end at `max_tokens`, or at `max_seq_len` if that is earlier; their text is
+        empty.
 
         Args:
-            listener: called in the engine's thread with new tokens of each sample: all before the future completes,
-                none after it failed. It must be fast, as it blocks all requests. Its exceptions fail the request.
+            listener: called in the engine's thread with new tokens of each sample. All calls come before the future
+                completes, none after it failed. It must be fast, as it blocks all requests; its exceptions fail the
+                request.
 
         Raises:
-            ValueError: an empty or too long prompt, a token outside the vocabulary, or an invalid grammar.
+            ValueError: the prompt is empty or too long, a token is outside the vocabulary, or the grammar is invalid.
             RuntimeError: the engine is closed.
-            EngineFailed: it has failed.
+            EngineFailed: the engine has failed.
         """
 
     def update_weights(
         self, named_tensors: Iterable[tuple[str, Tensor]], version: int, identity: str = ""
     ) -> Future[None]:
-        """Replace all weights; `on_update` decides about running sequences. A released engine is restored.
+        """Replace all weights; the setting `on_update` decides about running sequences. A released engine is restored.
 
-        The tensors, by Hugging Face name, are read and checked before this returns, into memory next to the weights in
-        use. The future completes when they are in use; of several pending updates the newest is applied, and all
-        complete. It fails with a ValueError naming the tensor if one is unknown, duplicate, missing or of a wrong
-        shape; the weights are unchanged then.
+        The tensors are read and checked before this returns, into memory in addition to the weights in use. The
+        future completes when they are in use; of several pending updates the newest is applied, and all complete. It
+        fails with a ValueError naming the tensor if one is unknown, duplicate, missing or of a wrong shape; the weights
+        are unchanged then.
 
         Args:
+            named_tensors: all weights, by Hugging Face name.
+            version: their number; a version stands for one set of weights.
             identity: the publisher's digest of the weights. Completions have version and identity of the weights that
-                drew their tokens; a version stands for one set of weights.
+                drew their tokens.
         """
 
     @property
@@ -69,28 +73,33 @@ class Engine(Protocol):
 
     @property
     def identity(self) -> str:
-        """Return the identity of those weights; "" for the folder's."""
+        """Return the identity of the weights in use, as passed to `update_weights`; "" for the folder's."""
 
     def stats(self) -> dict[str, int]:
-        """Counters: `running` and `waiting` sequences and, since the start, `generated_tokens`; an engine may have
-        more."""
+        """Return counters by name: `running` and `waiting` sequences, and `generated_tokens` since the start.
+
+        An engine may have more.
+        """
 
     def release(self) -> Future[None]:
-        """Free the memory of weights and cache for a trainer on the same device, once running sequences have ended;
-        later requests wait. Releases, restores and weight updates take effect in order."""
+        """Free the memory of weights and cache, e.g. for a trainer on the same device.
+
+        The future completes once running sequences have ended and the memory is free; later requests wait. Releases,
+        restores and weight updates take effect in the order of the calls.
+        """
 
     def restore(self) -> Future[None]:
-        """Allocate the memory again. Waiting requests start after the next weight update."""
+        """Allocate the memory of a released engine again. Waiting requests start after the next weight update."""
 
     def held(self) -> list[int]:
-        """Return seeds of the requests that wait for other weights by their schedules; none while anything runs."""
+        """Return the seeds of requests whose schedules wait for other weights; an empty list while anything runs."""
 
     def close(self) -> None:
         """Stop the engine and its processes. Incomplete requests fail with a RuntimeError."""
 
 
 def extend_completion(completion: Completion, piece: Completion) -> None:
-    """Append the next tokens of a sample to its completion."""
+    """Append `piece`, the next tokens of a sample, to its `completion`, in place."""
     completion.token_ids += piece.token_ids
     completion.logprobs += piece.logprobs
     completion.versions += piece.versions
@@ -100,7 +109,7 @@ def extend_completion(completion: Completion, piece: Completion) -> None:
 
 
 def slice_completion(piece: Completion, start: int, end: int) -> Completion:
-    """Return tokens `start` to `end` of a piece; its `finish` only with the last of them."""
+    """Return tokens `start` to `end` - 1 of a piece; `finish` is "" unless the last token is among them."""
     versions = piece.versions[start:end]
     return replace(
         piece,
@@ -114,11 +123,12 @@ def slice_completion(piece: Completion, start: int, end: int) -> Completion:
 
 
 def check_length(config: PreTrainedConfig, max_seq_len: int | None) -> int:
-    """Return maximum tokens of prompt and completion: `max_seq_len`, by default the model's limit or 4096 if that is
-    less.
+    """Return the largest number of tokens of prompt and completion together.
+
+    It is `max_seq_len`, or if that is None the smaller one of the model's limit and 4096.
 
     Raises:
-        ValueError: less than two tokens, or more than the model's limit.
+        ValueError: `max_seq_len` is less than two tokens, or more than the model's limit.
     """
     limit = max_length(config)
     length = min(limit, LONGEST) if max_seq_len is None else max_seq_len
@@ -128,8 +138,11 @@ def check_length(config: PreTrainedConfig, max_seq_len: int | None) -> int:
 
 
 def check_request(sampling: Sampling, priority: int, vocab: int) -> None:
-    """Raises:
-    ValueError: a temperature that is not finite, stop tokens outside 0 to `vocab` - 1, or a number beyond 32 bits.
+    """Check those values of a request that depend on the engine.
+
+    Raises:
+        ValueError: the temperature is not finite, a stop token is outside 0 to `vocab` - 1, or `top_k` or the priority
+            does not fit into 32 bits.
     """
     if not math.isfinite(sampling.temperature):
         raise ValueError(f"temperature must be finite, got {sampling.temperature}")
@@ -142,10 +155,13 @@ def check_request(sampling: Sampling, priority: int, vocab: int) -> None:
 
 
 def check_prompt(prompt_ids: Sequence[int], vocab: int, max_seq_len: int) -> tuple[int, ...]:
-    """Return the prompt as a tuple. ValueError: it is empty, too long for a completion, or has tokens out of range.
+    """Return the prompt as a tuple of token ids.
 
     >>> check_prompt([5, 6], vocab=10, max_seq_len=8)
     (5, 6)
+
+    Raises:
+        ValueError: it is empty, leaves no token for a completion, or has tokens outside 0 to `vocab` - 1.
     """
     prompt = tuple(prompt_ids)
     if not prompt:

@@ -12,7 +12,7 @@ from ..system.devices import has_wide_products
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Return whether the device computes in bfloat16: some CPUs emulate it, at a quarter of float32's speed."""
+    """Return whether the device has bfloat16 arithmetic: other CPUs emulate it at a quarter of float32's speed."""
     if device.type != "cpu":
         return True
     # The first asks the CPU, the second also what ONEDNN_MAX_CPU_ISA leaves of it.
@@ -20,10 +20,11 @@ def has_bfloat16(device: torch.device) -> bool:
 
 
 def pack_weight(weight: Tensor) -> Tensor:
-    """Return a weight (out, in) for `Linear`: on a CPU repacked for oneDNN, else unchanged.
+    """Return a weight (out, in) in the format of `Linear`: on a CPU repacked for oneDNN, else unchanged.
 
-    PyTorch's default in float32, MKL, uses AVX-512 on Intel's processors only: on AMD's oneDNN takes less than half the
-    time, with the same result up to rounding. In bfloat16 a weight that is not repacked takes up to twice the time.
+    In float32 PyTorch uses MKL by default, which has AVX-512 kernels on Intel's processors only: on AMD's, oneDNN takes
+    less than half the time, with the same result up to rounding. In bfloat16 oneDNN takes up to twice the time for a
+    weight that is not repacked.
     """
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return weight
@@ -34,14 +35,14 @@ def pack_weight(weight: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class Linear:
-    """A matrix product: x (N, in) -> (N, out)."""
+    """A matrix product with a fixed weight: calling it with x (N, in) returns (N, out)."""
 
-    weight: Tensor  # (out, in), after `pack`
+    weight: Tensor  # (out, in), after `pack_weight`
     bias: Tensor | None = None  # (out,)
 
     @classmethod
     def from_weight(cls, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Make a product with this weight (out, in), packed for its device."""
+        """Return a product with a weight (out, in), which is packed for its device."""
         return cls(pack_weight(weight), bias)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -50,11 +51,13 @@ class Linear:
         return F.linear(x, self.weight, self.bias)
 
     def wide(self, x: Tensor) -> Tensor:
-        """Return the product in at least float32. For half-precision matrices on CUDA the sums are not rounded to half
-        precision, as a trainer's are not."""
+        """Return the product in float32 or a wider type.
+
+        For half-precision matrices on CUDA its sums are never rounded to half precision, as in a trainer.
+        """
+        if has_wide_products(x, self.weight):
+            product = torch.mm(x, self.weight.T, out_dtype=torch.float32)
+            return product if self.bias is None else product + self.bias
         # Elsewhere the product is computed in the matrices' own precision, and only stored in float32.
-        if not has_wide_products(x, self.weight):
-            y = self(x)
-            return y.to(torch.promote_types(y.dtype, torch.float32))
-        y = torch.mm(x, self.weight.T, out_dtype=torch.float32)
-        return y if self.bias is None else y + self.bias
+        product = self(x)
+        return product.to(torch.promote_types(product.dtype, torch.float32))

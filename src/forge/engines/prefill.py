@@ -1,4 +1,4 @@
-"""Computation of prompts: what the prefix cache lacks of them, whole or in pieces, into rows of the cache."""
+"""Computation of prompts into rows of the key-value cache, whole or in pieces, without what the prefix cache has."""
 
 from collections.abc import Sequence
 
@@ -12,11 +12,12 @@ Item = EngineRequest | RunningSample
 class Prefill:
     """Computes the prompts of a running batch.
 
-    A prompt of more than `max_tokens` missing tokens is computed in pieces, one a step, in the cache's prefill row.
+    A prompt with more than `max_tokens` tokens that the prefix cache does not have is computed in pieces, one a step,
+    in the prefill row of the key-value cache.
 
     Attributes:
-        cache: computed beginnings of prompts, of at most `prefix_bytes`.
-        computed, reused: tokens that were computed, and that the cache had.
+        cache: the prefix cache, of at most `prefix_bytes`.
+        computed, reused: numbers of prompt tokens so far that were computed, and that the prefix cache had.
         item, length: the long prompt in the prefill row, and the number of its tokens there.
     """
 
@@ -29,12 +30,20 @@ class Prefill:
         self.length = 0
 
     def clear(self) -> None:
-        """Drop all computed prompts: the weights change."""
+        """Drop all computed prompts, as a change of weights requires."""
         self.cache.clear()
         self.item, self.length = None, 0
 
     def compute_piece(self, item: Item, context: list[int], blocks: list[Prefix], rows: int, max_length: int) -> int:
-        """Compute the next piece of a long prompt; return its length. The last one sets `item.prefix`."""
+        """Compute the next piece of a long prompt in the prefill row; return the number of tokens of the piece.
+
+        The last piece sets `item.prefix` and frees the prefill row.
+
+        Args:
+            context: the prompt but for its last token.
+            blocks: the blocks of the prefix cache with which it starts.
+            rows, max_length: as `KeyValueCache.reserve`.
+        """
         cache = self.decoder.cache
         length = self.length
 
@@ -58,7 +67,11 @@ class Prefill:
         return len(piece)
 
     def compute(self, admissions: Sequence[Admission], rows: int, max_length: int) -> None:
-        """Compute prompts, but for the tokens that the prefix cache has, into the first row of each."""
+        """Compute prompts into all rows that their samples got, without the tokens that the prefix cache has.
+
+        Args:
+            rows, max_length: as `KeyValueCache.reserve`.
+        """
         if not admissions:
             return
         cache = self.decoder.cache
@@ -74,7 +87,8 @@ class Prefill:
             self.decoder.prefill(pieces, first_rows, [admission.start for admission in uncached])
             self.computed += sum(map(len, pieces))
 
-        # The other samples of a request, in this step and later ones, get a copy.
+        # A prompt was computed in the first of its rows; the other samples of the request get a copy, in later
+        # steps by `item.prefix`.
         for item, admitted_rows, context, _ in admissions:
             prefix = cache.read(admitted_rows[0], len(context))
             cache.fill(admitted_rows[1:], [prefix])

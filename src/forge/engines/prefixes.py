@@ -14,17 +14,18 @@ Key = tuple[int, tuple[int, ...]]  # the block before this one, 0 for none, and 
 
 
 class Block(NamedTuple):
-    """A block of cached keys and values, by its number."""
+    """The cached keys and values of `TOKENS` tokens; `number` identifies the block, from 1."""
 
     number: int
     values: Prefix
 
 
 class PrefixCache:
-    """Blocks of `TOKENS` prompt tokens in a tree, least recently used ones dropped beyond `limit` bytes.
+    """Keys and values of blocks of `TOKENS` prompt tokens, as a tree: prompts that start alike share their blocks.
 
-    Only what a prefill computed is kept, not what decode steps did: kernels of one token round differently, and the
-    result of a request would depend on what ran before it.
+    It has at most `limit` bytes; beyond them the least recently used blocks are dropped. Only the results of a prefill
+    may be added, and none of decode steps: kernels for one token round differently, and the result of a request would
+    depend on what ran before it.
     """
 
     def __init__(self, limit: int) -> None:
@@ -37,7 +38,10 @@ class PrefixCache:
         return len(self._blocks)
 
     def find(self, tokens: Sequence[int]) -> list[Prefix]:
-        """Return the longest chain of cached blocks that `tokens` start with."""
+        """Return the keys and values of the longest chain of cached blocks with which `tokens` start, block by block.
+
+        Their tokens are the first `TOKENS * len(result)`.
+        """
         keys = list[Key]()
         chain = list[Prefix]()
         parent = 0
@@ -46,14 +50,17 @@ class PrefixCache:
             if block is None:
                 break
             keys.append((parent, block_tokens))
-            # The next block is looked up as a child of this one.
             chain.append(block.values)
-            parent = block.number
+            parent = block.number  # the next block is looked up as a child of this one
         self._touch_blocks(keys)
         return chain
 
     def add(self, tokens: Sequence[int], values: Prefix) -> None:
-        """Copy all full blocks of `tokens` that are not cached yet, from keys and values of all tokens."""
+        """Cache copies of all full blocks of `tokens` that are not cached yet.
+
+        Args:
+            values: the keys and values of all `tokens`; see `Prefix`.
+        """
         nbytes = sum(part[:, :, :TOKENS].nbytes for part in values)  # of a block
         if not nbytes or nbytes > self.limit:
             return
@@ -63,7 +70,7 @@ class PrefixCache:
         for i, block_tokens in enumerate(_split_blocks(tokens)):
             block = self._blocks.get((parent, block_tokens))
             if block is None:
-                # The beginning of a prompt that does not fit: its later blocks would drop it again.
+                # If all blocks of a prompt do not fit, only the first are kept: later ones would drop them again.
                 if (len(keys) + 1) * nbytes > self.limit:
                     break
                 self._number += 1
@@ -81,16 +88,17 @@ class PrefixCache:
             self.size -= sum(part.nbytes for part in dropped.values)
 
     def _touch_blocks(self, keys: list[Key]) -> None:
-        """Make a chain of blocks the newest, its first block the last to be dropped."""
+        """Mark a chain of blocks as just used. Its first block becomes the newest: a block is dropped before those that
+        it continues."""
         for key in reversed(keys):
             self._blocks.move_to_end(key)
 
     def clear(self) -> None:
-        """Drop everything: the weights change."""
+        """Drop all blocks, as a change of weights requires."""
         self._blocks.clear()
         self.size = 0
 
 
 def _split_blocks(tokens: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the full blocks of tokens."""
+    """Return the tokens of each full block, in order, without the incomplete last one."""
     return [tuple(tokens[start : start + TOKENS]) for start in range(0, len(tokens) - TOKENS + 1, TOKENS)]

@@ -19,17 +19,19 @@ from .prefixes import TOKENS, Prefix
 
 
 class Matcher(Protocol):
-    """The state of one sample in its grammar: which tokens may come next. Each method may raise ValueError, which fails
-    the request."""
+    """The state of one sample in its grammar: which tokens may come next.
+
+    Every method may raise a ValueError, which fails the request.
+    """
 
     def copy(self) -> Matcher:
         """Return a matcher in the same state, which advances separately."""
 
     def fill(self, bits: np.ndarray) -> None:
-        """Write which tokens may come next: bit t % 32 of `bits[t // 32]`, int32, for token t."""
+        """Write which tokens may come next into `bits`, int32: bit t % 32 of `bits[t // 32]` is 1 if token t may."""
 
     def accept(self, token: int) -> None:
-        """Advance by a drawn token."""
+        """Advance the state by a token that was drawn."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,55 +50,56 @@ class EngineRequest:
     admitted: int = 0  # samples that got a row
     completions: dict[int, Completion] = field(default_factory=dict)  # by sample
     prefix: Prefix | None = None  # of the prompt, while samples wait for a row
-    is_restricted: bool = field(init=False)  # whether a setting bounds what is drawn, or a text ends it
+    is_restricted: bool = field(init=False)  # whether a setting bounds what is drawn, or a stop text ends it
 
     def __post_init__(self) -> None:
         self.is_restricted = self.sampling.restricted or bool(self.sampling.stop)
 
     def startable(self, version: int) -> int:
-        """Return the number of its waiting samples that weights of this version may start, in their order."""
-        waiting = self.sampling.n - self.admitted
+        """Return how many of its waiting samples weights of this version may start.
+
+        Samples start in order: with a schedule, those before the first whose first token is another version's.
+        """
         if not self.sampling.schedule:
-            return waiting
-        spans_of_samples = self.sampling.schedule[self.admitted :]
-        return sum(1 for _ in takewhile(lambda spans: spans[0][0] == version, spans_of_samples))
+            return self.sampling.n - self.admitted
+        first_versions = [spans[0][0] for spans in self.sampling.schedule[self.admitted :]]
+        return sum(1 for _ in takewhile(lambda first: first == version, first_versions))
 
     @property
     def tokens(self) -> list[int]:
-        """Return the prompt, which its samples continue."""
+        """Return the tokens that its samples continue: the prompt."""
         return list(self.prompt)
 
     @property
     def max_length(self) -> int:
-        """Return the maximum number of positions of a sample."""
+        """Return the largest possible number of tokens of prompt and completion together."""
         return len(self.prompt) + self.limit
 
 
 @dataclass(slots=True, eq=False)
 class RunningSample:
-    """A running or preempted sample.
+    """A sample that runs, or that was preempted or paused and waits for a row.
 
-    `resumed` is its completion when it last got a row: the i-th token since then is drawn in step `start + i` and
-    recorded at position `context + i`.
+    The i-th token since it last got a row, from 0, is drawn in step `start + i` and recorded at position `context + i`.
     """
 
     request: EngineRequest
-    sample: int
-    start: int
-    resumed: Completion
-    prefix: Prefix | None = None  # of all its tokens, between being computed and being placed
+    sample: int  # its number in the request
+    start: int  # the step in which it last got a row
+    resumed: Completion  # its tokens before that step
+    prefix: Prefix | None = None  # keys and values of `tokens` but the last, while it waits for a row
     top: list[dict[int, float]] = field(default_factory=list)  # top log-probabilities of every token, if requested
     matcher: Matcher | None = None  # its state in the request's grammar; a preempted sample keeps it
-    answer: list[int] = field(default_factory=list)  # all tokens drawn, where texts may end it
+    answer: list[int] = field(default_factory=list)  # all tokens drawn, if the request has stop texts
 
     @property
     def tokens(self) -> list[int]:
-        """Return the prompt and the tokens drawn so far, which it continues."""
+        """Return the tokens that it continued when it last got a row: the prompt and those drawn before."""
         return [*self.request.prompt, *self.resumed.token_ids]
 
     @property
     def max_length(self) -> int:
-        """Return the maximum number of positions of the sample."""
+        """Return the largest possible number of tokens of prompt and completion together."""
         return self.request.max_length
 
     @property
@@ -105,8 +108,10 @@ class RunningSample:
         return self.request.sampling.schedule[self.sample] if self.request.sampling.schedule else ()
 
     def next_version(self, drawn: int) -> int:
-        """Return the version that its schedule wants for the token after `drawn` ones: the last draws all that is
-        left."""
+        """Return the version of the weights that must draw the token after the first `drawn` ones, by its schedule.
+
+        The last span's weights draw all remaining tokens, whatever its count.
+        """
         for version, count in self.spans[:-1]:
             if drawn < count:
                 return version
@@ -115,7 +120,7 @@ class RunningSample:
 
     @property
     def context(self) -> int:
-        """Return number of these tokens in the cache: all but the last."""
+        """Return how many of `tokens` a prefill writes into the cache: all but the last, which the next step takes."""
         return len(self.request.prompt) + len(self.resumed.token_ids) - 1
 
 
@@ -123,18 +128,18 @@ class Admission(NamedTuple):
     """The next samples to run: a preempted one, or as many of a request as there are free rows."""
 
     item: EngineRequest | RunningSample
-    rows: list[int]
-    context: list[int]  # its tokens but the last, which the first decode step takes
-    blocks: list[Prefix]  # of the prefix cache, with which the context starts
+    rows: list[int]  # one for each sample
+    context: list[int]  # the item's tokens but the last, which the first decode step takes
+    blocks: list[Prefix]  # the blocks of the prefix cache with which the context starts
 
     @property
     def start(self) -> int:
-        """Return position of the first token that is not in the prefix cache."""
+        """Return the position of the first token that is not in the prefix cache."""
         return TOKENS * len(self.blocks)
 
 
 class WeightSpan(NamedTuple):
-    """The weights that drew tokens from a step on, until the next span."""
+    """The weights that draw from step `start` on, until the next span."""
 
     start: int
     version: int
@@ -142,7 +147,7 @@ class WeightSpan(NamedTuple):
 
 
 class WeightHistory:
-    """The weights that were in use, and in which steps: first these, from step 0 on."""
+    """Which weights were in use in which steps; the constructor's from step 0 on."""
 
     def __init__(self, version: int, identity: str) -> None:
         self.spans = [WeightSpan(0, version, identity)]
@@ -153,27 +158,34 @@ class WeightHistory:
         return self.spans[-1]
 
     def switch(self, weights: WeightSpan, oldest: int) -> None:
-        """Use other weights from their step on. Spans that ended by step `oldest` are forgotten."""
+        """Use other weights from step `weights.start` on. Spans that ended at step `oldest` or before are dropped."""
         self.spans = [*(span for span, end in self.ended(weights.start) if end > oldest), weights]
 
     def ended(self, step: int) -> list[tuple[WeightSpan, int]]:
-        """Return each span with the step at which it ends, which is `step` for the current one."""
+        """Return each span with the step at which it ends (not included), which is `step` for the current one."""
         ends = [span.start for span in self.spans[1:]] + [step]
         return list(zip(self.spans, ends, strict=True))
 
-    def of_steps(self, start: int, step: int) -> tuple[list[int], dict[int, str]]:
-        """Return the version that drew in each step from `start` on, and the identity of each version."""
-        counts = [(span, max(0, end - max(span.start, start))) for span, end in self.ended(step)]
+    def of_steps(self, start: int, end: int) -> tuple[list[int], dict[int, str]]:
+        """Return the version that drew in each step from `start` to `end` - 1, and the identity of each version.
+
+        >>> WeightHistory(version=3, identity="a1").of_steps(5, 7)
+        ([3, 3], {3: 'a1'})
+        """
+        counts = [(span, max(0, span_end - max(span.start, start))) for span, span_end in self.ended(end)]
         versions = [span.version for span, count in counts for _ in range(count)]
         return versions, {span.version: span.identity for span, count in counts if count}
 
 
 def allowed_tokens(rows: Iterable[RunningSample], vocabulary: int) -> Tensor:
-    """Return the tokens that the grammars of rows allow, as bits for `forge.engines.sampling.keep_allowed`, in host
-    memory: a device computes logits meanwhile."""
-    lines = []
+    """Return which tokens the grammars of rows allow next, as bits for `forge.engines.sampling.keep_allowed`.
+
+    A row without a grammar may draw every token. The result is in host memory, so that this does not wait for logits
+    that the device computes.
+    """
+    bits_of_rows = []
     for row in rows:
-        bits = np.full(-(-vocabulary // 32), -1, dtype=np.int32)
+        bits = np.full(-(-vocabulary // 32), -1, dtype=np.int32)  # -1: all bits are 1
         # A request that failed or was cancelled has its rows until the next step.
         if row.matcher is not None and not row.request.future.done():
             try:
@@ -181,8 +193,8 @@ def allowed_tokens(rows: Iterable[RunningSample], vocabulary: int) -> Tensor:
             except ValueError as error:
                 bits[:] = -1
                 fail_request(row.request, error)
-        lines.append(bits)
-    return torch.from_numpy(np.stack(lines))
+        bits_of_rows.append(bits)
+    return torch.from_numpy(np.stack(bits_of_rows))
 
 
 def accept_tokens(rows: Iterable[RunningSample], tokens: list[int]) -> None:
@@ -198,12 +210,13 @@ def accept_tokens(rows: Iterable[RunningSample], tokens: list[int]) -> None:
 def stream_tokens(
     rows: Iterable[RunningSample], index: list[int], tokens: Tensor, logprobs: Tensor, weights: WeightSpan
 ) -> None:
-    """Pass tokens that these weights have just drawn to the listeners of rows, with one synchronisation for all.
+    """Pass the tokens that a step has just drawn to the listeners of rows.
 
     Args:
-        index: of the rows in the tokens and log-probabilities of a step.
+        rows: the rows with a listener.
+        index: their indices in `tokens` and `logprobs`, which the step drew for all rows with `weights`.
     """
-    # In double both survive: token ids are exact up to 2^53.
+    # As one tensor, so that there is one copy from the device. Float64 is exact for token ids and float32.
     drawn = torch.stack([tokens.double(), logprobs.double()]).cpu()[:, index].tolist()
 
     for row, token, logprob in zip(rows, *drawn, strict=True):
@@ -226,23 +239,25 @@ def stream_tokens(
 def take_due(
     paused: list[RunningSample], waiting: Iterable[EngineRequest], version: int
 ) -> tuple[list[RunningSample], list[RunningSample]]:
-    """Return paused samples that weights of this version draw from now on, and those that wait on. Requests whose
-    weights were passed over fail."""
+    """Return the paused samples that weights of this version draw from now on, and those that stay paused.
+
+    Requests, paused or waiting, that need weights before this version fail: only others could draw their tokens.
+    """
     fail_passed_over(waiting, version)
-    rows = []
+    due_rows, later_rows = [], []
     for row in paused:
         next_version = row.next_version(len(row.resumed.token_ids))
         if next_version < version:
             fail_request(row.request, PassedOver(row.request, next_version, version))
+        elif next_version == version:
+            due_rows.append(row)
         else:
-            rows.append(row)
-    is_due = [row.next_version(len(row.resumed.token_ids)) == version for row in rows]
-    due_rows = [row for row, ready in zip(rows, is_due, strict=True) if ready]
-    return due_rows, [row for row, ready in zip(rows, is_due, strict=True) if not ready]
+            later_rows.append(row)
+    return due_rows, later_rows
 
 
 def fail_passed_over(waiting: Iterable[EngineRequest], version: int) -> None:
-    """Fail requests whose next sample starts with weights before this version: only others could draw it."""
+    """Fail each waiting request whose schedule starts its next sample with weights before this version."""
     for request in waiting:
         if request.sampling.schedule:
             next_version = request.sampling.schedule[request.admitted][0][0]
@@ -251,7 +266,7 @@ def fail_passed_over(waiting: Iterable[EngineRequest], version: int) -> None:
 
 
 class PassedOver(ValueError):
-    """Weights that a schedule names and that this engine no longer has."""
+    """A schedule names weights that this engine had before and no longer has."""
 
     def __init__(self, request: EngineRequest, next_version: int, version: int) -> None:
         super().__init__(
@@ -261,12 +276,11 @@ class PassedOver(ValueError):
 
 
 class UnusableWeights(RuntimeError):
-    """Weights whose logits are not numbers, or from which the request's restrictions leave no token."""
+    """A token had no probability: logits were NaN or infinite, or the request's restrictions left no token."""
 
     def __init__(self, completion: Completion) -> None:
-        version = next(
-            v for v, logprob in zip(completion.versions, completion.logprobs, strict=True) if math.isnan(logprob)
-        )
+        index = next(i for i, logprob in enumerate(completion.logprobs) if math.isnan(logprob))
+        version = completion.versions[index]
         super().__init__(
             f"weights version {version} give logits that are NaN or infinite, or the request's restrictions leave no "
             "token: look for such values in the weights that were loaded or published"

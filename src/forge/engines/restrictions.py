@@ -1,4 +1,4 @@
-"""What rows of the running batch may not draw, besides what grammars exclude, and the texts that end them.
+"""What rows of the running batch may not draw, apart from what grammars exclude, and the texts that end an answer.
 
 In order: the repetition penalty, then (after grammars) top-k and top-p.
 """
@@ -6,7 +6,7 @@ In order: the repetition penalty, then (after grammars) top-k and top-p.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +19,12 @@ from .sampling import keep_top
 if TYPE_CHECKING:
     from .requests import RunningSample
 
-BYTES = 4  # of a character, at most: a byte-level token may be one of them
-SPECIAL = 16  # tokens of a tail that may have no text
+MAX_BYTES = 4  # of a character in UTF-8; a byte-level token may be only one of them
+MAX_SPECIAL = 16  # special tokens among the last ones, which have no text
 
 
 class Words:
-    """The model's tokenizer, for texts in the settings of a request; opened by the first. May be used from any
-    thread."""
+    """The model's tokenizer, for requests with stop texts; opened by the first of them. May be used from any thread."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -42,37 +41,48 @@ class Words:
             return self._opened
 
     def open(self) -> None:
-        """Open the tokenizer. ValueError: the folder has none."""
+        """Open the tokenizer if it is not open yet.
+
+        Raises:
+            ValueError: the model's folder has none.
+        """
         _ = self._open_tokenizer
 
     def ended(self, tokens: Sequence[int], stops: Sequence[str]) -> bool:
-        """Return whether the last token completed one of these texts."""
-        # Only the tail: the rest was looked at when it was the tail.
+        """Return whether the last of these tokens completed one of the texts `stops`."""
+        # Only the last tokens are decoded: earlier texts were found when their tokens were the last.
         longest = max(len(stop.encode()) for stop in stops)
-        tail = tokens[-(longest * BYTES + SPECIAL) :]
-        text = self._open_tokenizer.decode(tail, skip_special_tokens=True)
+        last_tokens = tokens[-(longest * MAX_BYTES + MAX_SPECIAL) :]
+        text = self._open_tokenizer.decode(last_tokens, skip_special_tokens=True)
         return any(stop in text for stop in stops)
 
 
 class Restrictions:
-    """The settings of rows that bound what is drawn, as tensors on the device, [rows] each."""
+    """The settings of rows that bound what is drawn (top-k, top-p, repetition penalty), as tensors (rows,) on the
+    device."""
 
     def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
         self._device = device
         self._shape = (rows, vocab)
         self.top_k = torch.zeros(rows, dtype=torch.long, device=device)
         self.top_p, self.penalty = (torch.ones(rows, device=device) for _ in range(2))
-        # Tokens of prompt and answer, of rows with a penalty; made when the first has one.
+        # (rows, vocab), the tokens in prompt and answer of rows with a penalty; made when the first row has one.
         self._seen: Tensor | None = None
-        # By the rows that have them, and as an index.
+        # Indices of rows, None if there are none: with top-k or top-p, with a penalty, and those that record the
+        # log-probabilities before any restriction.
         self._bounded: Tensor | None = None
         self._penalised: Tensor | None = None
         self._policy: Tensor | None = None
-        self.watched: dict[int, RunningSample] = {}  # rows whose tokens the host follows
+        self.watched: dict[int, RunningSample] = {}  # rows with stop texts, whose tokens the host reads
         self._watched_index: Tensor | None = None
 
     def place(self, index: Tensor, placed: dict[int, RunningSample]) -> None:
-        """Set the rows of new samples."""
+        """Set the settings of rows that new samples got.
+
+        Args:
+            index: the rows of `placed` on the device.
+            placed: the samples by number of the row.
+        """
         samplings = [row.request.sampling for row in placed.values()]
         # Tensors, so that a step has the same operations whatever its rows ask for.
         for state, values in (
@@ -92,47 +102,47 @@ class Restrictions:
             self._seen[i, torch.tensor(row.tokens, device=self._device)] = True
 
     def move(self, free: int, last: int) -> None:
-        """Give row `free` the state of row `last`."""
+        """Copy the settings of row `last` to row `free`."""
         for state in (self.top_k, self.top_p, self.penalty, self._seen):
             if state is not None:
                 state[free] = state[last]
 
-    def describe(self, rows: Sequence[RunningSample], index_of: Callable[[list[int]], Tensor]) -> None:
-        """Note which rows have which settings.
+    def describe(self, rows: Sequence[RunningSample], make_index: Callable[[list[int]], Tensor | None]) -> None:
+        """Note which of the rows, all that run, have which settings.
 
         Args:
-            index_of: makes an index of rows on the device.
+            make_index: returns numbers of rows as an index on the device, None for no rows.
         """
-
-        def index_or_none(numbers: Iterable[int]) -> Tensor | None:
-            positions = list(numbers)
-            return index_of(positions) if positions else None
-
         # Rows come and go in most steps, and few requests restrict anything.
         restricted = {i: row for i, row in enumerate(rows) if row.request.is_restricted}
         samplings = {i: row.request.sampling for i, row in restricted.items()}
 
         # Top-k and top-p have no effect on greedy decoding.
-        self._bounded = index_or_none(
-            i for i, s in samplings.items() if s.temperature > 0 and (s.top_p < 1 or s.top_k > 0)
+        self._bounded = make_index(
+            [i for i, s in samplings.items() if s.temperature > 0 and (s.top_p < 1 or s.top_k > 0)]
         )
-        self._penalised = index_or_none(i for i, s in samplings.items() if s.repetition_penalty != 1)
-        self._policy = index_or_none(i for i, s in samplings.items() if s.logprobs_of == "policy" and s.restricted)
+        self._penalised = make_index([i for i, s in samplings.items() if s.repetition_penalty != 1])
+        self._policy = make_index([i for i, s in samplings.items() if s.logprobs_of == "policy" and s.restricted])
         self.watched = {i: row for i, row in restricted.items() if row.request.sampling.stop}
-        self._watched_index = index_or_none(self.watched)
+        self._watched_index = make_index(list(self.watched))
 
     def policy(self, logits: Tensor) -> Tensor | None:
-        """Return the log-probabilities before anything is excluded, of the rows that record these; None: there are
-        none."""
+        """Return log-probabilities (rows, V) before anything is excluded, for the rows that record these; None if no
+        row does."""
         return None if self._policy is None else logits[self._policy].log_softmax(-1)
 
     def record(self, logprobs: Tensor, policy: Tensor | None, tokens: Tensor) -> None:
-        """Replace the log-probabilities of drawn tokens by `policy`'s, where rows record these."""
+        """Replace the log-probabilities of drawn tokens by those in `policy`, in the rows that record these.
+
+        Args:
+            logprobs, tokens: (B,), of all rows; `logprobs` is changed in place.
+            policy: the result of the method `policy` in this step.
+        """
         if policy is not None and self._policy is not None:
             logprobs[self._policy] = policy.gather(-1, tokens[self._policy, None])[:, 0]
 
     def exclude(self, logits: Tensor) -> None:
-        """Apply penalties to logits (B, V), in place."""
+        """Apply repetition penalties to logits (B, V), in place."""
         index = self._penalised
         if index is not None and self._seen is not None:
             penalty = self.penalty[index, None]
@@ -147,11 +157,12 @@ class Restrictions:
 
     @property
     def can_be_captured(self) -> bool:
-        """Return whether a step reads nothing on the host and has the same operations whichever rows are restricted."""
+        """Return whether a CUDA graph may capture a step with these rows: the host reads nothing, and the operations
+        are the same whichever rows are restricted."""
         return self._penalised is None and self._policy is None and not self.watched
 
     def bound_all(self, logits: Tensor) -> Tensor:
-        """Apply top-k and top-p to logits (B, V) of the first B rows; does nothing to rows without."""
+        """Return logits (B, V) of the first B rows after top-k and top-p; rows without these settings are unchanged."""
         rows = len(logits)
         return keep_top(logits, self.top_k[:rows], self.top_p[:rows])
 
@@ -162,12 +173,12 @@ class Restrictions:
             logits[index] = keep_top(logits[index], self.top_k[index], self.top_p[index])
 
     def follow(self, tokens: Tensor, words: Words) -> set[int]:
-        """Note the tokens drawn for rows; returns those whose answer a text has ended."""
+        """Note the tokens (B,) drawn for all rows; return the rows whose answer a stop text has ended."""
         if self._penalised is not None and self._seen is not None:
             self._seen[self._penalised, tokens[self._penalised]] = True
         if self._watched_index is None:
             return set()
-        # One copy from the device for all rows that have texts.
+        # One copy from the device for all rows that have stop texts.
         ended = set()
         for (i, row), token in zip(self.watched.items(), tokens[self._watched_index].tolist(), strict=True):
             row.answer.append(token)

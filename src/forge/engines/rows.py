@@ -16,18 +16,19 @@ MIN_TEMPERATURE = 1e-4  # below it, logits / temperature could overflow float32
 
 
 class RowState:
-    """Tensors of all rows, [rows] each or [rows, positions], so that a step has the same few operations for any rows.
+    """The state of all rows as tensors, (rows,) or (rows, positions) each: a step has the same few operations for any
+    rows.
 
-    A row that has ended stays where it is until another sample gets it: the host may look at it some steps later.
+    The position of a row that has ended stays the same until another sample gets the row.
     """
 
     def __init__(self, rows: int, longest: int, vocab: int, device: torch.device) -> None:
         self._device = device
-        # `positions` is the row's last token, `ends` the last that it may draw.
+        # `positions` is the position of the row's last token, `ends` of the last token that it may draw.
         self.tokens, self.positions, self.ends = (torch.zeros(rows, dtype=torch.long, device=device) for _ in range(3))
         self.temperature = torch.ones(rows, device=device)
         self.greedy, self.running = (torch.zeros(rows, dtype=torch.bool, device=device) for _ in range(2))
-        self.any_greedy = False  # whether a running row is
+        self.any_greedy = False  # whether any running row is greedy
         self.stops = torch.full((rows, 1), -1, device=device)
         # By position, like the cache: the uniform numbers, and the tokens drawn with them.
         self.uniform, self.logprobs = (torch.zeros(rows, longest, device=device) for _ in range(2))
@@ -35,12 +36,12 @@ class RowState:
         self.restrictions = Restrictions(rows, vocab, device)
 
     def place(self, placed: dict[int, RunningSample]) -> None:
-        """Set rows to the state of their new samples."""
+        """Set rows to the state of their new samples, by number of the row."""
         device = self._device
         requests = [row.request for row in placed.values()]
         samplings = [request.sampling for request in requests]
 
-        # A row of stop tokens for each sample, padded to the longest.
+        # The stop tokens of each sample, padded to the longest list by -1, which is no token.
         width = max(self.stops.shape[1], *(len(request.stops) for request in requests))
         if width > self.stops.shape[1]:
             self.stops = torch.nn.functional.pad(self.stops, (0, width - self.stops.shape[1]), value=-1)
@@ -59,24 +60,26 @@ class RowState:
             state[index] = torch.tensor(values, dtype=state.dtype, device=device)
 
         self.restrictions.place(index, placed)
+        # The number at the position of a token draws the next token: the first is at the last token of the prompt.
         for i, row in placed.items():
             first = len(row.request.prompt) - 1
             limit = row.request.limit
             self.uniform[i, first : first + limit] = draw_uniforms(row.request.seed, row.sample, limit)
 
     def move(self, free: int, last: int) -> None:
-        """Give row `free` the state of row `last`."""
+        """Copy the state of row `last` to row `free`."""
         self.restrictions.move(free, last)
         by_row = (self.tokens, self.positions, self.ends, self.temperature, self.greedy, self.running, self.stops)
         for state in (*by_row, self.uniform, self.logprobs, self.drawn):
             state[free] = state[last]
 
     def draw(self, logits: Tensor, active: Tensor | None = None, policy: Tensor | None = None) -> Drawn:
-        """Draw a token for each of the first rows, logits (B, V), and record it at the row's position, which moves on.
+        """Draw a token for each of the first B rows and record it at the row's position; move running rows on by one.
 
         Args:
-            active: (B,), the rows that move at all; None: all.
-            policy: see `Restrictions.record`.
+            logits: (B, V), after temperature, grammar, top-k and top-p.
+            active: (B,), the rows that may move on; None: all.
+            policy: the result of `Restrictions.policy`.
         """
         rows = len(logits)
         positions, running = self.positions[:rows], self.running[:rows]

@@ -49,15 +49,19 @@ class EngineSettings(Section):
 
     def _check(self) -> None:
         # Settings of one engine are an error with the other: they would do nothing.
-        others = (
-            ("vllm",) if self.engine == "embedded" else ("router_replay", "prefix_cache_mb", "cache_gb", "cuda_graphs")
-        )
-        if self.differs(*others):
-            name = next(name for name in others if self.differs(name))
-            raise ValueError(f"generator.{name} is of the other engine, and generator.engine is {self.engine}: omit it")
+        only_embedded = ("router_replay", "prefix_cache_mb", "cache_gb", "cuda_graphs")
+        for name in ("vllm",) if self.engine == "embedded" else only_embedded:
+            if self.differs(name):
+                raise ValueError(
+                    f"generator.{name} is of the other engine, and generator.engine is {self.engine}: omit it"
+                )
 
     def check(self, config: PreTrainedConfig) -> None:
-        """ValueError: a setting that a model of this transformers config does not have."""
+        """Check the settings that only some models support.
+
+        Raises:
+            ValueError: the model of this transformers config does not support one that is set.
+        """
         if self.router_replay and not sparse_layers(config):
             raise ValueError(f"generator.router_replay needs a mixture of experts, this is {config.model_type}")
         if self.cuda_graphs and sparse_layers(config):
@@ -66,16 +70,20 @@ class EngineSettings(Section):
             )
 
     def captures(self, config: PreTrainedConfig, device: str) -> bool:
-        """Return whether the embedded engine captures decode steps of this model on a device of this type."""
+        """Return whether the embedded engine captures decode steps of this model as CUDA graphs.
+
+        Args:
+            device: the type of its device, such as "cuda".
+        """
         if self.cuda_graphs is not None:
             return self.cuda_graphs
         return device == "cuda" and not sparse_layers(config)
 
     def over(self, procs: int) -> EngineSettings:
-        """Return the settings for one model over `procs` processes: vLLM's tensor parallelism.
+        """Return the settings with which one model is divided over `procs` processes by vLLM's tensor parallelism.
 
         Raises:
-            ValueError: the engine cannot divide a model, or `vllm` divides it otherwise.
+            ValueError: the engine cannot divide a model, or the setting `vllm` divides it over another number.
         """
         # The embedded engine has the whole model in one process.
         if self.engine != "vllm":
@@ -86,7 +94,7 @@ class EngineSettings(Section):
                 f"has one: set generator.engine to vllm, or procs to 1 and num_replicas to {procs}"
             )
 
-        # vLLM divides by stages and by tensors; the product is the number of processes.
+        # vLLM divides a model by layers into stages, and each stage by tensors; the product is the number of processes.
         stages = self.vllm.get("pipeline_parallel_size", 1)
         tensor_parallel = self.vllm.get("tensor_parallel_size")
         if procs % stages or tensor_parallel not in (None, procs // stages):
@@ -100,9 +108,11 @@ class EngineSettings(Section):
         return self.model_copy(update={"vllm": {**self.vllm, "tensor_parallel_size": procs // stages}})
 
     def check_installed(self) -> None:
-        """Raises:
-        ImportError: vLLM is not installed; says what to install.
-        ValueError: an unsupported argument of vLLM.
+        """Check that the engine of these settings can run here.
+
+        Raises:
+            ImportError: vLLM is not installed; the message says what to install.
+            ValueError: the setting `vllm` has an unsupported argument.
         """
         if self.engine == "vllm":
             resolve("forge_vllm.arguments:check_installed", "generator.engine")()

@@ -28,7 +28,7 @@ NORMS = ("input_norm", "attended_norm", "mlp_norm", "fed_norm", "qk_norm")
 
 
 def load_config(folder: Path) -> PreTrainedConfig:
-    """Return the transformers config of a checkpoint folder, for the embedded engine.
+    """Return the transformers config of a checkpoint folder, checked for the embedded engine.
 
     Raises:
         FileNotFoundError: no such folder, or no config.json in it.
@@ -37,26 +37,26 @@ def load_config(folder: Path) -> PreTrainedConfig:
     config = read_config(folder)
     check_head(folder, config)
     family = config.model_type
-    act = config.hidden_activation if family == "gemma3_text" else config.hidden_act
-    types = set(config.layer_types) if family in LAYER_WINDOWS else set[str]()
+    activation = config.hidden_activation if family == "gemma3_text" else config.hidden_act
+    layer_types = set(config.layer_types) if family in LAYER_WINDOWS else set[str]()
     ropes = rotary_parameters(config).values()
-    rope_types = {rope.get("rope_type", "default") for rope in ropes} - set(ROPE_TYPES)
-    scaled = [rope for rope in ropes if rope.get("rope_type", "default") != "default"]
+    unknown_ropes = {rope.get("rope_type", "default") for rope in ropes} - set(ROPE_TYPES)
+    scaled_ropes = [rope for rope in ropes if rope.get("rope_type", "default") != "default"]
 
-    partial = family != "phi3" and any(rope.get("partial_rotary_factor", 1.0) != 1.0 for rope in scaled)
+    is_partial = family != "phi3" and any(rope.get("partial_rotary_factor", 1.0) != 1.0 for rope in scaled_ropes)
     experts = config.num_experts if sparse_layers(config) else 0
 
-    # Each thing that the decoder computes in one way only.
-    for supported, feature in (
-        (types <= {"full_attention", "sliding_attention"}, f"layer_types {sorted(types)}"),
-        (act == ACTIVATIONS.get(family, "silu"), f"hidden_act {act!r}"),
-        (not (family in MLP_BIASES and config.mlp_bias), "mlp_bias"),
-        (not rope_types, f"rope_type {next(iter(rope_types), None)!r}"),
-        (not partial, "a partial rotary embedding"),
-        (not (family == "olmoe" and config.clip_qkv is not None), "clip_qkv"),
-        (experts <= UNKNOWN_EXPERT, f"{experts} experts"),
+    # Features of transformers' models that the decoder does not compute.
+    for is_used, feature in (
+        (layer_types - {"full_attention", "sliding_attention"}, f"layer_types {sorted(layer_types)}"),
+        (activation != ACTIVATIONS.get(family, "silu"), f"hidden_act {activation!r}"),
+        (family in MLP_BIASES and config.mlp_bias, "mlp_bias"),
+        (unknown_ropes, f"rope_type {next(iter(unknown_ropes), None)!r}"),
+        (is_partial, "a partial rotary embedding"),
+        (family == "olmoe" and config.clip_qkv is not None, "clip_qkv"),
+        (experts > UNKNOWN_EXPERT, f"{experts} experts"),
     ):
-        if not supported:
+        if is_used:
             raise ValueError(f"{folder}: the embedded engine does not support {feature}")
 
     return config
@@ -83,13 +83,18 @@ def read_config(folder: Path) -> PreTrainedConfig:
 
 
 def check_head(folder: Path, config: PreTrainedConfig) -> None:
-    """ValueError: the config ties embeddings and head, and the checkpoint has two different ones: transformers takes
-    both, an engine the embeddings only."""
+    """Check that a checkpoint whose config ties embeddings and head has no head that differs.
+
+    Transformers would load both, an engine the embeddings only.
+
+    Raises:
+        ValueError: the head differs from the embeddings.
+    """
     if not config.tie_word_embeddings:
         return
     from safetensors import safe_open
 
-    files: dict[str, Path] = {}
+    files: dict[str, Path] = {}  # by name of the weight
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as tensors:
             files |= dict.fromkeys({EMBEDDING, HEAD} & {*tensors.keys()}, file)
@@ -106,15 +111,17 @@ def check_head(folder: Path, config: PreTrainedConfig) -> None:
 
 
 def load_eos(folder: Path, config: PreTrainedConfig) -> tuple[int, ...]:
-    """Return the end-of-sequence ids of generation_config.json, or else of the model config."""
+    """Return the end-of-sequence token ids of generation_config.json, or else of the model config; () if neither has
+    any."""
     path = folder / "generation_config.json"
     eos = read_json(path).get("eos_token_id") if path.is_file() else None
-    eos = config.eos_token_id if eos is None else eos
-    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+    if eos is None:
+        eos = [] if config.eos_token_id is None else config.eos_token_id
+    return (eos,) if isinstance(eos, int) else tuple(eos)
 
 
 def read_checkpoint(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of every weight in a folder of safetensors.
+    """Yield the (name, tensor) of every weight in a folder of safetensors files.
 
     Raises:
         FileNotFoundError: no safetensors file in the folder, or a shard that the index names is missing.
@@ -139,7 +146,7 @@ def read_checkpoint(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(slots=True)
 class FeedForward:
-    """Gated feed-forward of a layer. C: hidden size, I: intermediate size."""
+    """The gated feed-forward of a layer. C: hidden size, I: intermediate size."""
 
     gate_up: Linear  # C -> 2I
     down: Linear  # I -> C
@@ -149,7 +156,8 @@ class FeedForward:
 class Layer:
     """One transformer block. C: hidden size, H: heads, K: key-value heads, D: head size.
 
-    Norms of the inputs of attention and feed-forward, and of their outputs, are None where a family lacks them.
+    A norm is None in families without it: `input_norm` and `mlp_norm` are of the inputs of attention and feed-forward,
+    `attended_norm` and `fed_norm` of their outputs.
     """
 
     qkv: Linear  # C -> (H + 2K) * D, in the order of `by_group`
@@ -179,18 +187,20 @@ class Weights:
         version: int = 0,
         identity: str = "",
     ):
-        """Fill from tensors under Hugging Face names.
+        """Read all weights, convert them to `dtype` on `device`, and fuse and pack them for decoding.
 
         Args:
+            named_tensors: (name, tensor) of every weight, by Hugging Face name, in any order.
+            identity: the publisher's digest of the weights; "" for a folder's.
 
         Raises:
-            ValueError: an unknown, duplicate or missing name, or a wrong shape; names the tensor.
+            ValueError: an unknown, duplicate or missing name, or a wrong shape; the message names the tensor.
         """
         self.version = version
         self.identity = identity
         table = engine_layout(config)
         tied = config.tie_word_embeddings
-        shifted = config.model_type == "gemma3_text"  # its norms multiply by 1 + weight
+        is_shifted = config.model_type == "gemma3_text"  # its norms multiply by 1 + weight
 
         # Fused tensors, by name: partly arrived ones, and the number of missing parts.
         partial: dict[str, Tensor] = {}
@@ -204,15 +214,15 @@ class Weights:
                 if name not in partial:
                     rows = sum(part.rows for part in parts)
                     partial[name] = torch.empty(rows, *parts[0].inner, dtype=dtype, device=device)
-                first = sum(part.rows for part in parts[:i])
-                if shifted and name.endswith("norm"):
+                first_row = sum(part.rows for part in parts[:i])
+                if is_shifted and name.endswith("norm"):
                     tensor = tensor.float() + 1
-                partial[name][first : first + parts[i].rows] = tensor
+                partial[name][first_row : first_row + parts[i].rows] = tensor
                 missing[name] -= 1
 
                 if not missing[name]:
-                    # Packed or quantised immediately, so that the next tensor reuses the plain copy's memory:
-                    # allocating fresh memory would cost more than all the copying.
+                    # Packed immediately, so that the next tensor reuses the plain copy's memory: allocating fresh
+                    # memory would cost more than all the copying.
                     fused = partial.pop(name)
                     if ".qkv." in name:
                         fused = by_group(fused.unflatten(0, (-1, head_size(config))), config).flatten(0, 2)
@@ -222,9 +232,9 @@ class Weights:
                     if name.endswith(".weight"):
                         matrices[name.removesuffix(".weight")] = Linear.from_weight(fused)
                     elif ".experts." in name:
-                        # Experts arrive as one tensor; each is a product of its own tokens.
-                        for i, weight in enumerate(fused.chunk(config.num_experts)):
-                            matrices[f"{name}.{i}"] = Linear.from_weight(weight)
+                        # All experts arrive as one tensor; each becomes a product, as each has its own tokens.
+                        for expert, weight in enumerate(fused.chunk(config.num_experts)):
+                            matrices[f"{name}.{expert}"] = Linear.from_weight(weight)
                     else:
                         complete[name] = fused
 
@@ -233,15 +243,18 @@ class Weights:
             matrix.bias = complete.get(f"{name}.bias")
             return matrix
 
-        def feed_forward(layer: str) -> FeedForward | Experts:
+        def read_experts(name: str) -> list[Linear]:
+            return [matrices[f"{name}.{expert}"] for expert in range(config.num_experts)]
+
+        def read_feed_forward(layer: str) -> FeedForward | Experts:
             if f"{layer}.router" not in matrices:
                 return FeedForward(read_linear(f"{layer}.gate_up"), read_linear(f"{layer}.down"))
-            gate_up, down = (
-                [matrices[f"{layer}.experts.{name}.{i}"] for i in range(config.num_experts)]
-                for name in ("gate_up", "down")
-            )
             return Experts(
-                read_linear(f"{layer}.router"), gate_up, down, config.num_experts_per_tok, config.norm_topk_prob
+                router=read_linear(f"{layer}.router"),
+                gate_up=read_experts(f"{layer}.experts.gate_up"),
+                down=read_experts(f"{layer}.experts.down"),
+                k=config.num_experts_per_tok,
+                normalised=config.norm_topk_prob,
             )
 
         self.embed = complete["embed"]
@@ -251,7 +264,7 @@ class Weights:
             Layer(
                 qkv=read_linear(f"{layer}.qkv"),
                 output=read_linear(f"{layer}.output"),
-                feed_forward=feed_forward(layer),
+                feed_forward=read_feed_forward(layer),
                 **{name: complete.get(f"{layer}.{name}") for name in NORMS},
             )
             for layer in (f"layers.{i}" for i in range(config.num_hidden_layers))
@@ -259,14 +272,22 @@ class Weights:
 
 
 def weight_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of one version of an engine's weights, without a second copy of tied embeddings."""
+    """Return the bytes of one version of an engine's weights, in which tied embeddings count once."""
     shapes = [(sum(part.rows for part in parts), *parts[0].inner) for parts in engine_layout(config).values()]
     return sum(torch.Size(shape).numel() for shape in shapes) * dtype.itemsize
 
 
 def by_group(heads: Tensor, config: PreTrainedConfig) -> Tensor:
-    """Return heads (H + K, ...) or (H + 2K, ...), queries first, then keys and values, as (K, H / K + 1 or 2, ...): the
-    heads of a group are adjacent, so that decoding needs no copy of them."""
+    """Return heads in the order of groups: each of the K key-value heads with the H / K query heads that share it.
+
+    This makes the heads of a group adjacent, so that decoding needs no copy of them.
+
+    Args:
+        heads: (H + K, ...), all queries, then all keys, or (H + 2K, ...), then all values, too.
+
+    Returns:
+        (K, H / K + 1, ...) or (K, H / K + 2, ...): a group's queries, then its key, then its value.
+    """
     H = config.num_attention_heads
     K = config.num_key_value_heads
     queries = heads[:H].unflatten(0, (K, -1))
@@ -277,10 +298,16 @@ def by_group(heads: Tensor, config: PreTrainedConfig) -> Tensor:
 def checked_parts(
     table: dict[str, tuple[FusedPart, ...]], named_tensors: Iterable[tuple[str, Tensor]], tied: bool
 ) -> Iterator[tuple[str, int, Tensor]]:
-    """(entry of `table`, index of its part, tensor) for every tensor that the engine needs, in the given order.
+    """Yield (name of an entry of `table`, index of its part, tensor) for every tensor that an engine needs.
+
+    They come in the given order. Tensors that follow from others are left out.
+
+    Args:
+        table: the result of `engine_layout`.
+        tied: whether the head is the embeddings.
 
     Raises:
-        ValueError: an unknown or duplicate name, a wrong shape or, after the last tensor, a missing one.
+        ValueError: a name is unknown or duplicate, a shape is wrong or, after the last tensor, one is missing.
     """
     missing = {part.name: (entry, i) for entry, parts in table.items() for i, part in enumerate(parts)}
     for name, tensor in split_experts(named_tensors):

@@ -1,4 +1,4 @@
-"""The layers of a model by its transformers config: their attention, and which are mixtures of experts."""
+"""What a transformers config says of a model's layers: their attention, and which are mixtures of experts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ if TYPE_CHECKING:
 
 
 class AttentionKind(NamedTuple):
-    """The positions and the window of a layer's attention.
+    """The rotary embedding and the window of a layer's attention.
 
-    rotary: key of the layer's parameters in `rotary_parameters`; None: no positions (NoPE).
-    window: a token sees itself and the `window` - 1 tokens before; None: all before.
+    rotary: key of the layer's parameters in `rotary_parameters`; None: the layer has no rotary embedding (NoPE).
+    window: a token sees itself and the `window` - 1 tokens before it; None: all tokens before it.
     """
 
     rotary: str | None
@@ -34,47 +34,49 @@ def check_config(config: PreTrainedConfig) -> None:
     Dropout is not checked: it is always off.
 
     Raises:
-        ValueError: they differ in a value, which the message names, or do not have the family.
+        ValueError: they differ in a value, which the message names, or do not support the family.
     """
-    if config.model_type not in FAMILIES:  # may be another than in config.json: transformers reads some as a relative
+    # The type may differ from config.json's: transformers reads some types as a related one.
+    if config.model_type not in FAMILIES:
         raise ValueError(f"model_type {config.model_type!r} is not supported, but {', '.join(FAMILIES)}")
     family, window = config.model_type, getattr(config, "sliding_window", None)
-    bidirectional = family == "gemma3_text" and config.use_bidirectional_attention
+    is_bidirectional = family == "gemma3_text" and config.use_bidirectional_attention
     caps = ("attn_logit_softcapping", "final_logit_softcapping") if family == "gemma3_text" else ()
     capped = next((f"{name} = {getattr(config, name)}" for name in caps if getattr(config, name) is not None), None)
 
-    # In these two, transformers' implementations of attention disagree with one another.
-    unclear = family == "olmoe" and window is not None
+    # In these two families, transformers' implementations of attention disagree about the window.
+    is_unclear = family == "olmoe" and window is not None
     if family == "smollm3" and not config.use_sliding_window and window is not None:
-        unclear = "sliding_attention" in config.layer_types
-    quantised = getattr(config, "quantization_config", None) is not None
+        is_unclear = "sliding_attention" in config.layer_types
+    is_quantised = getattr(config, "quantization_config", None) is not None
 
-    for supported, feature in (
-        (getattr(config, "is_causal", True) and not bidirectional, "attention in both directions"),
-        (capped is None, capped),
-        (not unclear, f"sliding_window = {window}"),
-        (not quantised, "quantization_config, which quantised weights have,"),
+    for is_used, feature in (
+        (is_bidirectional or not getattr(config, "is_causal", True), "attention in both directions"),
+        (capped is not None, capped),
+        (is_unclear, f"sliding_window = {window}"),
+        (is_quantised, "quantization_config, which quantised weights have,"),
     ):
-        if not supported:
+        if is_used:
             raise ValueError(f"{config.name_or_path or 'the model'} ({family}): {feature} is not supported")
 
 
 def attention_kinds(config: PreTrainedConfig) -> list[AttentionKind]:
-    """Return the kind of every layer of a transformers config."""
+    """Return the kind of attention of each layer, in order."""
     layers, family = config.num_hidden_layers, config.model_type
-    windowed = [family in WINDOWS] * layers
+    has_window = [family in WINDOWS] * layers
     if family in LAYER_WINDOWS:
-        windowed = [kind == "sliding_attention" for kind in config.layer_types]
-    rotates = config.no_rope_layers if family == "smollm3" else [True] * layers  # the name says the opposite
+        has_window = [kind == "sliding_attention" for kind in config.layer_types]
+    # Despite its name, `no_rope_layers` is true for the layers that rotate.
+    rotates = config.no_rope_layers if family == "smollm3" else [True] * layers
     keys = config.layer_types if family == "gemma3_text" else [""] * layers
     return [
-        AttentionKind(keys[i] if rotates[i] else None, config.sliding_window if windowed[i] else None)
+        AttentionKind(keys[i] if rotates[i] else None, config.sliding_window if has_window[i] else None)
         for i in range(layers)
     ]
 
 
 def rotary_parameters(config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
-    """Return the parameters of the rotary embeddings by type of layer, or under "" if all layers have the same."""
+    """Return transformers' parameters of the rotary embeddings by type of layer; by "" if all layers have the same."""
     rope = config.rope_parameters or {}
     if config.model_type == "gemma3_text":
         return {key: rope[key] for key in dict.fromkeys(config.layer_types)}
@@ -82,15 +84,17 @@ def rotary_parameters(config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
 
 
 def max_length(config: PreTrainedConfig) -> int:
-    """Return maximum tokens of a sequence: `max_position_embeddings`, or the limit of `rotary_limit`."""
+    """Return the maximum number of tokens of a sequence: `max_position_embeddings`, or less by `rotary_limit`."""
     limit = rotary_limit(config)
     return config.max_position_embeddings if limit is None else min(config.max_position_embeddings, limit[0])
 
 
 def rotary_limit(config: PreTrainedConfig) -> tuple[int, str] | None:
-    """Return maximum tokens of a sequence, and the `rope_type`, where a longer one would change the frequencies of a
-    whole batch: the length of LongRoPE's short factors (Ding et al. 2024), or `max_position_embeddings` of dynamic
-    ones. None: no limit."""
+    """Return the maximum number of tokens of a sequence, and the `rope_type` that sets it; None if there is no limit.
+
+    With some types a longer sequence would change the frequencies of its whole batch: with LongRoPE beyond the length
+    of its short factors (Ding et al. 2024), with dynamic ones beyond `max_position_embeddings`.
+    """
     limits = []
     for rope in rotary_parameters(config).values():
         if rope.get("rope_type") == "longrope":
@@ -101,7 +105,7 @@ def rotary_limit(config: PreTrainedConfig) -> tuple[int, str] | None:
 
 
 def sparse_layers(config: PreTrainedConfig) -> list[int]:
-    """Return the layers that are mixtures of experts."""
+    """Return the numbers of the layers that are mixtures of experts, in order; [] for a model without any."""
     layers = range(config.num_hidden_layers)
     if config.model_type == "qwen3_moe":
         dense, step = config.mlp_only_layers, config.decoder_sparse_step

@@ -3,6 +3,7 @@ interpret (tokenizer, chat template) is tried in a child process with limits on 
 
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,12 @@ TEXTS = ("a" * 64 + "!", "Hello, world! 12 \u00e9\n", " ", "")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read the mapping in a JSON file of a model. ValueError: it is not JSON, or not a mapping."""
-    if not path.is_file():  # a pipe would be waited for
+    """Return the mapping in a JSON file of a model.
+
+    Raises:
+        ValueError: the file is not JSON or not a mapping, or names code of the hub.
+    """
+    if not path.is_file():  # reading a pipe would wait for ever
         raise ValueError(f"{path.name} is not a regular file")
     try:
         values = json.loads(path.read_bytes())
@@ -32,11 +37,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_model_files(folder: Path) -> None:
-    """Check the files of a model that are read whole.
+    """Check the settings and weights in a model's folder.
 
     Raises:
-        ValueError: one of them is malformed, names code of the hub, or there are only pickled weights, which may run
-            code when they are loaded.
+        ValueError: a file is malformed or names code of the hub, or all weights are pickles, which may run code when
+            they are loaded.
     """
     weights = sorted(folder.glob(WEIGHTS))
     pickles = [path.name for pattern in PICKLES for path in sorted(folder.glob(pattern))]
@@ -60,25 +65,26 @@ def check_model_files(folder: Path) -> None:
 
 
 def try_tokenizer(folder: Path) -> None:
-    """Use a model's tokenizer and chat template in a child process: for some files their libraries abort or hang.
+    """Try a model's tokenizer and chat template in a child process, as their libraries abort or hang on some files.
 
     Raises:
-        ValueError: they did so, or the tokenizer is malformed.
+        ValueError: the child process aborted or hung, or the tokenizer is malformed.
     """
     if (folder / "tokenizer.json").exists():
         try_in_child(f"{__name__}:use_tokenizer", str(folder), subject=f"model {folder}: tokenizer or chat template")
 
 
 def use_tokenizer(folder: str) -> None:
-    """Encode, decode and render: what a run would do with the files of a model's folder. Runs in the child process."""
+    """Encode and decode texts and render the chat template of a model's folder, as a run would.
+
+    `try_tokenizer` calls this in the child process, where it may abort or hang.
+    """
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
     for text in TEXTS:
-        try:
+        with suppress(Exception):  # a text that it has no tokens for; a panic is not an Exception
             tokenizer.decode(tokenizer.encode(text).ids)
-        except Exception:  # a text that it has no tokens for; a panic is not an Exception
-            continue
 
     from jinja2 import TemplateError, Undefined
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -90,28 +96,29 @@ def use_tokenizer(folder: str) -> None:
     template = file.read_text() if file.exists() else settings.exists() and read_json(settings).get("chat_template")
     messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
 
-    try:
+    # The template may need what transformers adds, or reject these messages.
+    with suppress(TemplateError, TypeError):
         if isinstance(template, str):
             environment.from_string(template).render(messages=messages, add_generation_prompt=True)
-    except (TemplateError, TypeError):  # it needs what transformers adds, or rejects these messages
-        return
 
 
 def _check_implementations(values: object, name: str) -> None:
-    """Raise ValueError for attention or experts that would be computed by code from the hub, which transformers loads
-    for a name with a slash, whatever `trust_remote_code` says."""
-    for key, value in (
-        values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
-    ):
+    """Raise ValueError if nested settings name code from the hub to compute attention or experts.
+
+    Transformers loads it for a name with a slash, whatever `trust_remote_code` says.
+    """
+    if isinstance(values, list):
+        values = dict(enumerate(values))
+    for key, value in values.items() if isinstance(values, dict) else ():
         if IMPLEMENTATION.fullmatch(str(key)):
-            for stated in value.values() if isinstance(value, dict) else [value]:
-                if isinstance(stated, str) and re.fullmatch(r"\w+", stated) is None:
-                    raise ValueError(f"{name} has {key} = {stated[:80]!a}, which is the code of another repository")
+            for code in value.values() if isinstance(value, dict) else [value]:
+                if isinstance(code, str) and re.fullmatch(r"\w+", code) is None:
+                    raise ValueError(f"{name} has {key} = {code[:80]!a}, which is the code of another repository")
         _check_implementations(value, name)
 
 
 def _check_index(path: Path) -> None:
-    """Raise ValueError for an index of weights that leaves the folder."""
+    """Raise ValueError if an index of weights names files outside its folder, or is malformed."""
     files = read_json(path).get("weight_map")
     if not isinstance(files, dict):
         raise ValueError(f"{path.name} has no weight_map")

@@ -27,13 +27,13 @@ WEIGHTS = ("*.safetensors", *PICKLES)
 
 
 def check_family(name: str) -> None:
-    """Check the architecture of a model before its weights are downloaded or read.
+    """Check the architecture of a model, a folder or hub id, before its weights are downloaded or read.
 
     Raises:
         ValueError: it is not one of `FAMILIES`, or config.json is malformed, or has a value that is not supported (see
             `forge.models.architecture.check_config`) or that transformers rejects.
     """
-    # Faults that `resolve_model` also finds are left to its messages.
+    # This returns at faults that `resolve_model` finds as well: its messages are better.
     path = Path(name) / "config.json"
     if is_hub_id(name):
         from huggingface_hub import hf_hub_download
@@ -77,15 +77,18 @@ def check_classifier(config: PreTrainedConfig) -> None:
 
 
 def resolve_model(name: str) -> str:
-    """Return the local folder of a model: the folder itself, a snapshot of a hub id (`owner/model`, or
-    `owner/model@revision`), or what a `.gguf` file was opened to.
+    """Return the local folder of a model.
+
+    Args:
+        name: a folder, which is returned as it is; a hub id (`owner/model` or `owner/model@revision`), of which a
+            snapshot is downloaded unless it is in the cache; or a `.gguf` file, which is converted to a folder.
 
     Raises:
-        FileNotFoundError: the folder is missing or lacks its configuration, weights or tokenizer.
-        DamagedFile: a file differs from its checksum, where the folder has `checksums.txt`.
-        ValueError: not in the cache and the hub cannot be reached; or a file that is malformed or too large, or weights
-            that are pickled; or a `.gguf` file that is none, or is of another family.
-        ImportError: a `.gguf` file, and the packages that read it are not installed.
+        FileNotFoundError: the folder is missing, or it has no configuration, weights or tokenizer.
+        DamagedFile: a file differs from its checksum, if the folder has `checksums.txt`.
+        ValueError: the model is not in the cache and the hub cannot be reached; a file is malformed or too large; all
+            weights are pickles; or a `.gguf` file has another format or family.
+        ImportError: the packages that read a `.gguf` file are not installed.
     """
     folder = Path(name)
     if name.endswith(".gguf"):
@@ -116,7 +119,7 @@ def resolve_model(name: str) -> str:
         if not any(any(folder.glob(pattern)) for pattern in patterns):
             raise FileNotFoundError(f"model folder {name} has no {part}")
 
-    # Folders that this library wrote have checksums; others are taken as they are.
+    # Folders that this library wrote have checksums; other folders have none to compare.
     if (folder / CHECKSUMS).exists():
         try:
             check_files(folder)
@@ -141,12 +144,13 @@ def build_small_model(
     """Write a Qwen3-architecture model with random weights and a character tokenizer in Hugging Face format.
 
     Args:
+        seed: of the random weights.
         alphabet: characters of the tokenizer; None: printable ASCII.
         hidden_size: width; a multiple of twice `heads`, which are a multiple of `kv_heads`.
         max_positions: tokens of the longest sequence.
 
     Returns:
-        the folder.
+        the path of `folder`.
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -181,10 +185,10 @@ def build_small_model(
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Silence transformers' progress bars, and its warning about a newly initialised head."""
+    """Silence transformers' progress bars, and its warning about a newly initialised head, within a `with` block."""
     from transformers.utils import logging
 
-    # Restored afterwards: the user's settings are the process's.
+    # Restored afterwards, as these settings are of the whole process.
     verbosity = logging.get_verbosity()
     bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

@@ -25,15 +25,15 @@ PEAKS = {
 
 
 def forward_flops(config: PreTrainedConfig, tokens: float, attended: float, predicted: float) -> float:
-    """Return floating-point operations of a forward pass.
+    """Return the number of floating-point operations of a forward pass.
 
     Args:
-        config: of transformers.
+        config: the model's transformers config.
         tokens: number of computed tokens.
         attended: the sum over tokens of the number of tokens that each attends to.
         predicted: number of tokens that the head is computed for.
     """
-    # Of attention's four matrices, of the feed-forward's three, and of the experts that a token takes.
+    # The parameters of attention's four matrices, the feed-forward's three, and the experts that a token takes.
     size = config.hidden_size
     heads = config.num_attention_heads
     head = getattr(config, "head_dim", None) or size // heads
@@ -53,7 +53,7 @@ def forward_flops(config: PreTrainedConfig, tokens: float, attended: float, pred
 
 
 def count_causal(length: float, context: float = 0.0) -> float:
-    """Return tokens attended to by `length` tokens that follow `context` others.
+    """Return the sum, over `length` tokens that follow `context` others, of the tokens that each attends to.
 
     >>> count_causal(4, context=10)
     50.0
@@ -62,5 +62,9 @@ def count_causal(length: float, context: float = 0.0) -> float:
 
 
 def peak_tflops(gpu: str | None) -> float | None:
-    """Return the TFLOP/s of a known GPU by its name; None for another device."""
+    """Return the peak rate of a GPU of this name for dense bfloat16, in TFLOP/s; None if it is not known.
+
+    >>> peak_tflops("NVIDIA H100 80GB HBM3")
+    989.0
+    """
     return next((peak for name, peak in PEAKS.items() if name in (gpu or "")), None)

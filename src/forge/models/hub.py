@@ -26,14 +26,15 @@ def split_revision(name: str) -> tuple[str, str | None]:
 
 
 def check_model_name(model: object) -> None:
-    """Raise ValueError if a model's name is neither text nor a path. None would be looked for as "None" on the hub."""
+    """Raise ValueError if a model's name is neither text nor a path: None would be looked for as "None" on the hub."""
     if not isinstance(model, str | PathLike) or not str(model):
         raise ValueError(f"model must be a folder or hub id, got {model!r:.80}")
 
 
 def is_hub_id(name: str) -> bool:
-    """Return whether a name is `owner/model`, with or without `@revision`, and not a local folder, nor a misspelt
-    one.
+    """Return whether a name is `owner/model`, with or without `@revision`, and cannot mean a local folder.
+
+    A misspelt folder is no hub id either: a name in a folder that exists, or one that starts like a path.
 
     >>> is_hub_id("owner/model")
     True
@@ -42,15 +43,15 @@ def is_hub_id(name: str) -> bool:
     """
     folder = Path(name)
     repository, _ = split_revision(name)
-    local = folder.is_dir() or name.startswith((".", "/", "~")) or folder.parent.is_dir()
-    return NAME.fullmatch(repository) is not None and not local
+    is_local = folder.is_dir() or name.startswith((".", "/", "~")) or folder.parent.is_dir()
+    return NAME.fullmatch(repository) is not None and not is_local
 
 
 def check_upload(repository: str) -> None:
     """Check before a run that its model can be uploaded when it ends.
 
     Raises:
-        ValueError: not `owner/name`, the hub is switched off, or there is no token.
+        ValueError: the repository is not `owner/name`, the hub is switched off, or there is no token.
     """
     from huggingface_hub import constants, get_token
 
@@ -64,10 +65,10 @@ def check_upload(repository: str) -> None:
 
 
 def upload_folder(folder: Path, repository: str) -> str:
-    """Upload a model's folder to a repository, which is made private if it is new; returns its address.
+    """Upload a model's folder to a repository, which is made private if it is new; return the repository's address.
 
     Raises:
-        OSError, ValueError: the hub's error.
+        OSError, ValueError: the upload failed; the hub's own errors.
     """
     from huggingface_hub import HfApi
 
@@ -82,7 +83,7 @@ def write_card(folder: Path, recipe: str, config: dict[str, Any], history: list[
 
     Args:
         recipe: its name, such as "grpo".
-        config: the run's configuration; secrets in it are masked, for the card is published.
+        config: the run's configuration; secrets in it are masked, as the card may be published.
         history: rows of metrics.jsonl.
     """
     from huggingface_hub import ModelCardData
@@ -100,7 +101,7 @@ def write_card(folder: Path, recipe: str, config: dict[str, Any], history: list[
         datasets=[name for name in data if NAME.fullmatch(name) and not Path(name).exists()] or None,
     )
 
-    # First and last value of the metrics that a reader asks for.
+    # First and last value of the most important metrics.
     table = []
     for key in ("eval/accuracy", "eval/reward", "eval/loss", "reward", "accuracy", "loss"):
         cells = [f"{row[key]:.4g} (step {row['step']:.0f})" for row in history if key in row]

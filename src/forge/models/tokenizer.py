@@ -1,7 +1,7 @@
 """Tokenizers: a model's, and one of single characters for small models on procedural tasks.
 
-A model folder's configuration and tokenizer are read once a process, for many checks of a start need them. Each reader
-gets a copy of the configuration; the checks, all of one thread, share the tokenizer.
+A process reads the configuration and tokenizer of a model folder only once, as many checks at the start of a run need
+them. Each caller gets a copy of the configuration; all share the tokenizer, which one thread uses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ def character_tokenizer(alphabet: str = PRINTABLE) -> PreTrainedTokenizerFast:
     """Return a Hugging Face tokenizer with one token per character of `alphabet`, after pad (0), eos (1) and unk (2).
 
     Encoding adds no special token; other characters become unk. `decode(encode(text)) == text` over the alphabet.
-    ValueError for an empty alphabet or a repeated character.
+
+    Raises:
+        ValueError: the alphabet is empty or repeats a character.
     """
     if not alphabet:
         raise ValueError("alphabet is empty")
@@ -50,20 +52,24 @@ def character_tokenizer(alphabet: str = PRINTABLE) -> PreTrainedTokenizerFast:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return whether a model's folder has a tokenizer: for one without, transformers makes one that has no
-    vocabulary."""
+    """Return whether a model's folder has a file of a tokenizer. For a folder without, transformers would make a
+    tokenizer without vocabulary."""
     return any(path.name.startswith(("tokenizer", "vocab")) for path in folder.iterdir())
 
 
 def open_tokenizer(name: str) -> Any:
-    """Open the tokenizer of a model. ValueError: it cannot be read; says why in one line."""
+    """Return the tokenizer of a model, a folder or hub id.
+
+    Raises:
+        ValueError: it cannot be read; the message says why in one line.
+    """
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # the tokenizers library raises Exception itself, and its panics are none
+    except BaseException as error:  # the tokenizers library raises plain Exception; its panics are BaseException
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(f"the tokenizer of model {name} cannot be read: {reason}") from error
 
@@ -76,12 +82,16 @@ MODELS = 4
 
 
 def model_config(folder: str | Path) -> PretrainedConfig:
-    """Return the transformers configuration of a model folder."""
+    """Return a new copy of the transformers configuration of a model folder."""
     return deepcopy(_read_config(str(folder), _time_of_change(folder, "config.json")))
 
 
 def model_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model folder. ValueError: see `open_tokenizer`."""
+    """Return the tokenizer of a model folder, which all callers share.
+
+    Raises:
+        ValueError: as `open_tokenizer`.
+    """
     return _read_tokenizer(str(folder), _time_of_change(folder, "tokenizer_config.json"))
 
 
@@ -98,7 +108,8 @@ def _read_tokenizer(folder: str, changed: int) -> PreTrainedTokenizerBase:
 
 
 def _time_of_change(folder: str | Path, name: str) -> int:
-    """Return when a file of the folder was written, in nanoseconds: another run may write another model there."""
+    """Return when a file of a folder was written, in nanoseconds, or 0: part of the cache's key, as another run may
+    write another model to the same folder."""
     try:
         return (Path(folder) / name).stat().st_mtime_ns
     except OSError:

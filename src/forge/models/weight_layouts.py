@@ -20,7 +20,7 @@ EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"  # where embeddings are tied, another name for EMBEDDING
 
 ADAPTER = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])(\.(?P<adapter>[^.]+))?\.weight")
-# The norms of a layer, by the engine's name: of the inputs of attention and feed-forward, and of their outputs.
+# Transformers' names of a layer's norms by the engine's: of inputs of attention and feed-forward, and of their outputs.
 PRE_NORMS = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 NORMS = {
     "olmo2": {"attended_norm": "post_attention_layernorm", "fed_norm": "post_feedforward_layernorm"},
@@ -36,12 +36,12 @@ UNKNOWN = re.compile(r"(^|\.)(lora_|modules_to_save\.|original_module\.)")
 
 
 class FusedPart(NamedTuple):
-    """A plain tensor and the rows of a fused one that it fills: one each, or all with the same vector (`repeated`)."""
+    """A plain tensor that fills some rows of a fused tensor."""
 
     name: str
     rows: int
     inner: tuple[int, ...] = ()  # the shape of one row
-    repeated: bool = False
+    repeated: bool = False  # the plain tensor is one row, which fills all of them
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -55,8 +55,8 @@ def head_size(config: PreTrainedConfig) -> int:
 
 
 def is_derived(name: str, tied: bool) -> bool:
-    """Return whether a plain tensor follows from others: rotary frequencies, or the head of a model with tied
-    embeddings.
+    """Return whether a plain tensor follows from others, so that an engine does not need it: rotary frequencies, or the
+    head of a model with tied embeddings.
 
     >>> is_derived("lm_head.weight", tied=True)
     True
@@ -65,10 +65,10 @@ def is_derived(name: str, tied: bool) -> bool:
 
 
 def engine_layout(config: PreTrainedConfig) -> dict[str, tuple[FusedPart, ...]]:
-    """Return every engine parameter of a config of `forge.models.FAMILIES` with the plain tensors fused into it, in row
-    order.
+    """Return the plain tensors that are fused into each parameter of an engine, in the order of rows, by its name.
 
-    Matrices and their biases end in `.weight` and `.bias`, norms in `norm`. With tied embeddings there is no head.
+    The names of matrices and their biases end in `.weight` and `.bias`, of norms in `norm`. With tied embeddings there
+    is no head. The config is one of `forge.models.FAMILIES`.
     """
     C, D = config.hidden_size, head_size(config)
     H, K = config.num_attention_heads, config.num_key_value_heads
@@ -123,7 +123,7 @@ def _dense_layout(engine: str, mlp: str, config: PreTrainedConfig) -> dict[str, 
 
 
 def _expert_layout(engine: str, mlp: str, config: PreTrainedConfig) -> dict[str, tuple[FusedPart, ...]]:
-    """Return the experts' matrices one below the other."""
+    """Return the plain tensors of a mixture's parameters, in each of which the experts' matrices follow one another."""
     C, experts = config.hidden_size, range(config.num_experts)
     I = config.moe_intermediate_size if config.model_type == "qwen3_moe" else config.intermediate_size  # noqa: E741
     # Expert by expert, each with gate and up.
@@ -136,8 +136,13 @@ def _expert_layout(engine: str, mlp: str, config: PreTrainedConfig) -> dict[str,
 
 
 def split_experts(named_tensors: Iterable[tuple[str, Tensor]], first: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Yield plain names for the tensors of transformers' models: experts, which they stack in two tensors a layer, one
-    by one; the first one of a tensor has the number `first`."""
+    """Yield (plain name, tensor) for the tensors of a transformers model, which stacks the experts of a layer.
+
+    Each expert comes as tensors of its own; other tensors are unchanged.
+
+    Args:
+        first: the number of the first expert of a stack.
+    """
     for name, tensor in named_tensors:
         # Gate and up are halves of one matrix in transformers.
         match = STACKED.fullmatch(name)
@@ -151,8 +156,10 @@ def split_experts(named_tensors: Iterable[tuple[str, Tensor]], first: int = 0) -
 
 
 def plain_name(name: str) -> str:
-    """Return the plain name of a tensor as peft calls it; an adapter's factors become `<module>.lora_A.weight` and
-    `_B`.
+    """Return the plain name of a tensor of a peft model; factors of adapters become `<module>.lora_A.weight` and `_B`.
+
+    >>> plain_name("base_model.model.lm_head.lora_A.default.weight")
+    'lm_head.lora_A.weight'
 
     Raises:
         ValueError: an adapter that cannot be merged as W + B A (embeddings, biases, DoRA, modules_to_save).
@@ -167,7 +174,7 @@ def plain_name(name: str) -> str:
 
 
 def has_adapters(names: Iterable[str]) -> bool:
-    """Return whether one of these names is a LoRA factor's.
+    """Return whether any of these names is a LoRA factor's.
 
     >>> has_adapters(["q_proj.lora_A.weight"])
     True
@@ -176,10 +183,10 @@ def has_adapters(names: Iterable[str]) -> bool:
 
 
 def read_adapters(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the LoRA factors only, under `<plain module>.lora_A.weight` and `.lora_B.weight`.
+    """Return only the LoRA factors among these tensors, by `<plain module>.lora_A.weight` and `.lora_B.weight`.
 
     Raises:
-        ValueError: a factor without the other, or a second adapter for a layer; names the tensor.
+        ValueError: a factor without the other, or a second adapter for a layer; the message names the tensor.
     """
     factors: dict[str, Tensor] = {}
     for name, tensor in named_tensors:
@@ -194,12 +201,17 @@ def read_adapters(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tens
 
 
 def merge_adapters(base: Iterable[tuple[str, Tensor]], factors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield plain weights with adapters merged, W + B A in float32, as they come; alpha / rank is in B already.
+    """Yield the (name, tensor) of each weight of `base`, with its adapter merged as W + B A in float32.
 
-    W: (out, in), A: (rank, in), B: (out, rank). All adapters have one rank. A weight without an adapter is passed on.
+    A weight without an adapter is unchanged. All adapters have the same rank.
+
+    Args:
+        base: plain weights W (out, in), and others.
+        factors: A (rank, in) and B (out, rank), which has alpha / rank already, by the names of `read_adapters`.
 
     Raises:
-        ValueError: a factor without the other or without its base weight, or a wrong shape; names the tensor.
+        ValueError: a factor without the other or without its base weight, or a wrong shape; the message names the
+            tensor.
     """
     modules = _by_module(factors)
     rank = next((len(factors[a]) for a, _ in modules.values()), 1)
@@ -223,7 +235,7 @@ def merge_adapters(base: Iterable[tuple[str, Tensor]], factors: Mapping[str, Ten
 
 
 def _by_module(factors: Mapping[str, Tensor]) -> dict[str, tuple[str, str]]:
-    """Return the names of A and B by module."""
+    """Return the names of the factors A and B of each module, by the module's name."""
     pairs: dict[str, tuple[str, str]] = {}
     for name in factors:
         match = ADAPTER.fullmatch(name)

@@ -4,8 +4,8 @@ Each sequence attends to itself only. One call per sequence is slow for hundreds
 wastes quadratic work. Here sequences of similar length are gathered into rectangles, one causal attention call each.
 Padding is on the right, where causality hides it from real tokens: no mask is needed.
 
-A run of tokens may continue others, its context, which it shares with other runs (`forge.data.prefixes`). Runs whose
-contexts have the same length share a rectangle, and its mask: their keys are the context's and their own.
+A run of tokens may continue other runs, its context, which it shares with other runs (`forge.data.prefixes`). Runs with
+contexts of the same length share a rectangle, and its mask: their keys are the context's and their own.
 
 On an accelerator FlexAttention computes the whole pack instead (`forge.training.flex`).
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from math import gcd
 
 import torch
@@ -36,11 +37,13 @@ Collective = Callable[[Tensor, RankGroup], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class PackedLayout:
-    """Indices of a pack's tokens in the rectangles; on an accelerator the mask of the pack, and no rectangles.
+    """The rectangles of a pack, as indices of tokens; on an accelerator the mask of the pack, and no rectangles.
 
-    queries: [sum rows*width] index into the pack (padding repeats the run's last token).
-    keys: [sum rows*(context + width)] likewise, of the context's tokens and the run's own.
-    scatter: [tokens] index into the flattened rectangles of queries.
+    Each row of a rectangle is a run of up to `width` tokens, which continues a context of `context` tokens.
+
+    queries: [sum of rows * width], indices of tokens in the pack (padding repeats the run's last token).
+    keys: [sum of rows * (context + width)], likewise, of the context's tokens, then the run's own.
+    scatter: [tokens], the index of each token of the pack in `queries`.
     shapes: (rows, width, context) of each rectangle.
     """
 
@@ -54,16 +57,18 @@ class PackedLayout:
     def from_lengths(
         cls, lengths: list[int], device: torch.device | str = "cpu", parents: list[int] | None = None
     ) -> PackedLayout:
-        """Return the layout of runs of these lengths, back to back in this order; parents come before, -1 is none."""
+        """Return the layout of runs of these lengths, back to back in this order.
+
+        Args:
+            parents: the number of the run that each continues, an earlier one, or -1; None: no run continues another.
+        """
         if type_of(torch.device(device)) != "cpu":
             runs = Runs.from_lengths(lengths, parents or [-1] * len(lengths))
             columns = {name: column.to(device) for name, column in runs.columns().items()}
             return cls.masked(TreeMask(runs, **columns))
 
         # Each run's first token in the pack, and the tokens of its context.
-        starts = [0]
-        for length in lengths:
-            starts.append(starts[-1] + length)
+        starts = [0, *accumulate(lengths)]
         contexts = [torch.empty(0, dtype=torch.long) for _ in lengths]
         for i, parent in enumerate(parents or ()):
             if parent >= 0:
@@ -80,17 +85,17 @@ class PackedLayout:
             rows = []
             while order and len(contexts[order[0]]) == context and lengths[order[0]] >= FILL * width:
                 rows.append(order.pop(0))
-            first = torch.tensor([starts[i] for i in rows])
-            size = torch.tensor([lengths[i] for i in rows])
+            first = torch.tensor([starts[i] for i in rows])[:, None]
+            size = torch.tensor([lengths[i] for i in rows])[:, None]
             column = torch.arange(width)
-            tokens = first[:, None] + torch.minimum(column, size[:, None] - 1)
+            tokens = first + torch.minimum(column, size - 1)
             queries.append(tokens.flatten())
             keys.append(torch.cat([torch.stack([contexts[i] for i in rows]), tokens], dim=1).flatten())
 
             # Where the results of real tokens are, rectangle after rectangle.
-            real = column < size[:, None]
+            is_real = column < size
             slots = offset + torch.arange(len(rows) * width).view(len(rows), width)
-            scatter[queries[-1][real.flatten()]] = slots[real]
+            scatter[tokens[is_real]] = slots[is_real]
             offset += len(rows) * width
             shapes.append((len(rows), width, context))
 
@@ -103,7 +108,7 @@ class PackedLayout:
         return cls(empty, empty, empty, [], mask)
 
 
-# Not compiled, as the shapes differ in every pack; what it calls is not either, but for FlexAttention.
+# Not compiled, as shapes differ in every pack; of the functions that it calls only FlexAttention is.
 @torch.compiler.disable(recursive=False)
 def packed_attention(
     module,
@@ -117,21 +122,26 @@ def packed_attention(
     context=ALONE,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: [1, heads, tokens, head_dim] in, [1, tokens, heads, head_dim] out.
+    """Return the attention of a pack's tokens, [1, tokens, heads, head_dim], and None, as transformers' interface
+    requires.
 
-    With context parallelism the tokens are this rank's and `layout` covers all tokens: all-to-alls exchange
+    With context parallelism the tokens are this rank's and `layout` covers all ranks' tokens: all-to-alls exchange
     tokens for heads and back (Jacobs et al. 2023, DeepSpeed Ulysses).
-    With `sliding_window` a token sees itself and the `sliding_window` - 1 tokens before.
+
+    Args:
+        query, key, value: [1, heads, tokens, head_dim]; key and value may have fewer heads.
+        layout: the `PackedLayout` of the pack.
+        context: the `RankGroup` of the context-parallel ranks.
+        kwargs: with `sliding_window` a token sees itself and the `sliding_window` - 1 tokens before.
     """
     ranks = context.size
-    counts = []
     if ranks > 1:
         # Key heads are repeated where there are fewer of them than ranks.
         times = count_repeats(key.shape[1], ranks)
         if times > 1:
             key, value = (x.repeat_interleave(times, dim=1) for x in (key, value))
-        # [1, heads, own tokens, head_dim] to [1, own heads, tokens, head_dim], all three in one collective. Heads are
-        # dealt in order, so that a rank's key heads match its query heads.
+        # [1, heads, own tokens, head_dim] to [1, own heads, tokens, head_dim], all three in one collective. Each rank
+        # gets consecutive heads, so that its key heads match its query heads.
         chunks = [x[0].unflatten(0, (ranks, -1)) for x in (query, key, value)]
         counts = [x.shape[1] for x in chunks]
         heads = _exchange(torch.cat(chunks, dim=1), context, _all_to_all, _all_to_all)
@@ -139,23 +149,23 @@ def packed_attention(
 
     window = kwargs.get("sliding_window")
     if layout.mask is not None:
-        out = tree_attention(query, key, value, layout.mask, window, scaling)
+        attended = tree_attention(query, key, value, layout.mask, window, scaling)
     else:
-        out = _attend_rectangles(query, key, value, layout, window, scaling)
+        attended = _attend_rectangles(query, key, value, layout, window, scaling)
 
     if ranks > 1:
-        tokens = _exchange(out.unflatten(0, (ranks, -1)), context, _all_to_all, _all_to_all)
-        out = tokens.transpose(0, 1).flatten(1, 2)
-    return out[None], None
+        tokens = _exchange(attended.unflatten(0, (ranks, -1)), context, _all_to_all, _all_to_all)
+        attended = tokens.transpose(0, 1).flatten(1, 2)
+    return attended[None], None
 
 
 @torch.compiler.disable
 def _attend_rectangles(
     query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, window: int | None, scale: float | None
 ) -> Tensor:
-    """[1, heads, tokens, head_dim] -> [tokens, heads, head_dim]."""
-    groups = query.shape[1] // key.shape[1]
-    # Gather the tokens of all rectangles, compute one after the other, and scatter the results back.
+    """Return the attention of query, key and value [1, heads, tokens, head_dim] as [tokens, heads, head_dim]."""
+    group = query.shape[1] // key.shape[1]  # query heads of a key head
+    # Gather the tokens of all rectangles, compute one after the other, and put the results into the pack's order.
     query = query[0].transpose(0, 1).index_select(0, layout.queries)
     key, value = (x[0].transpose(0, 1).index_select(0, layout.keys) for x in (key, value))
     queries = query.split([rows * width for rows, width, _ in layout.shapes])
@@ -164,37 +174,38 @@ def _attend_rectangles(
 
     for (rows, width, before), *parts in zip(layout.shapes, queries, key.split(sizes), value.split(sizes), strict=True):
         q, k, v = (x.unflatten(0, (rows, -1)).transpose(1, 2) for x in parts)
-        if groups > 1:
-            k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+        if group > 1:
+            k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
         if window is not None and before + width > window:
-            o = _attend_window(q, k, v, window, scale)
+            attended = _attend_window(q, k, v, window, scale)
         else:
             mask = causal_mask(width, before, before + width, q.device) if before else None
-            o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
-        rectangles.append(o.transpose(1, 2).flatten(0, 1))
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
+        rectangles.append(attended.transpose(1, 2).flatten(0, 1))
 
     return torch.cat(rectangles).index_select(0, layout.scatter)
 
 
 def _attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None) -> Tensor:
-    """Causal attention to the last `window` tokens: q [rows, heads, width, head_dim], k and v with a prefix before.
+    """Return causal attention of q [rows, heads, width, head_dim] to itself and the `window` - 1 tokens before.
 
-    Linear in the width: the queries of each `window` tokens attend to those and to the `window` before.
+    k and v have a prefix before the tokens of q. The work is linear in the width: queries are cut into pieces
+    of `window` tokens, and each piece attends to its own keys and the keys of the piece before.
     """
     # The first piece of queries: only it sees the prefix.
     width = q.shape[2]
-    before = min(k.shape[2] - width, window)
+    before = min(k.shape[2] - width, window)  # tokens of the prefix that it may see
     k, v = (x[:, :, x.shape[2] - width - before :] for x in (k, v))
     count = min(width, window)
-    k0, v0 = (x[:, :, : before + count] for x in (k, v))
+    first_k, first_v = (x[:, :, : before + count] for x in (k, v))
     mask = causal_mask(count, before, window, q.device)
-    first = F.scaled_dot_product_attention(q[:, :, :count], k0, v0, attn_mask=mask, scale=scale)
+    first = F.scaled_dot_product_attention(q[:, :, :count], first_k, first_v, attn_mask=mask, scale=scale)
 
     if width == count:
         return first
 
-    # The later pieces, as rows of one call, each with its keys and the piece's before:
-    # [rows, pieces, heads, window, head_dim].
+    # The later pieces are rows of one call, [rows, pieces, heads, window, head_dim], each with its own keys and those
+    # of the piece before.
     without_prefix = (q, k[:, :, before:], v[:, :, before:])
     q, k, v = (F.pad(x, (0, 0, 0, -width % window)).unflatten(2, (-1, window)).transpose(1, 2) for x in without_prefix)
     k, v = (torch.cat([x[:, :-1], x[:, 1:]], dim=3).flatten(0, 1) for x in (k, v))
@@ -206,7 +217,9 @@ def _attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | 
 
 
 def causal_mask(width: int, before: int, window: int, device: torch.device) -> Tensor:
-    """[width, before + width]: whether a query sees a key, where `before` keys come before the first query.
+    """Return whether each query sees each key, [width, before + width]: itself and the `window` - 1 keys before it.
+
+    The first `before` keys come before the first query.
 
     >>> causal_mask(2, before=0, window=2, device=torch.device("cpu")).tolist()
     [[True, False], [True, True]]
@@ -216,13 +229,13 @@ def causal_mask(width: int, before: int, window: int, device: torch.device) -> T
     return (key <= query) & (key > query - window)
 
 
-# Without a mask function of this name: transformers then makes no mask, and does not ask the device whether the pack is
-# one sequence.
+# No mask function is registered by this name: transformers then makes no mask, and does not ask the device whether the
+# pack is one sequence.
 AttentionInterface.register(NAME, packed_attention)
 
 
 def count_repeats(heads: int, ranks: int) -> int:
-    """Return the number of copies of each head with which all ranks have the same number of heads.
+    """Return how often each key head must be repeated so that all ranks get the same number of heads.
 
     >>> count_repeats(2, ranks=4)
     2
@@ -247,6 +260,8 @@ _exchange = torch.compiler.disable(_Exchange.apply)
 
 
 class _GatherUneven(torch.autograd.Function):
+    """Gathers scores [kinds, local], of which ranks have different numbers, as [kinds, all ranks']."""
+
     @staticmethod
     def forward(ctx, scores: Tensor, counts: list[int], group: RankGroup) -> Tensor:
         ctx.counts, ctx.rank = counts, group.rank
@@ -262,27 +277,34 @@ class _GatherUneven(torch.autograd.Function):
 def gather_scores(
     local: tuple[Tensor, ...], counts: list[int], group: RankGroup, order: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """All-gather scores, [local scores] each, in the order of ranks, or by `order`, which has the index of each score
-    in the order of ranks. `counts`: number of scores of each rank."""
+    """Return the scores of all ranks, [all scores] for each kind of score.
+
+    Args:
+        local: this rank's scores, [local scores] for each kind.
+        counts: the number of scores of each rank.
+        order: [all scores], the index of each score of the result among those of all ranks, rank after rank; None: in
+            that order.
+    """
     if group.size == 1 or not max(counts):
         scores = local  # empty scores stay in the graph, whose backward pass has collectives
     else:
         gathered = _GatherUneven.apply(torch.stack(local), counts, group)
         scores = tuple(gathered if order is None else gathered[:, order])
-    # FSDP2 hooks on to what a module returns, and warns of views.
+    # FSDP2 registers hooks on the tensors that a module returns, and warns of views.
     return tuple(score.clone() if score._is_view() else score for score in scores)
 
 
-# Not compiled: that would need functional collectives.
+# Not compiled, as only functional collectives can be.
 @torch.compiler.disable
 def gather_tokens(tokens: Tensor, group: RankGroup) -> Tensor:
-    """[1, tokens, dim] of this rank to [1, tokens * ranks, dim]; gradients are summed over ranks."""
+    """Return the tokens of all ranks, [1, tokens * ranks, dim], from this rank's [1, tokens, dim]. The backward pass
+    sums gradients over ranks."""
     return _Exchange.apply(tokens[0], group, _all_gather, _reduce_scatter)[None]
 
 
 @torch.compiler.disable
 def scatter_tokens(partial_sums: Tensor, group: RankGroup) -> Tensor:
-    """Return partial sums [1, tokens, dim] to this rank's [1, tokens / ranks, dim]."""
+    """Return this rank's tokens, [1, tokens / ranks, dim], of the sum over ranks of their [1, tokens, dim]."""
     return _Exchange.apply(partial_sums[0], group, _reduce_scatter, _all_gather)[None]
 
 

@@ -21,10 +21,13 @@ log = logging.getLogger(__name__)
 
 
 def load_model(path: str | Path, head: Head, **options: Any) -> Policy | ScalarModel:
-    """Return the model of a folder or hub id with this head; options are `dtype`, `gradient_checkpointing` and `meta`.
+    """Load the model of a folder or hub id with this head.
+
+    Args:
+        options: `dtype`, `gradient_checkpointing` and `meta`, as in `Policy.from_pretrained`.
 
     Raises:
-        ValueError: an unknown head, or a model that does not suit it.
+        ValueError: the head is unknown, or the model does not suit it.
     """
     if head == "policy":
         return Policy.from_pretrained(path, **options)
@@ -49,14 +52,15 @@ def build_policy(
 ) -> Any:
     """Return the model ready to train on the device of `ranks`: loaded, with adapters, sharded and compiled.
 
-    Where there is a mesh, each rank reads only its part of the weights (see `loading.on_meta`).
+    If `ranks` have a mesh, each rank reads only its part of the weights (see `loading.on_meta`).
 
     Args:
         backend: "fsdp" is a transformers model with this library's parallelisation, "titan" TorchTitan's.
         seq_len: length of the longest sequence.
+        lora: adapters to add; None: train all weights.
         dtype: of the forward and backward pass.
         weights_dtype: of the parameters.
-        compile: each decoder layer; with `gradient_checkpointing` its norms and feed-forward.
+        compile: compile each decoder layer; with `gradient_checkpointing` only its norms and feed-forward.
 
     Raises:
         ValueError: an unknown backend or head, an unsuitable model, sizes that are not a multiple of a degree, or
@@ -91,8 +95,9 @@ def build_policy(
         gradient_checkpointing=gradient_checkpointing,
         meta=ranks.mesh is not None,
     )
-    degrees = Parallelism(tensor_parallel_degree=ranks.tensor.size, context_parallel_degree=ranks.context.size)
-    degrees.check(policy.model.config)
+    Parallelism(tensor_parallel_degree=ranks.tensor.size, context_parallel_degree=ranks.context.size).check(
+        policy.model.config
+    )
     if lora is not None:
         add_adapters(policy.model, lora)
     if ranks.tensor.size > 1:
@@ -132,8 +137,11 @@ def precision_context(ranks: Ranks, dtype: torch.dtype) -> AbstractContextManage
 
 
 def round_products(model: nn.Module, dtype: torch.dtype) -> None:
-    """Hold the matrices of linear layers in `dtype`, as autocast rounds them at every product: half the memory for the
-    same results. Embeddings (and a head that is tied to them), norms, biases and experts stay as they are."""
+    """Convert the matrices of linear layers to `dtype`, in place.
+
+    Autocast would round them at every product: this gives the same results with half the memory. Embeddings (and a head
+    that is tied to them), norms, biases and experts stay as they are.
+    """
     embedding = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     for module in model.modules():
         if isinstance(module, nn.Linear) and module.weight not in embedding:
@@ -141,7 +149,8 @@ def round_products(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of the forward pass: bfloat16 only where the device computes in it."""
+    """Return the dtype of this name, for the forward pass; float32 instead of bfloat16 on a CPU without its
+    arithmetic."""
     if name == "bfloat16" and device.type == "cpu" and not torch.cpu._is_avx512_bf16_supported():
         log.info("training.dtype: this CPU has no bfloat16 arithmetic; computing in float32")
         return torch.float32

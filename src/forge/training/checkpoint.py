@@ -34,7 +34,7 @@ from .trainer import PolicyTrainer
 UNFINISHED = ".unfinished"
 REPLACED = ".replaced"
 DAMAGED = ".damaged"
-TIMEOUT = timedelta(hours=1)  # of the background collectives, which wait for the slowest disk
+TIMEOUT = timedelta(hours=1)  # of collectives of background checkpoints, which wait for the slowest disk
 
 
 class CheckpointFailed(OSError):
@@ -52,11 +52,11 @@ def save_checkpoint(
         keep: number of newest checkpoints to keep; None keeps all.
 
     Returns:
-        the checkpoint's path, which exists only once the checkpoint is complete and on the disk. One that it replaces
-        stays readable until then, also after a kill or a power cut.
+        the checkpoint's path. The path exists only once the checkpoint is complete and on the disk. A checkpoint that
+        it replaces stays readable until then, also after a kill or a power cut.
 
     Raises:
-        CheckpointFailed: on every rank, with the reason.
+        CheckpointFailed: it could not be written, on every rank with the reason.
         UnsafeCheckpoint: `extra` holds an object of another type.
     """
     final = CheckpointPart.from_trainer(trainer, folder, extra).write()
@@ -69,16 +69,16 @@ def save_checkpoint(
 
 @dataclass
 class CheckpointPart:
-    """One rank's part of a checkpoint. `shards` are the trainer's own tensors, not copies."""
+    """One rank's part of a checkpoint."""
 
     ranks: Ranks
-    final: Path
-    shards: dict[str, Any]
-    files: dict[str, bytes]
+    final: Path  # of the complete checkpoint
+    shards: dict[str, Any]  # "model" and "optimizer": the trainer's own tensors, not copies
+    files: dict[str, bytes]  # this rank's other files, by name
 
     @classmethod
     def from_trainer(cls, trainer: PolicyTrainer, folder: str | Path, extra: dict[str, Any] | None) -> CheckpointPart:
-        """Return the trainer's current state; every rank must call it."""
+        """Return this rank's part of the trainer's current state and, on rank 0, `extra`; every rank must call it."""
         rank, device = trainer.ranks.rank, trainer.ranks.device
         state: dict[str, Any] = {
             "step": trainer.step,
@@ -94,54 +94,53 @@ class CheckpointPart:
 
     @property
     def size(self) -> int:
-        """Return bytes of this rank's tensors and files."""
+        """Return the bytes of this rank's tensors and files."""
         return tensor_bytes(self.shards) + sum(map(len, self.files.values()))
 
     def write(self, group: dist.ProcessGroup | None = None) -> Path:
-        """Write it; every rank must call it. `group`: for the ranks' collectives, by default the default group.
+        """Write the checkpoint and return its path; every rank must call it. `group` is for the ranks' collectives.
 
         Raises:
-            CheckpointFailed: on every rank, with the reason.
+            CheckpointFailed: it could not be written, on every rank with the reason.
         """
-        aside = self.final.with_suffix(UNFINISHED)
+        unfinished = self.final.with_suffix(UNFINISHED)
 
         def prepare_folder() -> None:
             for leftover in self.final.parent.glob(f"step_*{UNFINISHED}"):
                 shutil.rmtree(leftover)
-            aside.mkdir(parents=True)
+            unfinished.mkdir(parents=True)
 
         def write_files() -> None:
             for name, data in self.files.items():
-                with (aside / name).open("wb") as file:
+                with (unfinished / name).open("wb") as file:
                     file.write(data)
                     file.flush()
                     os.fsync(file.fileno())
 
+        def files_of(rank: int) -> set[str]:
+            return {path.name for path in unfinished.glob(f"__{rank}_*")} | {f"rank_{rank}.pt"}
+
         def write_rank_checksums() -> None:
-            rank = self.ranks.rank
-            if rank:
-                shards = [path.name for path in aside.glob(f"__{rank}_*")]
-                write_checksums(aside, [*shards, *self.files], f"rank_{rank}.{CHECKSUMS}")
+            if rank := self.ranks.rank:
+                write_checksums(unfinished, files_of(rank), f"rank_{rank}.{CHECKSUMS}")
 
         def rename_folder() -> None:
-            replaced = self.final.with_suffix(REPLACED)
-            other_ranks = {rank for rank in range(1, self.ranks.world_size)}
-            listed = {
-                path.name for rank in other_ranks for path in (*aside.glob(f"__{rank}_*"), aside / f"rank_{rank}.pt")
-            }
-            write_checksums(aside, {path.name for path in aside.iterdir()} - listed)
-            sync_path(aside)
+            # Rank 0 lists the files that the other ranks have not listed.
+            listed = {name for rank in range(1, self.ranks.world_size) for name in files_of(rank)}
+            write_checksums(unfinished, {path.name for path in unfinished.iterdir()} - listed)
+            sync_path(unfinished)
             # Renames are atomic: at any time there is a complete checkpoint of this name, or the one that it replaces.
+            replaced = self.final.with_suffix(REPLACED)
             if self.final.exists():
                 shutil.rmtree(replaced, ignore_errors=True)
                 os.replace(self.final, replaced)
-            os.replace(aside, self.final)
+            os.replace(unfinished, self.final)
             sync_path(self.final.parent)
             shutil.rmtree(replaced, ignore_errors=True)
 
         # Stage by stage on all ranks: none continues where another has failed.
         self._run_stage(prepare_folder, group, lead=True)
-        self._run_stage(lambda: dcp.save(self.shards, checkpoint_id=aside, process_group=group), group)
+        self._run_stage(lambda: dcp.save(self.shards, checkpoint_id=unfinished, process_group=group), group)
         self._run_stage(write_files, group)
         self._run_stage(write_rank_checksums, group)
         self._run_stage(rename_folder, group, lead=True)
@@ -149,7 +148,7 @@ class CheckpointPart:
         return self.final
 
     def _run_stage(self, stage: Callable[[], Any], group: dist.ProcessGroup | None, lead: bool = False) -> None:
-        """Run a stage on every rank, or on rank 0 only (`lead`); if it fails anywhere, all ranks raise."""
+        """Run a stage on every rank, or with `lead` on rank 0. If it fails on any, all ranks raise CheckpointFailed."""
         error: BaseException | None = None
         try:
             if not lead or self.ranks.rank == 0:
@@ -158,22 +157,22 @@ class CheckpointPart:
         except (Exception, CheckpointException) as raised:
             error = raised
 
+        # Every rank learns which others failed, and the size of their parts.
         report = (None if error is None else _describe_error(error), self.size)
-        parts = [report] * self.ranks.world_size
+        reports = [report] * self.ranks.world_size
         if self.ranks.mesh is not None:
-            dist.all_gather_object(parts, report, group=group)
-        reason = next((text for text, _ in parts if text), None)
-
-        # No rank failed.
+            dist.all_gather_object(reports, report, group=group)
+        reason = next((text for text, _ in reports if text), None)
         if reason is None:
             return
+
         if self.ranks.rank == 0:
             # Free its space for the rest of the run.
             shutil.rmtree(self.final.with_suffix(UNFINISHED), ignore_errors=True)
         complete = list_checkpoints(self.final.parent)
         remark = f"the newest is {complete[-1]}" if complete else "there is no other"
         with suppress(OSError):  # the folder itself may not exist
-            free, size = free_bytes(self.final.parent), sum(size for _, size in parts)
+            free, size = free_bytes(self.final.parent), sum(size for _, size in reports)
             remark += f"; it needs {size:,} bytes, and its disk has {free:,} free"
         raise CheckpointFailed(f"checkpoint {self.final} could not be written: {reason}; {remark}") from error
 
@@ -190,7 +189,7 @@ def _describe_error(error: BaseException) -> str:
 
 
 def tensor_bytes(state: Any) -> int:
-    """Return bytes of this rank's tensors in a nested state."""
+    """Return the bytes of this rank's tensors in a nested dict; of DTensors only this rank's part counts."""
     if isinstance(state, dict):
         return sum(map(tensor_bytes, state.values()))
     if isinstance(state, DTensor):
@@ -199,10 +198,10 @@ def tensor_bytes(state: Any) -> int:
 
 
 class Background:
-    """Asynchronous checkpoints: copies the trainer's state in memory and writes the copy in a thread.
+    """Asynchronous checkpoints: copies a trainer's state in memory and writes the copy in a thread.
 
-    Every rank must construct one and make the same calls. The threads have their own process group, so that their
-    collectives never mix with training's.
+    Every rank must construct one and make the same calls. The threads' collectives have their own process group, so
+    that they never mix with those in training.
     """
 
     def __init__(self, trainer: PolicyTrainer) -> None:
@@ -212,10 +211,10 @@ class Background:
         self._error: BaseException | None = None
 
     def save(self, folder: str | Path, *, extra: dict[str, Any] | None = None) -> Path:
-        """Start to write a checkpoint as `save` does; returns its path, which exists once `wait` has returned.
+        """Start to write a checkpoint as `save_checkpoint`; return its path, which exists once `wait` has returned.
 
         Raises:
-            CheckpointFailed: the previous one failed, which `wait` has not raised yet.
+            CheckpointFailed: the previous checkpoint failed, and `wait` has not raised that yet.
         """
         self.wait()
         snapshot = CheckpointPart.from_trainer(self._trainer, folder, extra)
@@ -233,7 +232,7 @@ class Background:
         return snapshot.final
 
     def wait(self) -> None:
-        """Wait for the checkpoint in progress, if any. CheckpointFailed: it could not be written; raised once."""
+        """Wait for the checkpoint in progress, if any. If it could not be written, raise CheckpointFailed once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -251,7 +250,7 @@ def prune_checkpoints(folder: str | Path, keep: int, written: str | Path) -> Non
 
 
 def load_checkpoint(trainer: PolicyTrainer, checkpoint: str | Path) -> dict[str, Any]:
-    """Restore a checkpoint in place, on any number of ranks; returns its `extra`. Every rank must call it.
+    """Restore a trainer from a checkpoint, on any number of ranks; return its `extra`. Every rank must call it.
 
     Raises:
         FileNotFoundError: there is no complete checkpoint at this path.
@@ -263,7 +262,7 @@ def load_checkpoint(trainer: PolicyTrainer, checkpoint: str | Path) -> dict[str,
     _check_together(checkpoint, trainer.ranks)
     rank_file = checkpoint / f"rank_{trainer.ranks.rank}.pt"
 
-    # A new rank, which the checkpoint has no random state for, keeps its own.
+    # A rank that the checkpoint has no random state for keeps its own.
     saved = load_plain(rank_file if rank_file.exists() else checkpoint / "rank_0.pt")
     if (wrote := saved.get("optimizer", "adamw")) != (now := _optimizer_name(trainer)):
         raise ValueError(f"{checkpoint} was written with the optimizer {wrote}, and this trainer has {now}")
@@ -292,7 +291,7 @@ def load_checkpoint(trainer: PolicyTrainer, checkpoint: str | Path) -> dict[str,
 
 
 def _check_together(checkpoint: Path, ranks: Ranks) -> None:
-    """Compare the files with their checksums on rank 0. DamagedFile: raised on every rank."""
+    """Compare a checkpoint's files with their checksums on rank 0; if one differs, raise DamagedFile on every rank."""
     damage: list[str | None] = [None]
     if ranks.rank == 0:
         try:
@@ -306,7 +305,7 @@ def _check_together(checkpoint: Path, ranks: Ranks) -> None:
 
 
 def _trained_state(trainer: PolicyTrainer) -> dict[str, Any]:
-    """Return trained weights and optimiser state; frozen weights are in the base model."""
+    """Return "model", the trained weights by name, and "optimizer", its state; frozen weights are in the base model."""
     begin_state(trainer.optimizer)
     weights, optimizer = get_state_dict(trainer.policy, trainer.optimizer)
     frozen = _frozen_names(trainer)
@@ -323,17 +322,17 @@ def _frozen_names(trainer: PolicyTrainer) -> set[str]:
 
 
 def read_extra(checkpoint: str | Path) -> dict[str, Any]:
-    """Return the `extra` of a checkpoint. Raises as `load` does, but does not compare checksums."""
+    """Return the `extra` that was saved. This compares no checksums; else it raises as `load_checkpoint`."""
     return load_plain(_complete_folder(checkpoint) / "extra.pt")
 
 
 def step_of(checkpoint: str | Path) -> int:
-    """Return the step after which a checkpoint was written."""
+    """Return the number of steps in a checkpoint, from its name: 6 for "run/checkpoints/step_000006"."""
     return int(Path(checkpoint).stem.removeprefix("step_"))
 
 
 def list_checkpoints(folder: str | Path) -> list[Path]:
-    """Return the complete checkpoints of a folder, oldest first."""
+    """Return the paths of the complete checkpoints of a folder, oldest first."""
     complete: dict[int, Path] = {}
     for path in sorted(Path(folder).glob("step_*")):  # a checkpoint sorts before the one it replaced
         if match := re.fullmatch(rf"step_(\d+)({re.escape(REPLACED)})?", path.name):
@@ -342,11 +341,11 @@ def list_checkpoints(folder: str | Path) -> list[Path]:
 
 
 def export_model(trainer: PolicyTrainer, folder: str | Path, tokenizer: str | Path) -> None:
-    """Write the weights and tokenizer in Hugging Face format, atomically; every rank must call it. A model with a
-    scalar head becomes a sequence classifier of one class.
+    """Write a trainer's weights and its tokenizer in Hugging Face format, atomically; every rank must call it. A model
+    with a scalar head becomes a sequence classifier of one class.
 
     Raises:
-        FileExistsError: the folder is not empty and not a model.
+        FileExistsError: the folder exists, is not empty and is not a model.
     """
     from transformers import AutoTokenizer
 
@@ -356,25 +355,25 @@ def export_model(trainer: PolicyTrainer, folder: str | Path, tokenizer: str | Pa
     weights = split_experts(trainer.export_weights())
 
     if trainer.ranks.rank != 0:
-        deque(weights, maxlen=0)  # takes part in gathering each
+        deque(weights, maxlen=0)  # iterates, as every rank must to gather each tensor
     else:
-        aside = folder.with_name(folder.name + UNFINISHED)
-        shutil.rmtree(aside, ignore_errors=True)
-        words = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
+        unfinished = folder.with_name(folder.name + UNFINISHED)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        loaded_tokenizer = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
         planned = list(split_experts(trainer.export_weights(meta=True)))
 
-        with room_for(folder, sum(tensor.nbytes for _, tensor in planned)), removed_on_error(aside):
-            trainer.policy.save_config(aside, words)
-            write_weights(aside, planned, weights)
-            words.save_pretrained(aside)
-            files = [path for path in aside.rglob("*") if path.is_file()]  # chat templates may have a folder
-            for path in aside.rglob("*"):
+        with room_for(folder, sum(tensor.nbytes for _, tensor in planned)), removed_on_error(unfinished):
+            trainer.policy.save_config(unfinished, loaded_tokenizer)
+            write_weights(unfinished, planned, weights)
+            loaded_tokenizer.save_pretrained(unfinished)
+            files = [path for path in unfinished.rglob("*") if path.is_file()]  # chat templates may have a folder
+            for path in unfinished.rglob("*"):
                 sync_path(path)
-            write_checksums(aside, [str(path.relative_to(aside)) for path in files])
-            sync_path(aside)
+            write_checksums(unfinished, [str(path.relative_to(unfinished)) for path in files])
+            sync_path(unfinished)
 
         shutil.rmtree(folder, ignore_errors=True)
-        os.replace(aside, folder)
+        os.replace(unfinished, folder)
         sync_path(folder.parent)
 
     if trainer.ranks.mesh is not None:
@@ -382,14 +381,14 @@ def export_model(trainer: PolicyTrainer, folder: str | Path, tokenizer: str | Pa
 
 
 def set_aside(checkpoint: Path) -> Path:
-    """Rename a damaged checkpoint, so that it counts no more: `step_000006` to `step_000006.damaged`."""
-    aside = checkpoint.with_name(f"{checkpoint.name}{DAMAGED}")
-    shutil.rmtree(aside, ignore_errors=True)
-    return checkpoint.rename(aside)
+    """Rename a damaged checkpoint, e.g. to `step_000006.damaged`, so that it is not listed; return the new path."""
+    damaged = checkpoint.with_name(f"{checkpoint.name}{DAMAGED}")
+    shutil.rmtree(damaged, ignore_errors=True)
+    return checkpoint.rename(damaged)
 
 
 def _complete_folder(checkpoint: str | Path) -> Path:
-    """Return the checkpoint of this name, or the one it was replacing when its writer was killed."""
+    """Return the folder of a checkpoint: if it was killed while it replaced one of the same name, that one's."""
     checkpoint = Path(checkpoint)
     replaced = checkpoint.with_suffix(REPLACED)
     folder = replaced if replaced.exists() and not checkpoint.exists() else checkpoint

@@ -22,8 +22,10 @@ from ..types import Batch, Episode, Group
 @phase("rollout_metrics")
 def record_rollouts(episodes: Iterable[Episode]) -> None:
     """Record metrics of the sampled episodes that a step trains on: reward, accuracy, lengths, and the turns and calls
-    of dialogues. This is not done where episodes are sampled: sampling runs ahead of training, and evaluation samples
-    as well."""
+    of dialogues.
+
+    They are recorded at training and not at sampling, which runs ahead of it and also samples for evaluation.
+    """
     tokens = 0
     for episode in episodes:
         info = episode.info
@@ -35,7 +37,7 @@ def record_rollouts(episodes: Iterable[Episode]) -> None:
         for name, part in ((info.get("parts") or {}) | (info.get("extras") or {})).items():
             record_metric(f"reward/{name}", part)
 
-        # Lengths are of turns; an episode of one turn has none.
+        # Lengths are turns'; an episode of a single turn lists no turns.
         branches = (*episode.branches, episode)
         turns = [(turn.end - turn.start, turn.finish) for branch in branches for turn in branch.turns]
         for length, finish in turns or [(sum(episode.mask), info.get("finish", ""))]:
@@ -59,16 +61,17 @@ def record_rollouts(episodes: Iterable[Episode]) -> None:
 def make_batch(
     groups: Sequence[Group], algorithm: Algorithm, version: int, recorded: Sequence[Group] = (), **shares: Any
 ) -> Batch:
-    """Return the groups as one batch that trains weights `version`, with episode-level advantages.
+    """Return the groups as one batch, with the advantage of each episode, and record metrics of the groups.
 
-    Sequences without gradient are omitted, see `skip_idle`. Records the age of the groups in versions, and the share
-    of groups without signal.
+    Sequences without gradient are left out, see `skip_idle`. The metrics are the age of the groups in versions, and
+    the share of groups without signal.
 
     Args:
-        recorded: the groups among these whose tokens are numbered in the batch's `recorded`.
+        version: the version of the weights that the batch trains.
+        recorded: groups among these; the batch's `recorded` numbers their tokens.
         shares: `aggregation` and `horizon` of `forge.data.packing.pack`.
     """
-    # Groups of a file, of version -1, have no age.
+    # Groups that were read from a file have version -1 and no age.
     for age in (version - group.version for group in groups if group.version >= 0):
         record_metric("policy_age", age)
         record_metric("policy_age", age, Reduce.MAX)
@@ -76,7 +79,8 @@ def make_batch(
     sequences = learnable_episodes(groups, algorithm)
     batch = pack(sequences, **shares)
 
-    # Numbered in the order of the data: groups arrive in another one in each run, and mini-batches are drawn by number.
+    # Groups are numbered in the order of the data, as mini-batches are drawn by number: they arrive in another order in
+    # each run.
     groups = sorted(groups, key=lambda group: group.index)
     numbers = {
         id(branch): number
@@ -96,35 +100,38 @@ def make_batch(
 
 
 def check_certificates(groups: Sequence[Group], packed_tokens: int, trained_tokens: int) -> None:
-    """Check that episodes with an account of their tokens train as many as it says, and record what becomes of them.
+    """Check that each episode with a certificate trains as many tokens as this says; record the batch's counts.
 
     Args:
-        packed_tokens: trained tokens of all episodes.
-        trained_tokens: those that have a gradient.
+        packed_tokens: the number of tokens with mask True of all episodes.
+        trained_tokens: the number of those that have a gradient.
 
     Raises:
         AssertionError: tokens of an episode were lost or doubled on the way.
     """
     episodes = [episode for group in groups for episode in group.episodes if "certificate" in episode.info]
     for episode in episodes:
-        account = episode.info["certificate"]["trained"]
+        expected = episode.info["certificate"]["trained"]
         trained = sum(sum(branch.mask) for branch in (*episode.branches, episode))
-        if trained != account:
-            raise AssertionError(f"an episode trains {trained} tokens, and its certificate has {account}")
+        if trained != expected:
+            raise AssertionError(f"an episode trains {trained} tokens, and its certificate has {expected}")
     if episodes:
         record_metric("certificate/batch", trained_tokens, Reduce.SUM)
         record_metric("certificate/idle", packed_tokens - trained_tokens, Reduce.SUM)
 
 
 def learnable_episodes(groups: Sequence[Group], algorithm: Algorithm) -> list[Episode]:
-    """Return the groups' episodes with advantages, in the order of the data, each after its earlier branches, which
-    share its advantage. ValueError: an episode has another number of advantages than trained tokens, or one is not
-    finite."""
+    """Return the groups' sequences with their advantages, in the order of the data: each episode after its earlier
+    branches.
+
+    Raises:
+        ValueError: an episode has another number of advantages than trained tokens, or one is not finite.
+    """
     rewards = [group.rewards for group in groups]
-    further = {}
+    keywords = {}
     if "episodes" in inspect.signature(algorithm.advantages).parameters:
-        further["episodes"] = [group.episodes for group in groups]
-    for group, advantages in zip(groups, algorithm.advantages(rewards, **further), strict=True):
+        keywords["episodes"] = [group.episodes for group in groups]
+    for group, advantages in zip(groups, algorithm.advantages(rewards, **keywords), strict=True):
         for episode, advantage in zip(group.episodes, advantages, strict=True):
             give_advantage(episode, advantage.tolist() if hasattr(advantage, "tolist") else advantage)
     if algorithm.within_group:
@@ -134,10 +141,13 @@ def learnable_episodes(groups: Sequence[Group], algorithm: Algorithm) -> list[Ep
 
 
 def give_advantage(episode: Episode, advantage: float | Sequence[float]) -> None:
-    """Set the advantage of an episode and its branches: one number, or one for each token that is trained.
+    """Set the advantage of an episode and its branches, in place.
+
+    Args:
+        advantage: one number for all of its tokens, or one for each trained token, first those of the branches.
 
     Raises:
-        ValueError: another number of them, or one that is not finite.
+        ValueError: there are not as many numbers as trained tokens, or one is not finite.
     """
     branches = (*episode.branches, episode)
     if not isinstance(advantage, Sequence):
@@ -156,26 +166,29 @@ def give_advantage(episode: Episode, advantage: float | Sequence[float]) -> None
 
 
 def skip_idle(batch: Batch, algorithm: Algorithm) -> Batch:
-    """Return the batch without sequences of advantage 0, if the loss has no other term. The others keep their share of
-    the loss. A batch of such sequences only is returned unchanged."""
-    other_terms = algorithm.needs_reference or algorithm.entropy_coef or algorithm.whiten
-    if other_terms or not (algorithm.within_group and algorithm.advantages_alone):
+    """Return the batch without the sequences whose advantages are all 0, if the loss has no other term than these.
+
+    The other sequences keep their share of the loss. If all sequences are like that, the batch is returned unchanged.
+    """
+    has_other_terms = algorithm.needs_reference or algorithm.entropy_coef or algorithm.whiten
+    is_sum_over_advantages = algorithm.within_group and algorithm.advantages_alone
+    if has_other_terms or not is_sum_over_advantages:
         return batch
-    cuts = np.cumsum(batch.lengths)[:-1]
-    has_signal = np.array([values.any() for values in np.split(batch.advantages, cuts)])
+    first_tokens = np.cumsum(batch.lengths)[:-1]  # of each sequence but the first
+    has_signal = np.array([values.any() for values in np.split(batch.advantages, first_tokens)])
     return batch.select(np.flatnonzero(has_signal)) if has_signal.any() else batch
 
 
 @phase("credit")
 def assign_credit(batch: Batch, algorithm: Algorithm) -> None:
-    """Fill in token-level credit, in place: KL in the reward, GAE over a critic's values, whitening.
+    """Give each trained token its own advantage, in place: by KL in the reward, GAE over a critic's values, whitening.
 
-    `batch.advantages` holds one number per episode. It becomes that number less the KL still to come in its episode;
-    with a critic it is computed from `batch.rewards` and `batch.values` instead, and `batch.returns` is set. The
-    branches of an episode are one sequence here: what comes after a branch is the next one.
+    `batch.advantages` holds one number per episode before. A token's is then that number less the KL cost of this and
+    all later tokens of its episode; with a critic it is computed from `batch.rewards` and `batch.values` instead, and
+    `batch.returns` is set. The branches of an episode count as one sequence: the next branch comes after a branch.
 
     Raises:
-        ValueError: the batch lacks what the algorithm needs.
+        ValueError: the batch has no values that the algorithm needs, or not for all trained tokens.
     """
     kl_in_reward = algorithm.beta > 0 and algorithm.kl_in == "reward"
     if not (kl_in_reward or algorithm.needs_critic or algorithm.whiten):
@@ -197,13 +210,13 @@ def assign_credit(batch: Batch, algorithm: Algorithm) -> None:
     if algorithm.needs_critic:
         rewards = pad_sequences(select_trained("rewards") - cost, counts)
         values = pad_sequences(select_trained("values"), counts)
-        wide, returns = gae(rewards, values, mask, discount=algorithm.discount, trace=algorithm.trace)
-        advantages = pack_sequences(wide, counts)
+        padded, returns = gae(rewards, values, mask, discount=algorithm.discount, trace=algorithm.trace)
+        advantages = pack_sequences(padded, counts)
         batch.returns = np.zeros(len(batch.mask), np.float32)
         batch.returns[batch.mask] = pack_sequences(returns, counts).numpy()
         _record_explained_variance(batch)
     elif kl_in_reward:
-        # Without a critic, an undiscounted sum: what the rest of the episode will cost.
+        # Without a critic: GAE with values 0 is the undiscounted sum of the costs of this and all later tokens.
         future_cost, _ = gae(pad_sequences(cost, counts), torch.zeros_like(mask), mask)
         advantages = advantages - pack_sequences(future_cost, counts)
 

@@ -18,7 +18,7 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # after this a rank in a collective h
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """A process group and this rank's number in it; `group` is None for a single rank."""
+    """A process group, its size and this rank's number in it; `group` is None for a single rank."""
 
     rank: int = 0
     size: int = 1
@@ -51,7 +51,10 @@ class Ranks:
     experts: int = 1
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over all parts of a batch, in place. Ranks that share sequences must have the same values."""
+        """Return the sum of `values` over the data-parallel ranks, which changes them in place.
+
+        Each of these ranks has another part of the batch. Ranks that share sequences must have the same values.
+        """
         if self.data.group is not None:
             dist.all_reduce(values, group=self.data.group)
         return values
@@ -66,17 +69,18 @@ def join_ranks(
     cpu_offload: bool = False,
     mesh: bool = False,
 ) -> Ranks:
-    """Join the process group of `world_size` ranks and make its mesh.
+    """Join the process group of `world_size` ranks, make its mesh, and return this rank's position in it.
 
     Args:
         store: the rendezvous of the ranks, which no other process group used; not needed for one process.
+        parallelism: the degrees; None: all ranks shard the weights.
         cpu_offload: parameters will be in host memory, for which FSDP needs a mesh even with a single process.
-        mesh: make one for a single process as well: in bfloat16 FSDP casts weights and keeps states in bfloat16, where
-            autocast keeps states in float32.
+        mesh: make a mesh for a single process as well: in bfloat16 FSDP casts weights and keeps states in bfloat16,
+            where autocast keeps states in float32.
 
     Raises:
-        ValueError: degrees whose product is not `world_size`, several ranks without a store, or `cpu_offload`
-            without an accelerator.
+        ValueError: the product of the degrees is not `world_size`, several ranks have no store, or there is
+            `cpu_offload` without an accelerator.
     """
     layout = (parallelism or Parallelism()).over(world_size)
     kind = find_accelerator()
@@ -104,18 +108,19 @@ def join_ranks(
     backend = f"cpu:gloo,{device.type}:{backend}" if cpu_offload else backend
 
     # NCCL would otherwise guess the device of a rank from its number.
-    bound = device if device.type == "cuda" else None
+    nccl_device = device if device.type == "cuda" else None
     dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT, device_id=bound
+        backend, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT, device_id=nccl_device
     )
     return lay_out(layout, device)
 
 
 def lay_out(layout: Parallelism, device: torch.device) -> Ranks:
-    """Return the mesh and groups of this rank in the process group; every rank must call this with the same layout.
+    """Make a mesh of the ranks of the default process group, and return this rank's position in it. Every rank must
+    call this with the same degrees.
 
     Raises:
-        ValueError: see `Parallelism.over`.
+        ValueError: as `Parallelism.over`.
     """
     rank = dist.get_rank()
     world_size = dist.get_world_size()
@@ -131,23 +136,24 @@ def lay_out(layout: Parallelism, device: torch.device) -> Ranks:
     dims = {name: size for name, size in dims.items() if size > 1 or name == "shard"}
     mesh = init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
 
-    # Each group is the ranks that differ in some of these dimensions only.
-    everyone = torch.arange(world_size).view(copies * shards, context, tensor)
+    # A group has the ranks that differ in one of these dimensions, or in two of them (`sequence`).
+    numbers = torch.arange(world_size).view(copies * shards, context, tensor)
     return Ranks(
         rank,
         world_size,
         device,
         mesh,
-        data=_make_group(everyone.flatten(1).T, rank),
-        context=_make_group(everyone.transpose(1, 2).flatten(0, 1), rank),
-        tensor=_make_group(everyone.flatten(0, 1), rank),
-        sequence=_make_group(everyone.flatten(1), rank),
+        data=_make_group(numbers.flatten(1).T, rank),
+        context=_make_group(numbers.transpose(1, 2).flatten(0, 1), rank),
+        tensor=_make_group(numbers.flatten(0, 1), rank),
+        sequence=_make_group(numbers.flatten(1), rank),
         experts=layout.expert_parallel_degree,
     )
 
 
 def _make_group(rows: torch.Tensor, rank: int) -> RankGroup:
-    """Return the group of this rank's row of [groups, size]; every rank must call this with the same rows."""
+    """Make a process group of each row of ranks [groups, size]; return the group of `rank`. Every rank must call this
+    with the same rows."""
     if rows.shape[1] == 1:
         return ALONE
     if len(rows) == 1:
@@ -163,7 +169,8 @@ def leave_ranks() -> None:
 
 
 def sum_gradients(model: nn.Module) -> None:
-    """Make FSDP2 sum gradients instead of averaging them: weights of the loss are already shares of the batch."""
+    """Make FSDP2 sum gradients over ranks instead of averaging them: tokens' weights in the loss are already shares of
+    the whole batch."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -171,20 +178,22 @@ def sum_gradients(model: nn.Module) -> None:
 
 
 def reduce_over_copies(model: nn.Module, ranks: Ranks, now: bool) -> None:
-    """Set whether the next backward pass sums gradients over the copies of shards (HSDP), or a later one of the same
-    update does: a network between hosts then carries them once.
+    """Set whether the next backward pass sums gradients over the copies of shards (HSDP).
 
-    A mixture of experts always sums: the later pass would not sum the gradients of experts that it does not use.
+    Args:
+        now: False if a later pass of the same update does, so that a network between hosts carries gradients only once.
+            A mixture of experts sums in every pass: the last one would not sum the gradients of experts that it does
+            not use.
     """
-    copies = ranks.mesh is not None and "replicate" in (ranks.mesh.mesh_dim_names or ())
-    if copies and getattr(model, "routers", None) is None:
+    has_copies = ranks.mesh is not None and "replicate" in (ranks.mesh.mesh_dim_names or ())
+    if has_copies and getattr(model, "routers", None) is None:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_requires_all_reduce(now, recurse=False)
 
 
 def reshard_model(model: nn.Module) -> None:
-    """Drop the gathered copies, in the dtype of the forward pass, that it leaves without a backward pass."""
+    """Free the gathered parameters of a model with FSDP2: a forward pass without a backward pass leaves them behind."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -195,13 +204,14 @@ PINNED = ("cuda", "xpu")  # devices that copy from page-locked memory by themsel
 
 
 def to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Return the tensors on `device`, by one copy. On a CPU they are the same ones.
+    """Return host tensors by the same names on `device`, by one copy; on a CPU they are the same objects.
 
-    A copy from pageable memory waits until the device has done all that it was given: with one for each tensor, an
+    A copy from pageable memory waits until the device has completed all earlier work: with one copy for each tensor, an
     H100 was idle 18 times a micro-batch, while the host prepared the next.
     """
     if device.type == "cpu":
         return dict(tensors)
+    # One buffer of bytes has all tensors, each at an offset of its own.
     offsets = dict[str, int]()
     size = 0
     for name, tensor in tensors.items():

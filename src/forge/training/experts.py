@@ -15,13 +15,14 @@ from ..types import UNKNOWN_EXPERT
 
 
 class Routers:
-    """The routers of transformers' Qwen3-MoE and OLMoE, which return logits, gates and experts.
+    """Replays experts in a model's routers, and records their load, for transformers' Qwen3-MoE and OLMoE, which
+    return logits, gates and experts.
 
-    `start` before a forward pass, `take` after it; a backward pass that recomputes activations routes as the forward
-    pass before it.
+    Call `begin` before a forward pass and `take` after it. A backward pass that recomputes activations routes as the
+    forward pass before it.
 
     Args:
-        routers: by layer.
+        routers: the router modules by number of the layer.
         k: experts of a token.
         normalised: whether the gates of a token add up to 1.
     """
@@ -37,8 +38,16 @@ class Routers:
             router.register_forward_hook(partial(self._record_choice, number))
 
     def begin(self, replayed: Tensor | None, real: int) -> None:
-        """Replay these experts, [tokens, layers with experts, k], or route freely where they are `UNKNOWN_EXPERT`.
-        The tokens after the first `real` are padding. ValueError: they are another model's."""
+        """Prepare for a forward pass.
+
+        Args:
+            replayed: [tokens, layers with experts, k], the experts to take; tokens with `UNKNOWN_EXPERT`, or all if it
+                is None, are routed freely.
+            real: tokens after the first `real` are padding, which does not count as load.
+
+        Raises:
+            ValueError: the experts were recorded with another model.
+        """
         if replayed is not None and replayed.shape[1:] != (len(self.layers), self.k):
             layers, k = replayed.shape[1:]
             raise ValueError(
@@ -49,13 +58,15 @@ class Routers:
         self._real = real
 
     def take(self) -> Tensor:
-        """Return the load of experts over this rank's real tokens, [2, layers, E], float32: the number of tokens of
-        each expert, and the sums of its probabilities, the only ones with a gradient."""
+        """Return the load of E experts over this rank's real tokens in the last forward pass, [2, layers, E], float32.
+
+        [0] is the number of tokens of each expert, [1] the sum of its probabilities; only the latter has a gradient.
+        """
         assert self._routed is not None
         probabilities = torch.stack([probs[: self._real].sum(0) for probs, _ in self._routed])
         experts = torch.stack([experts[: self._real].flatten() for _, experts in self._routed])
         self._routed = None  # a recomputation in the backward pass is not counted
-        # Not `bincount`, which reads the largest number from the device: a wait of the host in every layer.
+        # Not `bincount`, which reads the largest number from the device: the host would wait in every layer.
         counts = torch.zeros_like(probabilities).scatter_add_(1, experts, torch.ones_like(experts, dtype=torch.float32))
         return torch.stack([counts, probabilities])
 
@@ -66,38 +77,55 @@ class Routers:
         return logits, *self.route(number, logits.float().softmax(-1), gates, experts)
 
     def route(self, number: int, probabilities: Tensor, gates: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gates and experts that a layer takes, both [tokens, k], instead of its router's. probabilities:
-        [tokens, E], float32."""
+        """Return the gates and experts, both [tokens, k], that a layer takes instead of its router's.
+
+        Args:
+            number: of the layer among the layers with experts.
+            probabilities: the router's, [tokens, E], float32.
+            gates, experts: the router's, [tokens, k].
+        """
         if self._replayed is not None:
             recorded = self._replayed[:, number]
             experts = torch.where(recorded == UNKNOWN_EXPERT, experts, recorded)
-            replayed = probabilities.gather(-1, experts)
+            replayed_gates = probabilities.gather(-1, experts)
             if self.normalised:
-                replayed = replayed / replayed.sum(-1, keepdim=True)
-            gates = replayed.to(gates.dtype)
+                replayed_gates = replayed_gates / replayed_gates.sum(-1, keepdim=True)
+            gates = replayed_gates.to(gates.dtype)
         if self._routed is not None:
             self._routed.append((probabilities, experts))
         return gates, experts
 
 
-def balance_loss(local: Tensor, everyone: Tensor, k: int) -> Tensor:
-    """Return a rank's share in the loss that balances experts, a scalar; shares add up to the loss over all ranks'
+def balance_loss(local: Tensor, total: Tensor, k: int) -> Tensor:
+    """Return a rank's share of the loss that balances experts, a scalar; shares add up to the loss over all ranks'
     tokens.
 
     The loss follows Fedus et al. 2021 (Switch Transformer, equations 4 to 6) as transformers computes it, over all
     layers together: E * sum over experts of (tokens per expert / rows) * (probability / rows), where each token is a
-    row in each layer. The first factor has no gradient: it is taken from `everyone`, the load of all ranks in a
-    micro-batch (Qiu et al. 2025, arXiv 2501.11873).
+    row in each layer. The first factor has no gradient: it is taken from the load of all ranks (Qiu et al. 2025,
+    arXiv 2501.11873).
+
+    Args:
+        local: this rank's load, the result of `Routers.take`.
+        total: its sum over all ranks.
+        k: experts of a token.
     """
-    counts = everyone[0].sum(0)
+    counts = total[0].sum(0)
     rows = (counts.sum() / k).clamp(min=1)
     return ((counts / rows).to(local.dtype) * local[1].sum(0)).sum() * (local.shape[2] / rows).to(local.dtype)
 
 
 def load_metrics(load: Tensor, layers: list[int], k: int) -> dict[str, float]:
-    """Return metrics of a load in host memory: by layer `experts/max_share_<layer>`, the share of tokens that went to
-    the busiest expert (k / E to 1), and `experts/entropy_<layer>` of the load, in nats (at most log E); and
-    `router_aux_loss` over all layers."""
+    """Return metrics of a load of E experts by name.
+
+    For each layer `experts/max_share_<layer>`, the share of tokens that went to the busiest expert (k / E to 1), and
+    `experts/entropy_<layer>` of the load, in nats (at most log E); `router_aux_loss` over all layers.
+
+    Args:
+        load: in host memory; see `Routers.take`.
+        layers: the numbers of the layers with experts.
+        k: experts of a token.
+    """
     shares = load[0] / load[0].sum(1, keepdim=True)
     metrics = {"router_aux_loss": float(balance_loss(load, load, k))}
     largest = shares.amax(1).tolist()

@@ -1,9 +1,9 @@
 """Attention over a tree of packed runs by FlexAttention (Dong et al. 2024, arXiv:2412.05496): the path of accelerators.
 
 One kernel computes the whole pack, without the padding and the copies of the rectangles in `attention.py`, and skips
-blocks of keys that no query of a block sees. On an H100 gradients are transformers' (`benchmarks/gpu.py`). On a CPU,
+blocks of keys that no query of a block sees. On an H100 gradients equal transformers' (`benchmarks/gpu.py`). On a CPU,
 FlexAttention has no backward pass: tests compare its forward pass with the rectangles. Long sequences that share
-nothing need no mask: the library's causal kernels are faster there.
+nothing need no mask: the causal kernels of cuDNN and FlashAttention are faster there.
 """
 
 from __future__ import annotations
@@ -32,15 +32,18 @@ CAUSAL = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 
 
 class Runs(NamedTuple):
-    """The runs of a pack in depth-first order, so that a run and all that continue it are an interval; arrays [runs].
+    """The runs of a pack, arrays [runs] in the order of the pack.
 
-    Two runs of 3 and 2 tokens, and two that continue the first, of 1 and 4:
+    Runs are numbered in depth-first order, so that a run and all runs that continue it, directly or not, have
+    consecutive numbers. Two runs of 3 and 2 tokens, and two that continue the first, of 1 and 4:
 
         0 --- 1        first   0  1  2  3
           `-- 2        end     3  2  3  4
         3              before  0  3  3  0
 
-    first, end: that interval. lengths: tokens. before: positions before its first token.
+    first, end: the run's number, and the end (not included) of the numbers of those that continue it.
+    lengths: tokens.
+    before: tokens before the run's first one in its sequence.
     """
 
     first: np.ndarray
@@ -50,7 +53,11 @@ class Runs(NamedTuple):
 
     @classmethod
     def from_lengths(cls, lengths: list[int], parents: list[int]) -> Runs:
-        """Runs that lie back to back; parents come before, -1 is none."""
+        """Return runs of these lengths, back to back in this order.
+
+        Args:
+            parents: the index of the run that each continues, an earlier one, or -1.
+        """
         # The number of runs in each subtree; parents come before, so that children are counted first.
         size = [1] * len(lengths)
         for run in reversed(range(len(lengths))):
@@ -60,8 +67,8 @@ class Runs(NamedTuple):
         # A run's number is the first free one of its parent's interval.
         before = [0] * len(lengths)
         first = list[int]()
-        free = list[int]()
-        roots = 0
+        free = list[int]()  # the first free number in each run's interval
+        roots = 0  # the first free number of a run without parent
 
         for run, parent in enumerate(parents):
             if parent < 0:
@@ -77,30 +84,31 @@ class Runs(NamedTuple):
         return cls(numbers, numbers + np.array(size), np.array(lengths), np.array(before))
 
     def columns(self) -> dict[str, Tensor]:
-        """Return the attributes of `TreeMask` for each token, [tokens]."""
+        """Return the attributes `first`, `end` and `position` of a `TreeMask`, by name, [tokens] each."""
         starts = self.lengths.cumsum() - self.lengths
         position = np.arange(self.lengths.sum()) + (self.before - starts).repeat(self.lengths)
         arrays = {"first": self.first.repeat(self.lengths), "end": self.end.repeat(self.lengths), "position": position}
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def long_sequences(self) -> list[int]:
-        """Return lengths of the sequences that lie one after the other; empty if some continue the same run, or are
-        short. Those of one token, such as padding, may be at the end."""
-        begins = self.before == 0
-        follows = self.before[1:] == (self.before + self.lengths)[:-1]
-        # A run may have as many tokens before it without continuing its neighbour.
-        follows &= (self.first[:-1] < self.first[1:]) & (self.first[1:] < self.end[:-1])
-        if not (follows | begins[1:]).all():
+        """Return the lengths of the pack's sequences if all are long and share nothing, else an empty list.
+
+        Long means at least `LONG` tokens. Sequences of one token, such as padding, may be at the end.
+        """
+        starts_sequence = self.before == 0
+        # Whether a run continues the one before it in the pack: it has as many tokens before, and is in its interval.
+        continues = self.before[1:] == (self.before + self.lengths)[:-1]
+        continues &= (self.first[:-1] < self.first[1:]) & (self.first[1:] < self.end[:-1])
+        if not (continues | starts_sequence[1:]).all():
             return []
-        lengths = np.add.reduceat(self.lengths, begins.nonzero()[0])
-        longer = lengths > 1
-        count = int(longer.sum())
-        is_long = longer[:count].all() and (lengths[:count] >= LONG).all()
-        return lengths.tolist() if count and is_long else []
+        lengths = np.add.reduceat(self.lengths, starts_sequence.nonzero()[0])
+        count = int((lengths > 1).sum())
+        # The first `count` are long only if sequences of one token are at the end.
+        return lengths.tolist() if count and (lengths[:count] >= LONG).all() else []
 
     def blocks(self, window: int | None) -> tuple[np.ndarray, np.ndarray]:
-        """Return which blocks of keys the queries of a block see: some pairs of tokens, and all of them; bool [blocks,
-        blocks] each.
+        """Return in which blocks queries see keys: bool matrices [blocks of queries, blocks of keys], the first true
+        where some query sees some key, the second where all see all.
 
         A run is cut where a block ends. Positions of a piece are an interval, and so are the distances between those
         of two pieces: for 3 to 5 and 1 to 2 they are 1 to 4. With a window of 3 some distances are below it, not all.
@@ -129,10 +137,10 @@ class Runs(NamedTuple):
             some &= nearest < window
             every &= furthest < window
 
-        # Pieces to blocks.
-        heads = np.searchsorted(starts, np.arange(0, tokens, BLOCK))
-        some = np.logical_or.reduceat(np.logical_or.reduceat(some, heads, axis=0), heads, axis=1)
-        every = np.logical_and.reduceat(np.logical_and.reduceat(every, heads, axis=0), heads, axis=1)
+        # From pieces to blocks, each of which starts with a piece.
+        first_pieces = np.searchsorted(starts, np.arange(0, tokens, BLOCK))
+        some = np.logical_or.reduceat(np.logical_or.reduceat(some, first_pieces, axis=0), first_pieces, axis=1)
+        every = np.logical_and.reduceat(np.logical_and.reduceat(every, first_pieces, axis=0), first_pieces, axis=1)
         if tokens % BLOCK:  # padding beyond the last token sees nothing
             every[-1] = every[:, -1] = False
 
@@ -140,13 +148,13 @@ class Runs(NamedTuple):
 
 
 class TreeMask:
-    """Attention mask of a pack: a token sees those before it in its run and in the runs that this one continues.
+    """The attention mask of a pack: a token sees itself, and those before it in its run and the runs that it continues.
 
     Not a dataclass: FSDP copies those for every layer, and each copy would make its own blocks.
 
     runs: the pack's, in host memory.
-    first, end: [tokens], the interval of each token's run and those that continue it.
-    position: [tokens], in the sequence.
+    first, end: [tokens], these attributes of each token's run (see `Runs`).
+    position: [tokens], the position of each token in its sequence.
     """
 
     def __init__(self, runs: Runs, first: Tensor, end: Tensor, position: Tensor) -> None:
@@ -155,33 +163,33 @@ class TreeMask:
 
     @classmethod
     def from_lengths(cls, lengths: list[int], parents: list[int]) -> TreeMask:
-        """Return the mask of runs that lie back to back, in host memory; parents come before, -1 is none."""
+        """Return the mask of runs back to back, in host memory, with the arguments of `Runs.from_lengths`."""
         runs = Runs.from_lengths(lengths, parents)
         return cls(runs, **runs.columns())
 
     def sees(self, query: Tensor, key: Tensor, window: int | Tensor | None = None) -> Tensor:
-        """Return whether tokens see others, by index in the pack; `window` counts the token itself."""
+        """Return whether tokens `query` see tokens `key`, indices of the pack; `window` counts the token itself."""
         first, position = self.first, self.position
         visible = (first[key] <= first[query]) & (first[query] < self.end[key]) & (position[key] <= position[query])
         return visible if window is None else visible & (position[query] - position[key] < window)
 
     def blocks(self, window: int | None) -> BlockMask:
-        """Return the mask as FlexAttention takes it; made once for each kind of attention of a model.
+        """Return the mask as FlexAttention takes it; made once for each window that a model has, None included.
 
-        It is made from the runs, in host memory: `create_block_mask` asks for every pair of tokens, compiles that
-        first, and takes an H100 .6 ms for 8,192 tokens, and 64 times that for 65,536.
+        It is made from the runs in host memory. torch's `create_block_mask` computes every pair of tokens instead, by a
+        function that it compiles first: on an H100 that takes .6 ms for 8,192 tokens and 64 times as long for 65,536.
         """
         if window not in self._blocks:
             count = len(self.first)
             device = self.first.device
 
-            # A tensor: as a number it would be compiled into the kernels, or be a symbol that inductor lacks in places.
+            # A tensor: a number would be compiled into the kernels, or become a symbol that inductor may not know.
             size = None if window is None else torch.full((), window, device=device)
 
             def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
                 return self.sees(query, key, size)
 
-            # Blocks where the mask decides, and full ones, by query and (for the backward pass) by key.
+            # Blocks of which some pairs are visible, and full ones, by query and (for the backward pass) by key.
             some, every = self.runs.blocks(window)
             kinds = {"": some & ~every, "full_": every}
             lists = {f"{kind}kv": order_blocks(blocks) for kind, blocks in kinds.items()}
@@ -197,8 +205,12 @@ class TreeMask:
 
 
 def order_blocks(blocks: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Return the number of true columns of each row of a bool matrix, [1, 1, rows], and the columns, true ones first,
-    [1, 1, rows, columns]; int32."""
+    """Return, for each row of a bool matrix, the number of true columns, [1, 1, rows], and the indices of all columns,
+    first those of true ones, [1, 1, rows, columns]; int32.
+
+    >>> [part.tolist() for part in order_blocks(np.array([[False, True]]))]
+    [[[[1]]], [[[[1, 0]]]]]
+    """
     columns = torch.from_numpy((~blocks).argsort(axis=1, kind="stable").astype(np.int32))
     return torch.from_numpy(blocks.sum(1, dtype=np.int32))[None, None], columns[None, None]
 
@@ -206,7 +218,13 @@ def order_blocks(blocks: np.ndarray) -> tuple[Tensor, Tensor]:
 def tree_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, window: int | None, scale: float | None
 ) -> Tensor:
-    """Query [1, heads, tokens, head_dim], key and value [1, key heads, ...] -> [tokens, heads, head_dim]."""
+    """Return the attention of a pack, [tokens, heads, head_dim], by the fastest kernels that the mask allows.
+
+    Args:
+        query: [1, heads, tokens, head_dim].
+        key, value: [1, key heads, tokens, head_dim].
+        window: how many tokens a token sees, itself included; None: all before it.
+    """
     # The causal kernels compute in half precision, with heads of at most 128, and add up gradients in any order.
     is_half = query.device.type == "cuda" and query.dtype != torch.float32
     if window is None and is_half and query.shape[-1] <= 128 and not torch.are_deterministic_algorithms_enabled():
@@ -217,15 +235,19 @@ def tree_attention(
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, blocks: BlockMask, scale: float | None) -> Tensor:
-    """`tree_attention` by FlexAttention."""
+    """Return the same as `tree_attention`, by FlexAttention."""
     attend: Any = flex_attention if query.device.type == "cpu" else _compiled_attention()
-    grouped = query.shape[1] != key.shape[1]
-    out = attend(query, key, value, block_mask=blocks, scale=scale, enable_gqa=grouped)
-    return out[0].transpose(0, 1)
+    has_groups = query.shape[1] != key.shape[1]
+    attended = attend(query, key, value, block_mask=blocks, scale=scale, enable_gqa=has_groups)
+    return attended[0].transpose(0, 1)
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float | None) -> Tensor:
-    """`tree_attention` of sequences of these lengths, one after the other; single tokens come last."""
+    """Return the same as `tree_attention` for sequences that share nothing, each by a call of a causal kernel.
+
+    Args:
+        lengths: of the sequences in the order of the pack; sequences of one token come last.
+    """
     group = query.shape[1] // key.shape[1]
     longer = [length for length in lengths if length > 1]
     parts = []
@@ -237,17 +259,17 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[in
             # tokens do not see the zeros, which come later.
             surplus = -length % BLOCK
             q, k, v = (F.pad(x[:, :, start : start + length], (0, 0, 0, surplus)) for x in (query, key, value))
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=group > 1)
-            parts.append(out[0, :, :length].transpose(0, 1))
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=group > 1)
+            parts.append(attended[0, :, :length].transpose(0, 1))
             start += length
 
     if len(longer) < len(lengths):
-        # One key: the result is its value.
+        # A token that sees only itself gets its own value.
         parts.append(value[0, :, start:].repeat_interleave(group, 0).transpose(0, 1))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @lru_cache
 def _compiled_attention() -> Callable[..., Any]:
-    """FlexAttention for any number of tokens, as every pack has another."""
+    """Return FlexAttention, compiled for any number of tokens, as every pack has another number."""
     return torch.compile(flex_attention, dynamic=True)

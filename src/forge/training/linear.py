@@ -1,4 +1,4 @@
-"""Linear layers: float32 products through oneDNN, and token log-probabilities without the logits' matrix.
+"""Linear layers: float32 products through oneDNN, and token log-probabilities without the whole matrix of logits.
 
 torch gives float32 products on CPU to MKL, which keeps to AVX2 on processors that are not Intel's; oneDNN uses AVX-512
 on all of them, at more than twice the speed, and with AVX2 only is a little faster too (docs/benchmarks.md).
@@ -40,7 +40,7 @@ def _onednn_is_faster(a: Tensor, b: Tensor) -> bool:
 
 
 def multiply_transposed(a: Tensor, b: Tensor) -> Tensor:
-    """`a @ b.T` for matrices a [m, k] and b [n, k], outside autograd."""
+    """Return `a @ b.T` for matrices a [m, k] and b [n, k], without autograd, by oneDNN where that is faster."""
     if not _onednn_is_faster(a, b):
         return a @ b.T
     return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
@@ -62,14 +62,14 @@ class _Linear(torch.autograd.Function):
 
 
 class FastLinear(nn.Linear):
-    """nn.Linear whose products go through `product`; the same parameters under the same names."""
+    """nn.Linear with products by oneDNN where that is faster; the same parameters under the same names."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x @ weight.T, [..., in] to [..., out], by oneDNN where that is faster."""
+        """Return the layer's output [..., out] for x [..., in]."""
         if not _onednn_is_faster(x, self.weight):
             return super().forward(x)
-        y = _Linear.apply(x, self.weight)
-        return y if self.bias is None else y + self.bias
+        product = _Linear.apply(x, self.weight)
+        return product if self.bias is None else product + self.bias
 
 
 def speed_up(model: nn.Module) -> None:
@@ -85,22 +85,23 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def rows_of_chunk(device: torch.device, vocabulary: int) -> int:
-    """Return the number of rows whose logits are computed at a time."""
+    """Return the number of rows of logits to compute at a time: on a CPU 256, else as many as take half a gigabyte."""
     if type_of(device) == "cpu":
         return CHUNK
     return max(CHUNK, CHUNK_BYTES // (4 * vocabulary) // ROWS * ROWS)
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """`a @ b.T` in at least float32. For half-precision matrices on CUDA sums are not rounded to half precision."""
+    """Return `a @ b.T` in float32 or a wider type. For half-precision matrices on CUDA its sums are never rounded to
+    half precision."""
     if has_wide_products(a, b):
         return torch.mm(a, b.T, out_dtype=torch.float32)
     return at_least_float32(multiply_transposed(a, b))
 
 
 def scores_of(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the label's log-probability, the log-normaliser and the entropy of each row of logits [rows,
-    vocabulary]."""
+    """Return the label's log-probability, the log-normaliser and the entropy, [rows] each, of the distributions
+    softmax(logits / temperature); logits [rows, vocabulary], labels [rows]."""
     logits = logits / temperature
     normaliser = logits.logsumexp(-1)
     logp = logits - normaliser[:, None]
@@ -117,9 +118,13 @@ def gradient_of(
     temperature: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the gradient of logits [rows, vocabulary] from the gradients of each row's scores, in `dtype`.
+    """Return the gradient with respect to logits [rows, vocabulary], in `dtype`.
 
     d logp(y) / d logit_j = [j = y] - p_j   and   d H / d logit_j = -p_j (logp_j + H)
+
+    Args:
+        labels, normaliser, entropy: [rows], of `scores_of`.
+        grad_logprob, grad_entropy: [rows], the gradients with respect to the labels' log-probabilities and entropies.
     """
     logp = logits / temperature - normaliser[:, None]
     grad = logp.exp() * (-grad_entropy[:, None] * (logp + entropy[:, None]) - grad_logprob[:, None])
@@ -129,12 +134,13 @@ def gradient_of(
 
 @lru_cache
 def _compile_function(function: Callable[..., A]) -> Callable[..., A]:
-    """Return a function compiled for any number of rows: one pass over the logits instead of ten."""
+    """Return the function compiled for any number of rows, cached: one pass over the logits instead of ten."""
     return torch.compile(function, dynamic=True)
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Log-probabilities in chunks: one log-normaliser and one entropy per row are saved; backward recomputes logits."""
+    """Log-probabilities and entropies in chunks of rows: only one log-normaliser and one entropy per row are saved, and
+    the backward pass computes a chunk's logits again."""
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, chunk: int):
@@ -196,30 +202,30 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _fuse_function(function: Callable[..., A], rows: Tensor) -> Callable[..., A]:
-    """Return the function, compiled on a GPU."""
+    """Return the function, compiled if `rows` are on a GPU."""
     return _compile_function(function) if type_of(rows.device) in ("cuda", "xpu") else function
 
 
 def token_logprobs(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, temperature: float = 1.0, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities of `labels`, and entropies, under softmax(hidden @ weight.T / temperature);
-    differentiable.
+    """Return the labels' log-probabilities and the entropies of softmax(hidden @ weight.T / temperature), in nats.
+
+    Both are [tokens], differentiable, in float32, or float64 if the weights are.
 
     Args:
-        hidden: [tokens, dim]; weight: [vocabulary, dim]; labels: [tokens].
-        temperature: of the sampler.
+        hidden: [tokens, dim], the backbone's last states.
+        weight: [vocabulary, dim], the head's.
+        labels: [tokens], token ids.
+        temperature: the sampler's.
         chunk: rows of logits at a time; None: `rows_of_chunk`.
-
-    Returns:
-        (logprobs [tokens], entropy [tokens]) in float32, or float64 if the weights are, in nats.
     """
     if not len(labels):
         # Keeps the graph connected: a rank with nothing to train still takes part in the backward collectives.
         empty = at_least_float32(hidden).sum(-1) + at_least_float32(weight).sum() * 0.0
         return empty, empty
     count = len(labels)
-    surplus = -count % ROWS
+    surplus = -count % ROWS  # rows of padding
     hidden = F.pad(hidden, (0, 0, 0, surplus))
     labels = F.pad(labels, (0, surplus))
     device = type_of(hidden.device)

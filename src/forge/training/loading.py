@@ -28,21 +28,24 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or
 def on_meta(
     kind: Any, path: str | Path, dtype: torch.dtype, *, new: Collection[str] = (), **settings: Any
 ) -> tuple[PreTrainedModel, set[str]] | None:
-    """Return a model whose parameters are on the meta device, for `fill`, but buffers are real; and which weights of
-    `new` the folder lacks, which are real and without values.
+    """Return a model whose parameters have no memory yet (meta device), and the names of `new` that the folder misses.
 
-    None: transformers has to load it. The folder is not local or has no safetensors files, or lacks other weights, as
-    it does if transformers renames or converts them, or they are quantised or adapters.
+    `fill_model` reads the parameters; buffers have their values. Those of `new` that the folder misses have memory, and
+    the caller sets their values.
+
+    Returns None where only transformers can load the model: the folder is not local or has no safetensors files, or
+    misses other weights, as it does if transformers renames or converts them, or they are quantised or adapters.
 
     Args:
         kind: a class of transformers such as AutoModelForCausalLM.
+        new: names of weights that the folder need not have.
         settings: of the configuration.
     """
     folder = Path(path)
     if not folder.is_dir() or (folder / "adapter_config.json").exists():
         return None
 
-    # Weights that transformers converts have other names or values than the files.
+    # If transformers converts weights, they have other names or values than the files.
     config = AutoConfig.from_pretrained(path, **settings, trust_remote_code=False)
     if any(getattr(config, name, None) for name in ("quantization_config", "transformers_weights")):
         return None
@@ -63,7 +66,7 @@ def on_meta(
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = torch.empty_like(buffer, device="cpu")
 
-    model.initialize_weights()  # of the buffers; on the meta device it does nothing
+    model.initialize_weights()  # sets the buffers; parameters on the meta device stay as they are
     model.config.name_or_path = str(path)
     if model.can_generate() and (folder / GENERATION_CONFIG_NAME).exists():
         model.generation_config = GenerationConfig.from_dict(read_json(folder / GENERATION_CONFIG_NAME))
@@ -73,7 +76,8 @@ def on_meta(
 
 @torch.no_grad()
 def fill_model(model: PreTrainedModel, path: str | Path, device: torch.device) -> None:
-    """Allocate the parameters of a sharded model that are on the meta device, and read this rank's part of them.
+    """Allocate the parameters of a sharded model that are on the meta device, and read this rank's part of them from
+    the folder `path`.
 
     Raises:
         ValueError: as `read_weights`.
@@ -87,17 +91,21 @@ def fill_model(model: PreTrainedModel, path: str | Path, device: torch.device) -
 
 @torch.no_grad()
 def read_weights(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Read this rank's part of tensors, by their names in transformers' models, from a folder's safetensors files.
+    """Read this rank's part of tensors, in place, from the safetensors files of a folder.
+
+    Args:
+        tensors: by name in transformers' models; DTensors if sharded.
 
     Raises:
-        ValueError: the files lack a tensor, or it has another shape; names it.
+        ValueError: the files have no such tensor, or it has another shape; the message names it.
     """
     # Files have each expert by itself, models a stack of them, which is sharded along its first dimension only.
     parts: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         boxes = local_boxes(tensor.detach())
-        named = [pair for box, values in boxes for pair in split_experts([(name, values)], first=box.offset[0])]
-        parts |= {name: tensor.detach()} if {plain for plain, _ in named} <= {name} else dict(named)
+        experts = dict(pair for box, values in boxes for pair in split_experts([(name, values)], first=box.offset[0]))
+        is_split = not experts.keys() <= {name}
+        parts |= experts if is_split else {name: tensor.detach()}
 
     reader = HuggingFaceStorageReader(str(folder))
     stored: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
@@ -112,8 +120,10 @@ def read_weights(tensors: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def files_of(folder: Path) -> dict[str, Path]:
-    """Return the safetensors file of each tensor of a model folder, by name; empty if there is none. Of several sets
-    the one that transformers reads."""
+    """Return the safetensors file of each tensor of a model folder, by the tensor's name; {} if it has no such files.
+
+    If the weights are there as a single file and as several, it is the single file, as for transformers.
+    """
     if (single := folder / SAFE_WEIGHTS_NAME).is_file():
         with safe_open(single, framework="pt") as opened:
             return dict.fromkeys(opened.keys(), single)
@@ -122,7 +132,7 @@ def files_of(folder: Path) -> dict[str, Path]:
     return {}
 
 
-LARGEST = 5 * 10**9  # bytes of tensors in a file
+LARGEST = 5 * 10**9  # most bytes of tensors in a file
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 
 
@@ -132,24 +142,25 @@ def write_weights(
     named_tensors: Iterable[tuple[str, Tensor]],
     largest: int = LARGEST,
 ) -> None:
-    """Write tensors under these names into a folder, in several files with an index if they are larger than `largest`.
+    """Write (name, tensor) pairs as safetensors into a folder: one file, or several of `largest` bytes and an index.
 
     Args:
-        planned: tensors without values, whose names, shapes and dtypes equal `named_tensors`', in the same order.
+        planned: the same names and tensors in the same order, but without values: only shapes and dtypes are read.
+        named_tensors: only one of the tensors at a time need be in memory.
 
     Raises:
-        ValueError: a tensor is not the planned one; names it.
+        ValueError: a tensor is not the planned one; the message names it.
     """
     # The headers first: they have the position of every tensor, and the index the file of each.
     headers: list[dict[str, Any]] = [{}]
-    parameters = total = size = 0
+    parameters = total = size = 0  # `size` is the current file's
     for name, tensor in planned:
         if headers[-1] and size + tensor.nbytes > largest:
             headers.append({})
             size = 0
-        places = [size, size + tensor.nbytes]
-        headers[-1][name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": places}
-        size, total, parameters = places[1], total + tensor.nbytes, parameters + tensor.numel()
+        offsets = [size, size + tensor.nbytes]
+        headers[-1][name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        size, total, parameters = offsets[1], total + tensor.nbytes, parameters + tensor.numel()
 
     files = [SAFE_WEIGHTS_NAME]
     if len(headers) > 1:
@@ -168,7 +179,7 @@ def write_weights(
         with (folder / file).open("wb") as opened:
             opened.write(len(text).to_bytes(8, "little") + text)
             for name, expected in header.items():
-                received, tensor = next(remaining, ("", torch.empty(0)))
+                received, tensor = next(remaining, ("", torch.empty(0)))  # "" if there are fewer than planned
                 if (received, DTYPES[tensor.dtype], list(tensor.shape)) != (name, expected["dtype"], expected["shape"]):
                     raise ValueError(f"{name!r} of shape {expected['shape']} was planned, {received!r} came")
                 values: Any = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()

@@ -21,18 +21,19 @@ class LoraLinear(FastLinear):
     scaling: float
 
     def forward(self, x: Tensor) -> Tensor:
-        """x @ weight.T + scaling * B(A(x)) (Hu et al. 2021, eq. 3)."""
+        """Return x @ weight.T + scaling * B(A(x)) (Hu et al. 2021, eq. 3), [..., out] for x [..., in]."""
         return super().forward(x) + self.scaling * self.lora_B(self.lora_A(x))
 
 
 def add_adapters(model: nn.Module, settings: LoraSettings) -> None:
-    """Add an adapter to every target of a transformers model's backbone, in place, and freeze all but SCORE.
+    """Add an adapter to every target of a transformers model's backbone, in place, and freeze all other weights but the
+    scalar head.
 
-    A is drawn with a seed from the layer's name, equal on every rank and in every run; B is 0, so that the model's
-    outputs are unchanged at first.
+    The factor A is drawn with a seed from the layer's name, equal on every rank and in every run; B is 0, so that the
+    model's outputs are unchanged at first.
 
     Raises:
-        ValueError: a target is not a linear layer of the backbone; lists those.
+        ValueError: a target is not a linear layer of the backbone; the message lists those.
     """
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     backbone = {name: module for name, module in linear.items() if name.startswith("model.")}
@@ -47,7 +48,7 @@ def add_adapters(model: nn.Module, settings: LoraSettings) -> None:
         if path.rpartition(".")[2] not in targets:
             continue
 
-        # `loading.fill` reads only the layer, not its adapter: that one is never on the meta device.
+        # The adapter is never on the meta device: `loading.fill_model` reads only the layer's weights.
         device = torch.device("cpu") if module.weight.is_meta else module.weight.device
         dtype = module.weight.dtype
         a = nn.utils.skip_init(FastLinear, module.in_features, settings.rank, bias=False, device=device, dtype=dtype)
@@ -59,6 +60,5 @@ def add_adapters(model: nn.Module, settings: LoraSettings) -> None:
         # The module keeps its place in the model and its parameters' names.
         module.__class__ = LoraLinear
         assert isinstance(module, LoraLinear)
-        module.lora_A = a
-        module.lora_B = b
+        module.lora_A, module.lora_B = a, b
         module.scaling = settings.alpha / settings.rank

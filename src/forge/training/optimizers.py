@@ -38,10 +38,10 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.opti
 
 @torch.no_grad()
 def begin_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the state that an optimiser has before its first step, where it has none. All ranks must call this.
+    """Give an optimiser without state the state that it has before its first step. All ranks must call this.
 
-    torch's `get_state_dict` makes it by a step without gradient at rate 0, which is counted: the bias corrections of
-    the first real step would be the second's.
+    torch's `get_state_dict` makes that state by a step without gradient at rate 0 and counts this step: the first real
+    step would then have the bias corrections of the second.
     """
     if optimizer.state:
         return
@@ -54,11 +54,12 @@ def begin_state(optimizer: torch.optim.Optimizer) -> None:
 class MixedAdamW(torch.optim.Optimizer):
     """AdamW, computed in float32, with state of any dtype.
 
-    With bfloat16 weights and float32 state, `remainder` holds what rounding took from each weight, the low 16 bits of
-    its float32 value. The two together are that value, so that no update is lost: training equals float32 weights'.
+    With bfloat16 weights and float32 state, the state `remainder` has the difference between each weight and its exact
+    float32 value, as 16 bits. No update is lost, and training equals training with float32 weights.
 
     Args:
         dtype: of the state; None: the dtype of each weight.
+        adam: torch's arguments `lr`, `betas` and `eps`.
     """
 
     def __init__(self, groups: list[ParameterGroup], dtype: torch.dtype | None, **adam: Any) -> None:
@@ -74,9 +75,9 @@ class MixedAdamW(torch.optim.Optimizer):
                     self._update_parameter(parameter, group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state, each parameter's in its own type."""
+        """Restore the optimiser's state, each tensor in the dtype in which it was saved."""
         super().load_state_dict(state_dict)
-        # torch has cast all state to the dtype of the weights.
+        # torch has cast all state to the dtype of the weights: take the saved tensors instead.
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for parameter, number in zip(group["params"], saved["params"], strict=True):
                 if number in state_dict["state"]:
@@ -95,7 +96,7 @@ class MixedAdamW(torch.optim.Optimizer):
         if not self.state[parameter]:
             self.state[parameter] = self._make_state(parameter)
 
-        # On this rank's part, in float32: the stored tensors themselves where they are float32.
+        # AdamW updates this rank's part in place, in float32: the stored tensors if they are float32, else copies.
         state = {name: local_part(value) for name, value in self.state[parameter].items()}
         weight = local_part(parameter)
         exact = join_bits(weight, state["remainder"]) if "remainder" in state else weight.float()
@@ -128,7 +129,7 @@ class MixedAdamW(torch.optim.Optimizer):
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part, which shares its memory."""
+    """Return this rank's part of a tensor, which shares its memory; the tensor itself if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -138,8 +139,11 @@ def join_bits(weight: Tensor, remainder: Tensor) -> Tensor:
 
 
 def split_bits(exact: Tensor, weight: Tensor, remainder: Tensor) -> None:
-    """Write a float32 tensor to `weight`, rounded to the nearest bfloat16, and its bits' distance to `remainder`."""
+    """Write a float32 tensor to `weight`, rounded to the nearest bfloat16, and the rest of its bits to `remainder`.
+
+    The remainder, int16, is the difference of the bits of both as integers.
+    """
     bits = exact.view(torch.int32)
-    high = (bits + 0x8000) >> 16
-    weight.view(torch.int16).copy_(high)
-    remainder.copy_(bits - (high << 16))
+    upper_half = (bits + 0x8000) >> 16  # of 32 bits, rounded: the bits of a bfloat16
+    weight.view(torch.int16).copy_(upper_half)
+    remainder.copy_(bits - (upper_half << 16))

@@ -51,18 +51,19 @@ class TokenValues(NamedTuple):
 
 
 class RankTokens(NamedTuple):
-    """A rank's share of a pack, and the positions whose states it reads. A prefix that sequences share is one run of
-    the pack, computed once.
+    """A rank's share of the tokens of a pack, and the tokens whose states it reads.
+
+    A pack is a batch in which each prefix that sequences share comes once. Ranks divide its tokens equally.
 
     tokens: [local] ids.
-    gathered, positions: [local * tensor-parallel ranks], the tokens of all of those ranks and their positions.
+    gathered, positions: [local * tensor-parallel ranks], the tokens of all tensor-parallel ranks and their positions.
     layout: of the whole pack.
     state_indices: [read], indices of this rank's tokens whose states are read.
-    labels: [read], the token ids that they are read for.
-    experts: [local, layers, k], those to replay, if any.
+    labels: [read], for each of these states the id of the token that it scores.
+    experts: [local, layers, k], the experts to replay; None: route freely.
     real: number of local tokens that are not padding.
     counts: number of states that each rank reads.
-    order: [read by all ranks], the index in the order of ranks of the state of each token with mask True.
+    order: [trained], for each token with mask True the index of its state among those of all ranks, rank after rank.
     """
 
     tokens: Tensor
@@ -78,7 +79,7 @@ class RankTokens(NamedTuple):
 
 
 def rank_tokens(batch: Batch, lag: int, ranks: Ranks) -> RankTokens:
-    """This rank's share of a batch, whose states are read `lag` tokens before those with mask True."""
+    """Return this rank's share of a batch, whose states are read `lag` tokens before the tokens with mask True."""
     context, sequence, device = ranks.context, ranks.sequence, ranks.device
     # The pack of all ranks: the batch with each shared prefix once, padded.
     tree = find_prefixes(prefix_ids(batch), batch.lengths)
@@ -89,22 +90,22 @@ def rank_tokens(batch: Batch, lag: int, ranks: Ranks) -> RankTokens:
     positions = F.pad(torch.from_numpy(tree.positions), (0, surplus))
 
     local = tokens.chunk(sequence.size)[sequence.rank]
-    first = sequence.rank * len(local)
+    first = sequence.rank * len(local)  # index of this rank's first token in the pack
     real = min(max(len(tree.source) - first, 0), len(local))
 
-    # Which rank has the state that each trained token is read from.
+    # Each trained token is scored by a state, an index of the pack, which one of the ranks has.
     trained = np.flatnonzero(batch.mask)
-    read = torch.from_numpy(tree.index[trained - lag])
-    rank = read // len(local)
-    by_rank = rank.argsort(stable=True)
-    local_reads = (rank == sequence.rank).nonzero()[:, 0]
+    state_indices = torch.from_numpy(tree.index[trained - lag])
+    rank_of_state = state_indices // len(local)
+    by_rank = rank_of_state.argsort(stable=True)
+    local_reads = (rank_of_state == sequence.rank).nonzero()[:, 0]
     columns = {
         "tokens": local,
         "gathered": tokens.chunk(context.size)[context.rank],
         "positions": positions.chunk(context.size)[context.rank],
-        "state_indices": read[local_reads] - first,
+        "state_indices": state_indices[local_reads] - first,
         "labels": torch.from_numpy(batch.tokens[trained])[local_reads],
-        "order": torch.empty_like(by_rank).scatter_(0, by_rank, torch.arange(len(by_rank))),
+        "order": torch.empty_like(by_rank).scatter_(0, by_rank, torch.arange(len(by_rank))),  # the inverse of by_rank
     }
 
     if batch.experts is not None:
@@ -121,20 +122,28 @@ def rank_tokens(batch: Batch, lag: int, ranks: Ranks) -> RankTokens:
     else:
         layout = PackedLayout.masked(TreeMask(runs, *(on_device.pop(name) for name in ("first", "end", "position"))))
 
-    counts = torch.bincount(rank, minlength=sequence.size).tolist()
+    counts = torch.bincount(rank_of_state, minlength=sequence.size).tolist()
     return RankTokens(layout=layout, experts=on_device.pop("experts", None), real=real, counts=counts, **on_device)
 
 
 def count_padding(tokens: int, ranks: int, device: torch.device) -> int:
-    """Return the number of tokens to add to a pack of `tokens`, which `ranks` share."""
+    """Return the number of tokens by which a pack of `tokens` is padded, so that `ranks` share it equally and kernels
+    see few different sizes.
+
+    >>> count_padding(100, ranks=2, device=torch.device("cpu"))
+    28
+    """
     if type_of(device) == "cpu":
         return -tokens % lcm(ROWS, ranks)
-    return max(tokens, MIN_TOKENS) + -max(tokens, MIN_TOKENS) % lcm(BLOCK, ranks) - tokens
+    minimum = max(tokens, MIN_TOKENS)
+    return minimum - tokens + -minimum % lcm(BLOCK, ranks)
 
 
 class PackedModel(nn.Module):
-    """A transformers model over packed batches. A trainer uses only `forward`, `named_weights`, `save_config` and the
-    parameters."""
+    """A transformers model over packed batches.
+
+    A trainer uses only `forward`, `named_weights`, `save_config` and the parameters.
+    """
 
     model: PreTrainedModel
     ranks: Ranks | None = None  # None: one process, on the model's device
@@ -146,22 +155,28 @@ class PackedModel(nn.Module):
         model.config._attn_implementation = NAME
         for module in model.modules():
             if isinstance(module, nn.Dropout):
-                # Off in training as well: a ratio or a KL compares two scorings, which dropout would set apart.
+                # Off in training as well: a ratio or a KL compares two forward passes, in which dropout would differ.
                 module.p = 0.0
         speed_up(model)
         fuse_norms(model)
         self.model = model
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(Hugging Face name, this rank's part), a DTensor if sharded; of tied parameters the first."""
+        """Return (Hugging Face name, parameter) pairs: of a sharded model DTensors, of tied parameters the first."""
         return self.model.named_parameters()
 
-    def save_config(self, folder: Path, words: PreTrainedTokenizerBase) -> None:
-        """Write all but weights and tokenizer in Hugging Face format."""
+    def save_config(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Write the configuration files in Hugging Face format, without weights and tokenizer."""
         self.model.save_pretrained(folder, state_dict={})
 
     def states(self, batch: Batch, lag: int) -> tuple[Tensor, RankTokens, Ranks]:
-        """Return the backbone's states [read, dim], `lag` tokens before those with mask True, of this rank's tokens."""
+        """Return the backbone's states [read, dim] that this rank reads, with its tokens and the ranks.
+
+        The states are at the tokens `lag` before those with mask True.
+
+        Raises:
+            ValueError: a sequence is too long for the model's rotary embedding.
+        """
         ranks = self.ranks or Ranks(0, 1, next(self.model.parameters()).device, None)
         local = rank_tokens(batch, lag, ranks)
         limit = rotary_limit(self.model.config)
@@ -185,7 +200,7 @@ class PackedModel(nn.Module):
 
 
 class Policy(PackedModel):
-    """A causal language model."""
+    """A causal language model that scores the tokens of a batch."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
@@ -205,11 +220,14 @@ class Policy(PackedModel):
         gradient_checkpointing: bool = False,
         meta: bool = False,
     ) -> Policy:
-        """Load weights in `dtype` from a folder or a hub id (see `forge.models.resolve_model`). With `meta` those that
-        `loading.fill` can read stay on the meta device."""
+        """Load a model with weights in `dtype` from a folder or a hub id (see `forge.models.resolve_model`).
+
+        Args:
+            meta: leave the weights that `loading.fill_model` can read on the meta device, without memory.
+        """
         built = on_meta(AutoModelForCausalLM, path, dtype) if meta else None
         if built is not None:
-            model = built[0]
+            model, _ = built
         else:
             model = AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype, attn_implementation="eager", trust_remote_code=False, use_safetensors=True
@@ -219,7 +237,7 @@ class Policy(PackedModel):
         return cls(model)
 
     def forward(self, batch: Batch, temperature: float = 1.0) -> TokenScores:
-        """Return log-probability and entropy of each token with mask True."""
+        """Return log-probability and entropy of each token with mask True, at the sampler's `temperature`."""
         states, local, ranks = self.states(batch, lag=1)  # the state at t - 1 predicts token t
         scores = token_logprobs(states, self.model.lm_head.weight, local.labels, temperature=temperature)
         return TokenScores(*gather_scores(scores, local.counts, ranks.sequence, local.order))
@@ -229,8 +247,8 @@ class ScalarModel(PackedModel):
     """A transformers sequence classifier of one class: a critic or a reward model.
 
     Args:
-        lag: distance in tokens: 1 for a critic, whose value of a state must not depend on the action taken in it; 0 for
-            a reward model, which transformers reads at a sequence's last token.
+        lag: how many tokens before a token its scalar is read: 1 for a critic, whose value of a state must not depend
+            on the action taken in it; 0 for a reward model, which transformers reads at a sequence's last token.
     """
 
     def __init__(self, model: PreTrainedModel, lag: int) -> None:
@@ -247,27 +265,26 @@ class ScalarModel(PackedModel):
         gradient_checkpointing: bool = False,
         meta: bool = False,
     ) -> ScalarModel:
-        """Load weights in `dtype` of a sequence classifier, or of a causal language model's backbone; `meta` as in
-        `Policy.from_pretrained`.
+        """Load a sequence classifier, or the backbone of a causal language model with a new head, in `dtype`.
 
         A new head is 0 for a critic, and for a reward model has variance 1 / (dim + 1) (Stiennon et al. 2020), equal on
-        every rank and in every run.
+        every rank and in every run. `meta` is as in `Policy.from_pretrained`.
 
         Raises:
             ValueError: a classifier of several classes, or weights other than the head are missing.
         """
-        classes = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        check_classifier(classes)
-        if any("SequenceClassification" in name for name in classes.architectures or ()) and classes.num_labels != 1:
-            raise ValueError(f"{path} has {classes.num_labels} classes: a {head} model has one scalar per token")
-        kind = AutoModelForSequenceClassification
-        built = on_meta(kind, path, dtype, new={SCORE}, num_labels=1) if meta else None
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        check_classifier(config)
+        if any("SequenceClassification" in name for name in config.architectures or ()) and config.num_labels != 1:
+            raise ValueError(f"{path} has {config.num_labels} classes: a {head} model has one scalar per token")
+        model_class = AutoModelForSequenceClassification
+        built = on_meta(model_class, path, dtype, new={SCORE}, num_labels=1) if meta else None
 
         if built is not None:
             model, missing = built
         else:
             with quiet_loading():
-                model, info = kind.from_pretrained(
+                model, info = model_class.from_pretrained(
                     path,
                     num_labels=1,
                     dtype=dtype,
@@ -279,8 +296,8 @@ class ScalarModel(PackedModel):
 
             missing = info["missing_keys"]
 
-        if lacking := sorted(missing - {SCORE}):
-            raise ValueError(f"{path} lacks {len(lacking)} weights of a {head} model, {lacking[0]!r} among them")
+        if absent := sorted(missing - {SCORE}):
+            raise ValueError(f"{path} lacks {len(absent)} weights of a {head} model, {absent[0]!r} among them")
 
         # A causal language model's backbone: the head is new.
         if missing:
@@ -301,14 +318,14 @@ class ScalarModel(PackedModel):
             values = at_least_float32(states) @ at_least_float32(score.weight)[0]
         return TokenValues(*gather_scores((values,), local.counts, ranks.sequence, local.order))
 
-    def save_config(self, folder: Path, words: PreTrainedTokenizerBase) -> None:
+    def save_config(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         """Write the config also with a padding id, by which transformers finds a sequence's last token."""
         config = self.model.config
         if config.pad_token_id is None:
             # If the tokenizer has none either: eos, which the classifier then skips as padding.
             eos = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
-            config.pad_token_id = eos if words.pad_token_id is None else words.pad_token_id
-        super().save_config(folder, words)
+            config.pad_token_id = eos if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        super().save_config(folder, tokenizer)
 
 
 class FusedNorm(nn.Module):
@@ -322,7 +339,7 @@ class FusedNorm(nn.Module):
     variance_epsilon: float
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Return the norm over the last dimension, [..., dim] to [..., dim]."""
+        """Return `hidden_states` [..., dim], normalised over the last dimension."""
         if type_of(hidden_states.device) == "cpu":
             return super().forward(hidden_states)
         weight = self.weight.to(hidden_states.dtype)
@@ -330,11 +347,10 @@ class FusedNorm(nn.Module):
 
 
 def fuse_norms(model: nn.Module) -> None:
-    """Turn the norms of a model into `FusedNorm`, in place; not Gemma's, whose weights are offsets from 1."""
+    """Make each RMSNorm of a model a `FusedNorm`, in place; not Gemma's, whose weights are offsets from 1."""
     for module in model.modules():
         kind = type(module)
-        if issubclass(kind, FusedNorm):
-            continue
-        # A subclass of both, so that the module is still an instance of transformers' class.
-        if kind.__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+        # Gemma's have no `variance_epsilon`. A subclass of both: it is still an instance of transformers' class.
+        is_norm = kind.__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
+        if is_norm and not issubclass(kind, FusedNorm):
             module.__class__ = type(kind.__name__, (FusedNorm, kind), {})

@@ -15,12 +15,12 @@ from ..models.architecture import BIASES, MLP_BIASES, sparse_layers
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-SPLIT_BY_NAME = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "gemma3_text")  # those with tensor parallelism
+SPLIT_BY_NAME = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "gemma3_text")  # families with tensor parallelism
 Backend = Literal["fsdp", "titan"]
 Head = Literal["policy", "value", "reward"]
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
-FUSED = ("qkv_proj", "gate_up_proj")  # as Phi-3 has them
+FUSED = ("qkv_proj", "gate_up_proj")  # Phi-3's names for several of them in one
 
 
 class OptimizerSettings(Section):
@@ -66,12 +66,20 @@ class OptimizerSettings(Section):
             )
 
     def kind(self, weights_dtype: str) -> str:
-        """Return the optimiser, and the dtype of its state where the weights have another."""
+        """Return a text that names the optimiser and, if it is not the weights' dtype, the dtype of its state.
+
+        >>> OptimizerSettings(optimizer_dtype="float32").kind(weights_dtype="bfloat16")
+        'adamw with float32 state'
+        """
         differs = self.optimizer_dtype not in (None, weights_dtype)
         return f"{self.optimizer} with {self.optimizer_dtype} state" if differs else self.optimizer
 
     def scale(self, step: int) -> float:
-        """Return share of the peak rate at optimiser step `step` (from 0)."""
+        """Return the learning rate of optimiser step `step`, from 0, as a share of the peak.
+
+        >>> OptimizerSettings(warmup_steps=4).scale(step=0)
+        0.25
+        """
         # Step 0 has a rate above 0: it would be wasted otherwise.
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
@@ -119,7 +127,11 @@ class PassSettings(Section):
             raise ValueError("training.weights_dtype bfloat16 needs training.dtype bfloat16")
 
     def check(self, config: PreTrainedConfig) -> None:
-        """ValueError: a setting that a policy of this transformers config does not have."""
+        """Check the settings that only some policies support.
+
+        Raises:
+            ValueError: a policy of this transformers config does not support one that is set.
+        """
         experts = sparse_layers(config)
         if self.compile and experts:
             raise ValueError(f"training.compile does not support mixtures of experts, this is {config.model_type}")
@@ -139,7 +151,11 @@ class LoraSettings(Section):
     """Names of linear layers, without the path to them; null: all of attention and feed-forward, but experts."""
 
     def layers(self, linear_layers: Iterable[str]) -> tuple[str, ...]:
-        """Return the names of the linear layers that get an adapter, in a model that has `linear_layers`."""
+        """Return the names of the linear layers that get an adapter, in a model whose linear layers have these names.
+
+        >>> LoraSettings().layers(["q_proj", "down_proj", "router"])
+        ('q_proj', 'down_proj')
+        """
         if self.targets is not None:
             return tuple(self.targets)
         return tuple(name for name in (*TARGETS, *FUSED) if name in linear_layers)
@@ -177,16 +193,19 @@ class Parallelism(Section):
     """1: pipelines are not supported."""
 
     def over(self, ranks: int, subject: str | None = None) -> Parallelism:
-        """Return all degrees, filled in for a number of ranks, which errors call `subject`.
+        """Return these degrees with the unset ones filled in, so that their product is the number of ranks.
+
+        Args:
+            subject: how messages of errors call the ranks; None: "the trainer's <ranks> ranks".
 
         Raises:
-            ValueError: an invalid or unsupported degree, or a product that is not the number of ranks.
+            ValueError: a degree is invalid or unsupported, or the product is not the number of ranks.
         """
         subject = subject or f"the trainer's {ranks} ranks"
         replicate = self.data_parallel_replicate_degree
         shard = self.data_parallel_shard_degree
 
-        # Degrees by themselves.
+        # Each degree by itself.
         if self.pipeline_parallel_degree != 1:
             raise ValueError(
                 f"parallelism.pipeline_parallel_degree = {self.pipeline_parallel_degree} is not supported: set it to 1 "
@@ -198,14 +217,14 @@ class Parallelism(Section):
             if (degree := getattr(self, name)) is not None and degree < 1:
                 raise ValueError(f"parallelism.{name} must be at least 1, got {degree}")
 
-        # Their product with the number of ranks.
+        # The product of the degrees is the number of ranks.
         if ranks % (self.tensor_parallel_degree * self.context_parallel_degree):
             raise ValueError(
                 f"parallelism: tensor_parallel_degree * context_parallel_degree = {self.tensor_parallel_degree} * "
                 f"{self.context_parallel_degree} does not divide {subject}"
             )
 
-        # Data parallelism has the ranks that tensor and context parallelism leave; -1 and null are the remaining ones.
+        # Data parallelism has the ranks that tensor and context parallelism leave; -1 and null mean all of these.
         data = ranks // (self.tensor_parallel_degree * self.context_parallel_degree)
         remark = "" if data == ranks else f", of which tensor and context parallelism leave {data}"
         for name, degree in (("replicate", replicate or 1), ("shard", data if shard == -1 else shard)):
@@ -230,30 +249,36 @@ class Parallelism(Section):
                 f"data_parallel_shard_degree * context_parallel_degree = {shard} * {self.context_parallel_degree}"
             )
 
-        filled = {"data_parallel_replicate_degree": replicate, "data_parallel_shard_degree": shard}
-        return self.model_copy(update=filled)
+        return self.model_copy(
+            update={"data_parallel_replicate_degree": replicate, "data_parallel_shard_degree": shard}
+        )
 
     def shares(self, ranks: int) -> int:
-        """Return the parts that the weights are divided into; raises as `over` does."""
+        """Return into how many parts `ranks` ranks divide the weights; the other ranks have copies.
+
+        Raises:
+            ValueError: as `over`.
+        """
         layout = self.over(ranks)
         return layout.data_parallel_shard_degree * layout.context_parallel_degree * layout.tensor_parallel_degree
 
     def check(self, config: PreTrainedConfig) -> None:
-        """ValueError: a transformers config of an unsupported family, or with a size that is not a multiple."""
+        """Check that these degrees can divide a model of this transformers config.
+
+        Raises:
+            ValueError: its family has no tensor parallelism, or a size is not a multiple of a degree.
+        """
         tensor = self.tensor_parallel_degree
         context = self.context_parallel_degree
         family = config.model_type
-        biased = any(
-            family in families and getattr(config, name, False)
-            for name, families in (("attention_bias", BIASES), ("mlp_bias", MLP_BIASES))
-        )
 
         # Layers are divided by the names of their modules, which differ between families.
         if tensor > 1 and family not in SPLIT_BY_NAME:
             supported = ", ".join(SPLIT_BY_NAME)
             raise ValueError(f"parallelism.tensor_parallel_degree: {family} models are not supported; use {supported}")
 
-        if tensor > 1 and biased:
+        biases = (("attention_bias", BIASES), ("mlp_bias", MLP_BIASES))
+        if tensor > 1 and any(family in families and getattr(config, name, False) for name, families in biases):
             raise ValueError("parallelism.tensor_parallel_degree: a bias of o_proj or down_proj is not supported")
 
         # Heads and columns are divided equally.
@@ -270,8 +295,11 @@ class Parallelism(Section):
                 )
 
     def check_experts(self, config: PreTrainedConfig) -> None:
-        """ValueError: a transformers config whose experts these degrees, filled in by `over`, cannot divide with
-        TorchTitan."""
+        """Check that TorchTitan can divide the experts of a model of this config by these degrees, filled in by `over`.
+
+        Raises:
+            ValueError: it cannot, as their number is not a multiple or too small, or the model has none.
+        """
         degree = self.expert_parallel_degree
         if not sparse_layers(config):
             if degree == 1:

@@ -24,15 +24,16 @@ Inputs = dict[str, Tensor | None]
 
 
 def mini_batches(batch: Batch, parts: int, seed: tuple[int, ...]) -> Iterator[Batch]:
-    """Split a batch at random into `parts` mini-batches of about the same number of units: the groups of a prompt,
-    whose prompt is then computed once, or episodes (or pairs) where there are fewer groups than parts.
+    """Yield `parts` random mini-batches of a batch, each of about the same number of units; with the same seed the same
+    on all ranks.
 
-    Weights are scaled by the batch's number of units over the part's, so that a part's loss estimates the batch's.
-    Empty parts and parts of weight 0 are skipped: momentum and weight decay would move the parameters without a
-    gradient. All ranks get the same parts.
+    A unit is the group of a prompt, whose prompt is then computed once, or an episode (or a pair) where there are fewer
+    groups than parts. Weights are scaled by the batch's number of units over the mini-batch's, so that the loss of a
+    mini-batch estimates the batch's. Mini-batches that are empty or of weight 0 are skipped: momentum and weight decay
+    would move the parameters without a gradient.
 
     Raises:
-        ValueError: all weights are 0.
+        ValueError: all weights of the batch are 0.
     """
     if parts == 1:
         yield batch
@@ -40,7 +41,7 @@ def mini_batches(batch: Batch, parts: int, seed: tuple[int, ...]) -> Iterator[Ba
     if not batch.weights.any():
         raise ValueError("all weights of this batch are 0: there is nothing to train")
 
-    # The unit of each sequence.
+    # The number of the unit of each sequence.
     units = np.arange(len(batch)) // batch.unit
     if batch.episodes is not None:
         units = np.unique(batch.episodes, return_inverse=True)[1]
@@ -48,17 +49,17 @@ def mini_batches(batch: Batch, parts: int, seed: tuple[int, ...]) -> Iterator[Ba
         units = np.searchsorted(groups, batch.groups)
     order = np.random.default_rng(seed).permutation(units.max() + 1)
 
-    for drawn in np.array_split(order, parts):
-        if not len(drawn):
+    for drawn_units in np.array_split(order, parts):
+        if not len(drawn_units):
             continue
         # In the batch's order, so that the packing does not depend on the order in which units were drawn.
-        part = batch.select(np.flatnonzero(np.isin(units, drawn)))
-        if part.weights.any():
-            yield replace(part, weights=part.weights * np.float32(len(order) / len(drawn)))
+        mini_batch = batch.select(np.flatnonzero(np.isin(units, drawn_units)))
+        if mini_batch.weights.any():
+            yield replace(mini_batch, weights=mini_batch.weights * np.float32(len(order) / len(drawn_units)))
 
 
 def loss_inputs(micro: Batch, output: TokenScores | TokenValues) -> Inputs:
-    """Return the tensors that a loss may name as parameters, each [trained]; None where missing."""
+    """Return the tensors that a loss may name as parameters, each [trained] (tokens with mask True), or None."""
     sequences = np.repeat(np.arange(len(micro)), micro.lengths)
     numbers: dict[str, np.ndarray | None] = {
         "ref_logprobs": micro.ref_logprobs,
@@ -84,6 +85,7 @@ def loss_inputs(micro: Batch, output: TokenScores | TokenValues) -> Inputs:
     behaviour = inputs.pop("behaviour_logprobs")
     proximal = inputs.pop("proximal_logprobs")
 
+    # Without proximal log-probabilities the policy of this forward pass is the proximal one.
     if isinstance(output, TokenScores):
         proximal = output.logprobs.detach() if proximal is None else proximal
         assert behaviour is not None
@@ -95,29 +97,33 @@ def loss_inputs(micro: Batch, output: TokenScores | TokenValues) -> Inputs:
 
 
 def trained_positions(mask: np.ndarray, sequences: np.ndarray) -> np.ndarray:
-    """[tokens]: how many trained tokens of its sequence come before each."""
-    # Of all sequences, less those before each one's first token.
-    before = np.cumsum(mask) - mask
-    first = np.searchsorted(sequences, np.unique(sequences))
-    return before - np.repeat(before[first], np.diff([*first, len(mask)]))
+    """Return for each token how many trained tokens of the same sequence come before it, [tokens].
+
+    >>> mask = np.array([False, True, True, True])
+    >>> trained_positions(mask, sequences=np.array([0, 0, 0, 1])).tolist()
+    [0, 0, 1, 0]
+    """
+    trained_before = np.cumsum(mask) - mask  # in the whole batch
+    first_tokens = np.searchsorted(sequences, np.unique(sequences))
+    lengths = np.diff([*first_tokens, len(mask)])
+    return trained_before - np.repeat(trained_before[first_tokens], lengths)
 
 
 def parameters_of(loss: Callable[..., object]) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a loss by name, without *args and **kwargs, and what its `token_loss` names besides."""
+    """Return the parameters of a loss by name, without *args and **kwargs, and those that its `token_loss` adds."""
     parameters = inspect.signature(getattr(loss, "forward", loss)).parameters
-    own = {n: p for n, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-    if len(own) == len(parameters) or not isinstance(loss, Algorithm):
-        return own
-    # They reach it by **additional.
-    further = {n: inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in loss.further if n not in own}
-    return own | further
+    named = {n: p for n, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    if len(named) == len(parameters) or not isinstance(loss, Algorithm):
+        return named
+    additional = {n: inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in loss.further if n not in named}
+    return named | additional
 
 
 def call_by_name(loss: Callable[..., A], inputs: Inputs) -> A:
-    """Call `loss` with the tensors that its parameters name.
+    """Return the result of `loss`, called with the tensors that its parameters name.
 
     Raises:
-        ValueError: a required tensor is missing; names it.
+        ValueError: a required tensor is missing; the message names it.
     """
     arguments = {}
     for name, parameter in parameters_of(loss).items():
@@ -126,23 +132,21 @@ def call_by_name(loss: Callable[..., A], inputs: Inputs) -> A:
         elif parameter.default is not inspect.Parameter.empty:
             continue
         elif name == "ref_logprobs" and not getattr(loss, "beta", 0) and "behaviour_logprobs" in inputs:
-            # Losses of the seed interface require ref_logprobs; without a KL term (beta 0) they take the ratio to it.
+            # Older losses require ref_logprobs; without a KL term (beta 0) they take the ratio to it.
             arguments[name] = inputs["behaviour_logprobs"]
         else:
             present = ", ".join(sorted(key for key, tensor in inputs.items() if tensor is not None))
-            raise ValueError(
-                f"{getattr(loss, '__name__', type(loss).__name__)} needs {name!r}; this batch has {present}"
-            )
-
+            loss_name = getattr(loss, "__name__", type(loss).__name__)
+            raise ValueError(f"{loss_name} needs {name!r}; this batch has {present}")
     return loss(**arguments)
 
 
 def micro_batch_loss(loss: Loss, micro: Batch, inputs: Inputs, output: TokenScores | TokenValues) -> Tensor:
     """Return the micro-batch's share of the batch's loss, a scalar.
 
-    A loss without a `weights` parameter averages by itself: it gets right-padded tensors [episodes, width], and its
-    value is scaled by the micro-batch's weight, which is exact if its mean is the batch's aggregation and no episode
-    has branches in two micro-batches.
+    A loss without a `weights` parameter averages by itself: it gets right-padded tensors [sequences, width], and its
+    value is scaled by the sum of the micro-batch's weights. That is exact if its mean is the batch's aggregation and no
+    episode has branches in two micro-batches.
     """
     if "weights" in parameters_of(loss):
         return call_by_name(loss, inputs)
@@ -166,48 +170,48 @@ def score_tokens(
     """Return one number per token with mask True, 0 elsewhere; [tokens], float32.
 
     Args:
-        forward: returns the numbers of a part's tokens with mask True, [trained].
+        forward: returns the numbers of a micro-batch's tokens with mask True, [trained].
         max_tokens: maximum tokens of a forward pass, unless a single sequence has more.
-        ranks: share the work; every rank must call this with the same batch and gets the whole result.
+        ranks: they divide the work; every rank must call this with the same batch and gets the whole result.
     """
     rank, world_size = (ranks.data.rank, ranks.data.size) if ranks is not None else (0, 1)
-    # Parts so small that every rank has one.
-    limit = min(max_tokens, math.ceil(len(batch.tokens) / world_size))
+    # Micro-batches so small that every rank has one.
+    max_tokens = min(max_tokens, math.ceil(len(batch.tokens) / world_size))
     runs: list[list[int]] = [[]]  # neighbouring sequences that fit into one forward pass
     filled = 0
-
     for sequence, length in enumerate(batch.lengths.tolist()):
-        if runs[-1] and filled + length > limit:
+        if runs[-1] and filled + length > max_tokens:
             runs.append([])
             filled = 0
         runs[-1].append(sequence)
         filled += length
 
     starts = np.concatenate([[0], np.cumsum(batch.lengths)])
-    out = np.zeros(len(batch.tokens), dtype=np.float32)
+    scores = np.zeros(len(batch.tokens), dtype=np.float32)
     for turn in range(0, len(runs), world_size):
         # A rank without a run repeats the last one: every rank takes part in every collective.
         run = runs[min(turn + rank, len(runs) - 1)]
-        part = batch.select(np.array(run))
-        numbers = forward(part).float().cpu().numpy()
+        micro = batch.select(np.array(run))
+        numbers = forward(micro).float().cpu().numpy()
         if turn + rank < len(runs):
-            out[starts[run[0]] : starts[run[-1] + 1]][part.mask] = numbers
+            scores[starts[run[0]] : starts[run[-1] + 1]][micro.mask] = numbers
 
+    # The other ranks' tokens are 0 here, so that a sum has the numbers of all.
     if ranks is None or world_size == 1:
-        return out
-    return ranks.sum(torch.from_numpy(out).to(ranks.device)).cpu().numpy()
+        return scores
+    return ranks.sum(torch.from_numpy(scores).to(ranks.device)).cpu().numpy()
 
 
 def evaluate_pairs(loss: Loss, batch: Batch, **outputs: np.ndarray) -> dict[str, float]:
-    """`eval/loss` of held-out pairs, and the mean of every metric of the loss.
+    """Return `eval/loss` of held-out pairs, and the mean of each metric of the loss as `eval/<name>`.
 
     Args:
-        loss: with `metrics`, such as `forge.losses.DPOLoss` or `forge.losses.BradleyTerryLoss`.
+        loss: one with `metrics`, such as `forge.losses.DPOLoss` or `forge.losses.BradleyTerryLoss`.
         batch: the pairs, packed as for training; with `ref_logprobs` if the loss takes them.
-        outputs: of the trainer, [tokens], by the loss's name for them: `logprobs`, or `values` of a reward head.
+        outputs: the trainer's scores, [tokens], by the loss's name for them: `logprobs`, or a reward model's `values`.
 
     Raises:
-        ValueError: a tensor of the loss is missing.
+        ValueError: a tensor that the loss requires is missing.
     """
     arrays = {
         "weights": batch.weights,
@@ -222,29 +226,31 @@ def evaluate_pairs(loss: Loss, batch: Batch, **outputs: np.ndarray) -> dict[str,
 
 
 def token_losses(loss: Loss, inputs: Inputs) -> Tensor:
-    """[trained]: each token's part of `loss`, which sums to it where the loss is linear in `weights`, as all of this
-    library's are; NaN for a loss without that parameter."""
-    shares = inputs["weights"]
-    assert shares is not None
-    if "weights" not in parameters_of(loss) or not len(shares):
-        return torch.full_like(shares, math.nan)
-    # The gradient of each weight is the token's loss before weighting.
-    weights = shares.detach().requires_grad_()
+    """Return each token's part of `loss`, [trained]; NaN if the loss has no parameter `weights`.
+
+    The parts add up to a loss that is linear in `weights`, as all of this library's are.
+    """
+    token_weights = inputs["weights"]
+    assert token_weights is not None
+    if "weights" not in parameters_of(loss) or not len(token_weights):
+        return torch.full_like(token_weights, math.nan)
+    # The gradient with respect to a token's weight is the token's loss before weighting.
+    weights = token_weights.detach().requires_grad_()
     fixed = {name: None if values is None else values.detach() for name, values in inputs.items()}
     with torch.enable_grad():
         value = call_by_name(loss, fixed | {"weights": weights})
-    return torch.autograd.grad(value, weights)[0] * shares
+    return torch.autograd.grad(value, weights)[0] * token_weights
 
 
 class TokenRecord:
-    """A step's numbers of the tokens that a batch numbers in `recorded`, over all ranks.
+    """What a step computes for single tokens, those that a batch numbers in `recorded`, over all ranks.
 
-    logprobs, ratio (to the policy that sampled): of the first epoch. entropy, clip_fraction and correction_fraction:
-    means over epochs. loss: the token's part of the step's loss. NaN: the token was not trained, or the loss has no
-    such number.
+    By name: `logprobs` and `ratio` (to the policy that sampled) in the first epoch; `entropy`, `clip_fraction` and
+    `correction_fraction`, means over epochs; `loss`, the token's part of the step's loss. NaN: the token was not
+    trained, or the loss has no such number.
     """
 
-    ONCE = ("logprobs", "ratio")
+    ONCE = ("logprobs", "ratio")  # recorded in the first epoch only
     MEANS = ("entropy", "clip_fraction", "correction_fraction")
 
     def __init__(self, batch: Batch, device: torch.device) -> None:
@@ -254,7 +260,7 @@ class TokenRecord:
         self._sums = {name: torch.zeros(size, device=device) for name in names}
 
     def add(self, micro: Batch, loss: Loss, inputs: Inputs, *, first_epoch: bool) -> None:
-        """Add a micro-batch of this rank."""
+        """Add the recorded tokens of a micro-batch of this rank; `inputs` are the loss's."""
         assert micro.recorded is not None
         numbers = micro.recorded[micro.mask]
         recorded = np.flatnonzero(numbers >= 0)
@@ -278,7 +284,8 @@ class TokenRecord:
                 self._sums[name][target] += values.get(name, missing).detach().float()[source]
 
     def reduce(self, ranks: Ranks, updates: int) -> dict[str, np.ndarray]:
-        """Return the numbers by name, [recorded] each; every rank must call this."""
+        """Return the numbers by name, [recorded tokens] each, after a step of `updates` optimiser updates. Every rank
+        must call this."""
         sums = ranks.sum(torch.stack(list(self._sums.values()))).cpu().numpy()
         record = dict(zip(self._sums, sums, strict=True))
         times = record.pop("times")
@@ -290,7 +297,7 @@ class TokenRecord:
 
 @dataclass
 class Metrics:
-    """Means and maxima of a step by name, over the tokens of all ranks; accumulated in float64."""
+    """Means and maxima of a step by name, over the tokens of all ranks; accumulated in float64 on the device."""
 
     _sums: dict[str, Tensor] = field(default_factory=dict)  # [2]: the sum, the number of terms
     _maxima: dict[str, Tensor] = field(default_factory=dict)
@@ -306,7 +313,7 @@ class Metrics:
         self._sums[name] = self._sums[name] + term if name in self._sums else term
 
     def add_load(self, load: Tensor) -> None:
-        """Add the load of experts over all ranks' micro-batches, [2, layers, E]."""
+        """Add the load of experts over all ranks' micro-batches, [2, layers, E]; see `Routers.take`."""
         self.load = load if not self.load.dim() else self.load + load
 
     @torch.no_grad()
@@ -323,9 +330,10 @@ class Metrics:
         """Add what `loss.metrics` returns, if it exists, and the standard metrics of `PolicyTrainer.train_step`.
 
         Args:
-            current: [trained] bool, tokens sampled by the version in training; None: not a policy.
+            current: [trained] bool, tokens sampled by the version in training; None if the model is not a policy.
             current_sequences: [trained] bool, tokens of sequences that this version sampled from beginning to end.
-            scored_at_start: the proximal policy is known: its distance to the sampler is trainer to engine.
+            scored_at_start: whether `proximal_logprobs` are of the weights before the step's first update: on tokens of
+                that version their distance to the sampler's is the difference between trainer and engine.
         """
         if hasattr(loss, "metrics"):
             for name, values in call_by_name(loss.metrics, inputs).items():
@@ -358,8 +366,8 @@ class Metrics:
             self.add("engine_difference_across_updates", difference, current & ~current_sequences)
 
     def reduce(self, ranks: Ranks) -> dict[str, float]:
-        """Return means and maxima over all ranks; every rank must call this. Means over no value are omitted. The load
-        is in host memory afterwards."""
+        """Return means and maxima over all ranks by name; every rank must call this. Means over no value are omitted.
+        The attribute `load` is in host memory afterwards."""
         sums = sorted(self._sums)
         maxima = sorted(self._maxima)
         if ranks.data.group is not None:
@@ -369,20 +377,20 @@ class Metrics:
             sums = sorted({name for names, _ in by_rank for name in names})
             maxima = sorted({name for _, names in by_rank for name in names})
 
-        zero = torch.zeros((), dtype=torch.float64, device=ranks.device)  # no maximum is negative
+        zero = torch.zeros((), dtype=torch.float64, device=ranks.device)  # of a missing name; no maximum is negative
         totals = [self._sums.get(name, zero.expand(2)) for name in sums]
         largest = torch.stack([self._maxima.get(name, zero) for name in maxima]) if maxima else zero[None][:0]
         if ranks.data.group is not None and maxima:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=ranks.data.group)
         flat = ranks.sum(torch.cat(totals)) if sums else zero[None][:0]
 
-        # All of them at once, as the host waits for the device to read them.
+        # All of them in one copy, for which the host waits for the device.
         load = self.load.flatten() if self.load.dim() else flat[:0]
-        read = torch.cat([flat, largest, load]).cpu()
+        sizes = [len(flat), len(largest), len(load)]
+        host_flat, host_largest, host_load = torch.cat([flat, largest, load]).cpu().split(sizes)
         if self.load.dim():
-            self.load = read[len(read) - len(load) :].view(self.load.shape)
-        numbers = read[: len(read) - len(load)].tolist()
-        pairs = zip(numbers[: 2 * len(sums) : 2], numbers[1 : 2 * len(sums) : 2], strict=True)
-        means = {name: total / count for name, (total, count) in zip(sums, pairs, strict=True) if count}
+            self.load = host_load.view(self.load.shape)
+        pairs = zip(sums, host_flat.view(-1, 2).tolist(), strict=True)
+        means = {name: total / count for name, (total, count) in pairs if count}
 
-        return means | dict(zip(maxima, numbers[2 * len(sums) :], strict=True))
+        return means | dict(zip(maxima, host_largest.tolist(), strict=True))

@@ -2,7 +2,7 @@
 
 Every parameter becomes a DTensor for FSDP2, checkpoints and the weight store; the forward pass computes with plain
 local tensors. Between layers each rank has its own tokens, so that a replicated parameter (norms, replicated factors
-of adapters) gets a partial gradient: `Partial` has FSDP2 sum it before it is reduced.
+of adapters) gets a partial gradient: by the placement `Partial` FSDP2 sums it before it reduces it.
 """
 
 from functools import cache
@@ -40,25 +40,25 @@ class FullParameters(nn.Module):
 
 
 def _is_gathered(value: object) -> TypeGuard[DTensor]:
-    """Return whether FSDP2 has gathered this parameter; before that its mesh has one more dimension."""
+    """Return whether a value is a parameter that FSDP2 has gathered: before that its mesh has one more dimension."""
     return isinstance(value, DTensor) and value.device_mesh.ndim == 1
 
 
 def parallelize_model(model: PreTrainedModel, ranks: Ranks) -> None:
-    """Shard a decoder and its head over the tensor-parallel ranks, in place, after `Parallelism.check`."""
+    """Shard a decoder and its head over the tensor-parallel ranks, in place. Call `Parallelism.check` before."""
     assert ranks.mesh is not None
     tensor = ranks.tensor
     mesh = ranks.mesh["tensor"]
     sharded: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay one
 
     for path, module in list(model.named_modules()):
-        # The layer's name, for its adapter's factors too.
+        # The last part of the path is the layer's name; a factor of its adapter, lora_A or lora_B, is below it.
         name = next((part for part in reversed(path.split(".")) if not part.startswith("lora_")), "")
         placement: Placement = Replicate()
         if name in TABLES or (name in ROW and not path.endswith(".lora_B")):
             placement = Shard(1)
         elif name in COLUMN and not path.endswith(".lora_A"):
-            placement = Shard(0)  # of an adapter, the factor on the sharded side is sharded too
+            placement = Shard(0)  # of an adapter, only the factor on the sharded side is sharded
 
         parameters = dict(module.named_parameters(recurse=False))
         for key, parameter in parameters.items():
@@ -66,7 +66,7 @@ def parallelize_model(model: PreTrainedModel, ranks: Ranks) -> None:
                 local = parameter.detach()
                 if isinstance(placement, Shard):
                     local = local.chunk(tensor.size, placement.dim)[tensor.rank].contiguous().clone()
-                if not local.is_meta:  # else `loading.fill` follows
+                if not local.is_meta:  # else `loading.fill_model` follows
                     local = local.to(ranks.device)
                 distributed = DTensor.from_local(local, mesh, [placement], run_check=False)
                 sharded[parameter] = nn.Parameter(distributed, parameter.requires_grad)
@@ -79,8 +79,9 @@ def parallelize_model(model: PreTrainedModel, ranks: Ranks) -> None:
 
     # Norms work on this rank's tokens; attention and feed-forward on all, with this rank's heads and columns.
     for layer in model.model.layers:
-        sandwich = getattr(layer, "pre_feedforward_layernorm", None)  # Gemma's other norms are of own tokens
-        for norm in (layer.input_layernorm, sandwich or layer.post_attention_layernorm):
+        # Gemma's norm before the feed-forward has another name; its norms after both work on this rank's tokens.
+        feed_forward_norm = getattr(layer, "pre_feedforward_layernorm", None) or layer.post_attention_layernorm
+        for norm in (layer.input_layernorm, feed_forward_norm):
             norm.register_forward_hook(lambda _module, _inputs, output: gather_tokens(output, tensor))
         for last in (layer.self_attn.o_proj, layer.mlp.down_proj):
             last.register_forward_hook(lambda _module, _inputs, output: scatter_tokens(output, tensor))

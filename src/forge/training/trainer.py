@@ -35,10 +35,10 @@ class PolicyTrainer:
     Args:
         model: folder or hub id.
         ranks: from `distributed.join`.
-        optimizer: which, and its settings.
+        optimizer: settings of the optimiser and its schedule.
         backend: "fsdp": transformers' model, sharded by this library; "titan": TorchTitan's.
-        head: "policy": log-probabilities of tokens; "value" (a critic): a scalar per trained token, read before it;
-            "reward": a scalar read at the token.
+        head: "policy": log-probabilities of tokens; "value" (a critic): a scalar for each trained token, read at the
+            token before it; "reward": a scalar read at the token itself.
         lora: train low-rank adapters only: `LoraSettings`, or its fields.
         temperature: of the sampler.
         **settings: fields of `forge.training.settings.PassSettings`, such as seq_len, dtype and mini_batches. With
@@ -83,7 +83,7 @@ class PolicyTrainer:
         elif head == "reward" and passes.router_aux_loss:
             raise ValueError("training.router_aux_loss is of policies: a reward model has none")
 
-        # Built and sharded, then the optimiser: its state follows the layout of the parameters.
+        # The optimiser comes last: its state has the layout of the sharded parameters.
         self.policy = build_policy(
             model,
             head,
@@ -98,18 +98,18 @@ class PolicyTrainer:
             compile=passes.compile,
         )
         self.optimizer = build_optimizer(self.policy, optimizer)
-        self.step = 0  # steps, not updates: it is the version of the weights
+        self.step = 0  # complete steps, not updates: it is the version of the weights
         self.recorded: dict[str, np.ndarray] | None = None  # of the last step, see `TokenRecord`
 
     def train_step(self, batch: Batch, loss: Loss, *, same_step: bool = False) -> dict[str, float]:
-        """`mini_batches * epochs` updates on a batch, which every rank gets whole.
+        """Train on a batch, which every rank gets whole, by `mini_batches * epochs` updates; return metrics.
 
-        With several updates, the policy at the start of the step is scored first if the loss uses it: it is the
-        `proximal_logprobs` of all updates, and the behaviour policy of tokens whose sampler is unknown. All updates
-        have the step's learning rate.
+        With several updates, the policy at the start of the step scores the batch first if the loss uses that: these
+        are the `proximal_logprobs` of all updates, and the log-probabilities of the behaviour policy for tokens whose
+        sampler is unknown. All updates have the step's learning rate.
 
         Args:
-            same_step: the updates belong to the last step, whose number stays.
+            same_step: the updates belong to the last step, so that `step` is not counted up.
 
         Returns:
             metrics, equal on every rank: loss and grad_norm (means over updates), learning_rate, tokens, micro_batches,
@@ -138,15 +138,15 @@ class PolicyTrainer:
 
     def _run_step(self, batch: Batch, loss: Loss) -> dict[str, float]:
         # With a single update the current policy is the proximal one.
-        several = self.passes.mini_batches * self.passes.epochs > 1
-        if several and self.head == "policy" and self._uses_proximal(batch, loss):
+        has_several_updates = self.passes.mini_batches * self.passes.epochs > 1
+        if has_several_updates and self.head == "policy" and self._uses_proximal(batch, loss):
             batch = replace(batch, proximal_logprobs=self.logprobs(batch))
         self.onload()
         rate = self.settings.learning_rate * self.settings.scale(self.step)
         metrics = Metrics()
         updates = list[dict[str, float]]()
-        recorded = batch.recorded is not None and self.head == "policy"
-        record = TokenRecord(batch, self.ranks.device) if recorded else None
+        is_recorded = batch.recorded is not None and self.head == "policy"
+        record = TokenRecord(batch, self.ranks.device) if is_recorded else None
         for epoch in range(self.passes.epochs):
             for part in mini_batches(batch, self.passes.mini_batches, (self.step, epoch)):
                 updates.append(self._update_weights(part, loss, rate, metrics, epoch == 0, record, first=not updates))
@@ -166,18 +166,18 @@ class PolicyTrainer:
         }
 
     def logprobs(self, batch: Batch) -> np.ndarray:
-        """Return log-probabilities under the current weights, [tokens], 0 where not trained. Every rank must call this.
-        ValueError: not a policy."""
+        """Return tokens' log-probabilities under the current weights, [tokens], 0 where not trained. Every rank must
+        call this. Raises a ValueError if the head is not "policy"."""
         return self._score_batch(batch, TokenScores)
 
     def predict(self, batch: Batch) -> np.ndarray:
-        """Return a scalar head's values, [tokens], 0 where not trained. Every rank must call this. ValueError: a
-        policy."""
+        """Return a critic's or reward model's values, [tokens], 0 where not trained. Every rank must call this. Raises
+        a ValueError if the head is "policy"."""
         return self._score_batch(batch, TokenValues)
 
     def weights(self) -> dict[str, Tensor]:
-        """This rank's part of every trained parameter, by Hugging Face name: DTensors if sharded. With `lora` the
-        factors, with B scaled by alpha / rank: W + B A is the layer."""
+        """Return this rank's part of every trained parameter by Hugging Face name, DTensors if sharded. With `lora`
+        these are the factors A and B, B scaled by alpha / rank: the layer's weight is then W + B A."""
         reshard_model(self.policy)
         parameters = self.policy.named_weights()
         if self.lora is None:
@@ -190,15 +190,15 @@ class PolicyTrainer:
         }
 
     def export_weights(self, *, meta: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Return full tensors by Hugging Face name, adapters merged, each gathered when it is its turn. Every rank must
-        iterate; all get the same. With `meta` only names, shapes and dtypes, which a single rank may ask for."""
+        """Return an iterator of (Hugging Face name, full tensor), adapters merged; it gathers one after another. Every
+        rank must iterate; all get the same. With `meta` tensors have no values, and a single rank may iterate."""
 
         def gather_full(tensor: Tensor) -> Tensor:
             if meta:
                 return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             if not isinstance(tensor, DTensor):
                 return tensor
-            on_device: Any = tensor.to(self.ranks.device)  # gathered on the device, also if offloaded
+            on_device: Any = tensor.to(self.ranks.device)  # gathered there even if offloaded
             return on_device.full_tensor()
 
         factors = {name: gather_full(tensor) for name, tensor in read_adapters(self.weights().items()).items()}
@@ -207,18 +207,18 @@ class PolicyTrainer:
         return merge_adapters(base, factors)
 
     def offload(self) -> None:
-        """Move parameters, gradients and optimiser to host memory, until `onload` or the next call that needs them.
-        Every rank must call this."""
+        """Move parameters, gradients and optimiser state to host memory, until `onload` or the next call that needs
+        them. Every rank must call this."""
         if not self.offloaded:
             self._move_model(torch.device("cpu"))
             self.offloaded = True
             if self.ranks.device.type != "cpu":
-                # Once for all of them: only then are the copies complete, and the device's memory free.
+                # The copies are complete, and the device's memory is free, only after this.
                 torch.get_device_module(self.ranks.device).synchronize()
                 torch.accelerator.empty_cache()
 
     def onload(self) -> None:
-        """Undo `offload`."""
+        """Move what `offload` has moved back to the device. Every rank must call this."""
         if self.offloaded:
             # With cpu_offload parameters stay in host memory: FSDP2 copies them to the device itself.
             self._move_model(torch.device("cpu") if self.passes.cpu_offload else self.ranks.device)
@@ -235,13 +235,12 @@ class PolicyTrainer:
         *,
         first: bool,
     ) -> dict[str, float]:
-        """Return one optimiser update on a mini-batch, the `first` or a later one of its step."""
-        data = self.ranks.data
+        """Update the weights by a mini-batch, the `first` of its step or a later one; return the update's metrics."""
         passes = self.passes
         by_rank = split_batch(
-            part, ranks=data.size, max_tokens=passes.seq_len, at_least=passes.gradient_accumulation_steps
+            part, ranks=self.ranks.data.size, max_tokens=passes.seq_len, at_least=passes.gradient_accumulation_steps
         )
-        micro_batches = by_rank[data.rank]
+        micro_batches = by_rank[self.ranks.data.rank]
         total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         self.optimizer.zero_grad(set_to_none=True)
         for turn, micro in enumerate(micro_batches):
@@ -250,11 +249,10 @@ class PolicyTrainer:
             value = micro_batch_loss(loss, micro, inputs, output)
             total += value.detach()
             if self.policy.routers is not None:
-                # Over the tokens of this turn on all ranks, as a share of the mini-batch.
+                # The routers' loss is over the micro-batches of this turn on all ranks, weighted by their tokens.
                 tokens = sum(len(batches[turn].tokens) for batches in by_rank if batches[turn].mask.any())
-                value = value + passes.router_aux_loss * tokens / len(part.tokens) * self._balance_experts(
-                    micro, metrics
-                )
+                factor = passes.router_aux_loss * tokens / len(part.tokens)
+                value = value + factor * self._balance_experts(micro, metrics)
             reduce_over_copies(self.policy, self.ranks, now=turn == len(micro_batches) - 1)
             value.backward()
             current = current_sequences = None
@@ -269,20 +267,20 @@ class PolicyTrainer:
             )
             if record is not None:
                 record.add(micro, loss, inputs, first_epoch=first_epoch)
-            # What hangs on the graph of this micro-batch would stay until the next one's forward pass is complete.
+            # Otherwise their memory would be in use until the next micro-batch's forward pass is complete.
             del output, inputs, value, current, current_sequences
         total = self.ranks.sum(total)
-        length = clip_gradients(list(self.policy.parameters()), self.settings.max_grad_norm or float("inf"))
+        total_norm = clip_gradients(list(self.policy.parameters()), self.settings.max_grad_norm or float("inf"))
 
-        # Both at once: here the host waits for the device.
-        loss_value, norm = torch.stack([total, length.to(total)]).tolist()
+        # Both in one copy, for which the host waits for the device.
+        loss_value, norm = torch.stack([total, total_norm.to(total)]).tolist()
         if not (math.isfinite(loss_value) and math.isfinite(norm)):
             self.optimizer.zero_grad(set_to_none=True)
             raise FloatingPointError(
                 f"step {self.step}: loss {loss_value}, gradient norm {norm}; the update was not applied"
             )
         for group in self.optimizer.param_groups:
-            if isinstance(group["lr"], Tensor):  # torchao's
+            if isinstance(group["lr"], Tensor):  # in torchao's optimisers
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
@@ -295,15 +293,16 @@ class PolicyTrainer:
             return self.policy(batch, self.temperature)
 
     def _balance_experts(self, micro: Batch, metrics: Metrics) -> Tensor:
-        """This rank's share of the routers' loss of a micro-batch of all ranks; records the load of experts."""
+        """Return this rank's share of the routers' loss over all ranks' micro-batches; record the experts' load."""
         routers = self.policy.routers
         assert routers is not None
-        load = routers.take() * bool(micro.mask.any())  # 0 of a micro-batch that only stands in for a missing one
-        everyone = load.detach().double()
+        # A micro-batch without trained tokens only pads the number of a rank's micro-batches: its load is 0.
+        load = routers.take() * bool(micro.mask.any())
+        total_load = load.detach().double()
         if self.ranks.sequence.group is not None:
-            dist.all_reduce(everyone, group=self.ranks.sequence.group)
-        metrics.add_load(self.ranks.sum(everyone))
-        return balance_loss(load, everyone, routers.k)
+            dist.all_reduce(total_load, group=self.ranks.sequence.group)
+        metrics.add_load(self.ranks.sum(total_load))
+        return balance_loss(load, total_load, routers.k)
 
     def _score_batch(self, batch: Batch, kind: type[TokenScores] | type[TokenValues]) -> np.ndarray:
         if (self.head == "policy") != (kind is TokenScores):
@@ -317,10 +316,10 @@ class PolicyTrainer:
         return numbers
 
     def _uses_proximal(self, batch: Batch, loss: Loss) -> bool:
-        parts = [part for part in (loss, getattr(loss, "metrics", None)) if part is not None]
-        names = {name for part in parts for name in parameters_of(part)}
+        functions = [function for function in (loss, getattr(loss, "metrics", None)) if function is not None]
+        names = {name for function in functions for name in parameters_of(function)}
         if "behaviour_logprobs" in names and np.isnan(batch.logprobs[batch.mask]).any():
-            return True  # instead of an unknown sampler
+            return True  # it stands in for the unknown sampler of a token
         # This library's losses use it for their off-policy correction, if they have one.
         return "proximal_logprobs" in names and getattr(loss, "correction", loss) is not None
 
@@ -332,18 +331,19 @@ class PolicyTrainer:
 
 
 def sampled_by(version: int, batch: Batch) -> dict[str, np.ndarray]:
-    """Return masks of the tokens that a version sampled, and of the sequences that it sampled from beginning to end;
-    bool [tokens] each, by the names of `Metrics.add_micro_batch`."""
+    """Return two masks [tokens], bool: "current", the tokens that this version of the policy sampled, and
+    "current_sequences", the tokens of sequences that it sampled from beginning to end."""
     current = batch.versions == version
     sampled_earlier = batch.mask & ~current
-    began_earlier = np.add.reduceat(sampled_earlier, np.cumsum(batch.lengths) - batch.lengths) > 0
+    first_tokens = np.cumsum(batch.lengths) - batch.lengths
+    began_earlier = np.add.reduceat(sampled_earlier, first_tokens) > 0
     return {"current": current, "current_sequences": ~np.repeat(began_earlier, batch.lengths)}
 
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], bound: float) -> Tensor:
-    """Clip the global norm of gradients, sharded in any layout, to `bound`; returns the norm before, a scalar. All
-    ranks must call this."""
+    """Scale gradients, sharded in any layout, to a global norm of at most `bound`, in place; return the norm before, a
+    scalar. All ranks must call this."""
     parameters = list(parameters)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not any(isinstance(gradient, DTensor) for gradient in gradients):
@@ -353,7 +353,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], bound: float) -> Tensor:
     local = []
     shares = []
     for gradient in gradients:
-        parts = 1
+        parts = 1  # into which this gradient is sharded; ranks / parts have the same one
         if isinstance(gradient, DTensor):
             sizes = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
             parts = math.prod(size for placement, size in sizes if not isinstance(placement, Replicate))
@@ -377,17 +377,17 @@ def move_state(
     to: torch.device | torch.dtype,
     buffers: torch.device | None = None,
 ) -> None:
-    """Move parameters with their gradients, the optimiser's state and buffers (to `buffers`, if given), in place.
+    """Move parameters with their gradients, the optimiser's state and buffers in place, to a device or dtype.
 
-    Copies are not waited for. Those to host memory are complete once the device is synchronised: torch puts them into
-    page-locked memory, which it keeps for the next time.
+    This does not wait for the copies. Those to host memory are complete once the device is synchronised: torch puts
+    them into page-locked memory, which it keeps for the next time. `buffers` is another device for the buffers.
 
     Raises:
         RuntimeError: the move created new parameters, which the optimiser does not have.
     """
     before = list(model.parameters())
     model.to(to, non_blocking=True)
-    if any(a is not b for a, b in zip(before, model.parameters(), strict=True)):
+    if any(old is not new for old, new in zip(before, model.parameters(), strict=True)):
         raise RuntimeError("moving a model gave it other parameters: its optimiser would train the old ones")
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):

@@ -29,8 +29,9 @@ UNKNOWN_EXPERT = 255  # instead of an expert that was not recorded
 class Prompt:
     """A prompt ready for generation. `token_ids` is what the policy sees; `str(prompt)` is its text.
 
-    `row` has the columns of its row that rewards name, as plain data. `messages` are a conversation's, which a
-    `conversational` row has itself; `stop_ids` end an answer to it, besides the generator's.
+    `row` has those columns of the prompt's row in the data set that rewards name, as plain data. `messages` is the
+    prompt as a conversation; `conversational` says that the row has these messages itself. `stop_ids` are tokens that
+    end an answer to it, in addition to the generator's.
     """
 
     text: str
@@ -58,7 +59,7 @@ class Sample(NamedTuple):
 
 
 def oldest_version(versions: Iterable[int]) -> int:
-    """Return the oldest of some policy versions, of which -1 stands for an unknown one; -1 if none is known.
+    """Return the oldest of some policy versions, where -1 means unknown; -1 if none is known.
 
     >>> oldest_version([3, -1, 5])
     3
@@ -72,10 +73,10 @@ class Completion:
 
     `logprobs[i]` is the log-probability of `token_ids[i]` under the distribution it was drawn from (after
     temperature, grammar, top-k and top-p; greedy decoding has temperature 1's under the grammar), and
-    `versions[i]` the policy version that drew it, -1 where that is not known. `finish` is "stop" (a stop token,
-    included in `token_ids`) or "length". `metadata` is the user's, and goes into the `info` of an episode. `identities`
-    has, for every version in `versions`, the identity of the weights that drew its tokens: the digest their publisher
-    stated, "" where none was. `sampled_by` names the replica.
+    `versions[i]` the policy version that drew it, -1 if that is not known. `finish` is "stop" (a stop token, included
+    in `token_ids`) or "length". `metadata` is the user's, and goes into the `info` of an episode. `identities` has, for
+    every version in `versions`, the identity of the weights that drew its tokens: the digest that their publisher
+    stated, or "". `sampled_by` names the replica of the generator.
 
     `top_logprobs` is empty unless the request asked for it. `top_logprobs[i]` then has the most probable tokens at the
     position of `token_ids[i]`, in descending order, with their log-probabilities under that same distribution: as
@@ -107,22 +108,22 @@ class Completion:
 
     @property
     def version(self) -> int:
-        """Return the oldest known policy version that contributed a token; -1 where none is known."""
+        """Return the oldest known policy version that drew one of its tokens; -1 if none is known."""
         return oldest_version(self.versions)
 
     @property
     def generator_version(self) -> int:
-        """Return `version`, by torchforge's name."""
+        """Return `version`, under torchforge's name for it."""
         return self.version
 
     @property
     def stop_reason(self) -> str:
-        """Return `finish`, by torchforge's name."""
+        """Return `finish`, under torchforge's name for it."""
         return self.finish
 
 
 class Origin(NamedTuple):
-    """Origin of tokens: the policy version, the identity of its weights ("" where it is not stated) and the replica
+    """Where tokens come from: the policy version, the identity of its weights ("" if it was not stated) and the replica
     that sampled them."""
 
     version: int
@@ -131,9 +132,10 @@ class Origin(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """One turn of the policy: the tokens from `start` to `end` of an episode.
+    """One turn of the policy: the tokens from `start` to `end` - 1 of an episode.
 
-    `version` is the oldest that drew one of them, `finish` the completion's, `reward` the environment's for the turn.
+    `version` is the oldest policy version that drew one of them, `finish` the completion's, and `reward` the
+    environment's for the turn.
     """
 
     start: int
@@ -143,7 +145,7 @@ class Turn(NamedTuple):
     reward: float = 0.0
 
 
-NO_TURN = "no_turn"  # how an episode ended for a policy that was never asked
+NO_TURN = "no_turn"  # the `stop` of an episode whose policy had no turn
 
 
 @dataclass(slots=True, init=False)
@@ -152,18 +154,18 @@ class Episode:
 
     The four arrays have one length. `mask[i]` says that the policy wrote token i; context tokens have mask False,
     logprob 0 and version -1. `reward` None means unscored: the episode is dropped and counted, never read as zero.
-    An episode built without `logprobs` says that its behaviour policy is unknown: the trainer then takes its own
-    current policy for it. `weight` multiplies its share of the loss.
+    An episode built without `logprobs` has an unknown behaviour policy: the trainer then uses its current policy's
+    log-probabilities. `weight` multiplies its share of the loss.
 
-    Where it was played in several turns, `turns` has them; what of `reward` is not theirs came at the end. `branches`
-    are the episodes that came before it where the conversation was rewritten; each one's reward is what was still to
-    come when it started. `steps` has rewards within it, (tokens until its end, reward), which are part of `reward`.
-    `experts` are as in a completion, for all tokens. `policy` is the name of the player whose episode it is, where a
-    game has several.
+    `turns` has the turns of an episode of several turns; the part of `reward` that is not theirs came at the end. Each
+    time the conversation was rewritten a new episode started: `branches` are the ones before this one, and the reward
+    of each is the sum of what came after its start. `steps` has rewards within the episode as (number of tokens until
+    the end of the step, reward); they are part of `reward`. `experts` are as in a completion, for all tokens. `policy`
+    is the name of the player whose episode it is, in a game of several players.
 
     Call forms: `Episode(completion, reward)`,
     `Episode(prompt_ids=..., response_ids=..., reward=..., logprobs=..., versions=...)`; for tokens that somebody else
-    wrote, `Episode.given(tokens, mask)`; and `Episode.played(...)` for one of several turns.
+    wrote, `Episode.given(tokens, mask)`; and `Episode.played(...)` for an episode of several turns.
     """
 
     tokens: list[int]
@@ -198,7 +200,7 @@ class Episode:
         if (completion is None) == (response_ids is None):
             raise ValueError("an Episode is made from a completion or from prompt_ids and response_ids")
 
-        # A completion has all that the other form states.
+        # A completion has all values of the other form.
         source = completion or Completion()
         info = {**source.metadata, **(info or {})}
         if completion is not None:
@@ -237,9 +239,10 @@ class Episode:
 
     @classmethod
     def given(cls, tokens: list[int], mask: list[bool], *, weight: float = 1.0) -> Episode:
-        """Return an episode of given tokens, to be imitated where `mask` is True; its advantage is 1.
+        """Return an episode of tokens that somebody else wrote, to imitate where `mask` is True; its advantage is 1.
 
-        ValueError: lengths differ, or nothing is to be imitated.
+        Raises:
+            ValueError: the lengths differ, or no token is to be imitated.
         """
         if len(tokens) != len(mask) or not any(mask):
             raise ValueError(f"{len(tokens)} tokens with a mask of {len(mask)}, {sum(mask)} of them to be imitated")
@@ -263,9 +266,10 @@ class Episode:
         info: Info | None = None,
         experts: np.ndarray | None = None,
     ) -> Episode:
-        """Return an episode of several turns. Without a turn it has no reward: there is nothing in it to learn from.
+        """Return an episode of several turns. Without a turn there is nothing to learn, and `reward` must be None.
 
-        ValueError: the arrays differ in length, or say different things of a token.
+        Raises:
+            ValueError: the arrays differ in length or contradict one another, or turns have other tokens than `mask`.
         """
         if not len(tokens) == len(mask) == len(logprobs) == len(versions):
             lengths = [len(array) for array in (tokens, mask, logprobs, versions)]
@@ -289,29 +293,30 @@ class Episode:
 
     @property
     def version(self) -> int:
-        """Return the oldest known version among the tokens the policy wrote, in all branches; -1 where none is
+        """Return the oldest known version among the tokens that the policy wrote, in all branches; -1 if none is
         known."""
         known_versions = (version for version, trained in zip(self.versions, self.mask, strict=True) if trained)
         return oldest_version([*known_versions, *(branch.version for branch in self.branches)])
 
     @property
     def had_no_turn(self) -> bool:
-        """Return whether its policy was never asked in a game of several: it has nothing to score, and nothing was
-        lost."""
+        """Return whether its policy had no turn in a game of several players. Such an episode has no score, and is not
+        counted as lost."""
         return bool(self.policy) and self.info.get("stop") == NO_TURN
 
     @property
     def outcome(self) -> float | None:
-        """Return the reward of all that was played, earlier branches included."""
+        """Return the reward of the whole episode, earlier branches included; None if it is unscored."""
         return self.branches[0].reward if self.branches else self.reward
 
 
 @dataclass(slots=True)
 class Group:
-    """The episodes of one prompt, scored together. The texts are for people.
+    """The episodes of one prompt, scored together. The texts `target` and `prompt` are for people.
 
-    `index` is the prompt's: it orders groups, and a replay buffer takes each once in a run. -1 says that it has
-    none. `samples` numbers the prompt's episodes where some were dropped; () stands for all.
+    `index` is the prompt's in the data stream: it orders groups, and a replay buffer accepts each index once in a run.
+    -1: the prompt has none. `samples` has the number of each episode among the prompt's samples; () means that none was
+    dropped.
     """
 
     episodes: list[Episode]
@@ -322,24 +327,34 @@ class Group:
 
     @property
     def version(self) -> int:
-        """Return the oldest known policy version among the group's episodes; -1 where none is known."""
+        """Return the oldest known policy version among the group's episodes; -1 if none is known."""
         return oldest_version(episode.version for episode in self.episodes)
 
     def of(self, policy: str) -> Group:
-        """Return the group with the episodes of one player only: the sides of a game are not alike, and each is
-        compared with itself (role-conditioned advantages, SPIRAL, arXiv:2506.24119)."""
+        """Return the group with the episodes of one player only.
+
+        The players of a game have different tasks, so that each is compared only with itself (role-conditioned
+        advantages, SPIRAL, arXiv:2506.24119).
+        """
         return replace(self, episodes=[episode for episode in self.episodes if episode.policy == policy], samples=())
 
     @property
     def has_signal(self) -> bool:
-        """Return whether the outcomes of a player's episodes differ. ValueError: as of `rewards`."""
-        return len(set(zip(self.rewards, (episode.policy for episode in self.episodes), strict=True))) > len(
-            {episode.policy for episode in self.episodes}
-        )
+        """Return whether the outcomes of the episodes of some player differ.
+
+        Raises:
+            ValueError: an episode is unscored.
+        """
+        policies = [episode.policy for episode in self.episodes]
+        return len({*zip(policies, self.rewards, strict=True)}) > len({*policies})
 
     @property
     def rewards(self) -> list[float]:
-        """Return the episodes' outcomes; ValueError if one is unscored (the replay buffer lets none of those in)."""
+        """Return the outcome of each episode.
+
+        Raises:
+            ValueError: an episode is unscored; the replay buffer accepts none of those.
+        """
         rewards = [outcome for episode in self.episodes if (outcome := episode.outcome) is not None]
         if len(rewards) < len(self.episodes):
             raise ValueError(f"group {self.index} has an unscored episode")
@@ -347,7 +362,7 @@ class Group:
 
 
 def __getattr__(name: str) -> Any:
-    """Return a type of another library's name, which a package provides."""
+    """Return a type that a package provides under this name, by an entry point of the group "forge.types"."""
     points = () if name.startswith("_") else entry_points(group="forge.types", name=name)
     for point in points:
         return point.load()

@@ -1,4 +1,4 @@
-"""Input of a trainer: batches of token arrays, pairs, and how far a data set was read."""
+"""Input of a trainer: batches of token arrays, preference pairs, and how far a data set was read."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ class Batch:
 
     `tokens`, `mask`, `logprobs`, `versions`, `advantages` and `weights` are [tokens]; `lengths` is [sequences] and
     sums to the number of tokens. Only tokens with mask True are trained on. `logprobs` is NaN where the behaviour
-    policy is unknown. `origins` says what the versions among the trained tokens stand for. `weights` holds each
-    token's share of the loss: a batch's loss is the weighted sum of its tokens' losses, so any split of a batch
-    gives the same loss and gradient. `rewards`, where all sequences are scored, has what each trained token earned:
-    a step's or a turn's at its last one, an episode's at its end. `ref_logprobs` is filled in by a reference model,
-    `proximal_logprobs` by the trainer where a step makes several updates: of the policy that it starts from;
-    `values` by a critic, `returns` is what that critic should have said. `experts`, [tokens, layers, k], are those of
-    the engine, `UNKNOWN_EXPERT` where they are not known; a policy in training takes them instead of its routers' own.
-    `recorded` numbers the tokens of which a trainer records what it computes, from 0; -1 for the others. `groups` is
-    [sequences]: those of one prompt have the same number. So is `episodes`, where some have branches, which are
-    neighbours: those of one episode have the same number; `branch_shares` then says how much of its episode's trained
-    tokens each sequence has.
+    policy is unknown. `origins` has the origin of each version among the trained tokens. `weights` holds each token's
+    share of the loss: a batch's loss is the weighted sum of its tokens' losses, so any split of a batch gives the same
+    loss and gradient.
+
+    Others are [tokens] or None. `rewards`, if all sequences are scored, has what each trained token earned: the reward
+    of a step or a turn at its last token, an episode's at its end. `ref_logprobs` are a reference model's.
+    `proximal_logprobs` are of the policy that a step of several updates starts from; the trainer adds them.
+    `values` are a critic's, `returns` their targets. `experts`, [tokens, layers, k], are those that the engine took,
+    `UNKNOWN_EXPERT` if that is not known; a policy in training takes them instead of its routers' own. `recorded`
+    numbers from 0 the tokens for which a trainer records what it computes; it is -1 for other tokens.
+
+    Others are [sequences] or None. `groups` has the same number for the sequences of one prompt. `episodes`, if some
+    have branches, has the same number for the sequences of one episode, which are neighbours; `branch_shares` is then
+    each sequence's share of the trained tokens of its episode.
 
     `unit` neighbouring sequences belong together (2: the pairs of preference data) and are never separated.
     """
@@ -59,15 +62,14 @@ class Batch:
     )
 
     def __len__(self) -> int:
-        """Return number of sequences."""
+        """Return the number of sequences."""
         return len(self.lengths)
 
     def select(self, sequences: np.ndarray) -> Batch:
-        """Return the batch of these sequences only (indices into `lengths`), in this order."""
-        # Columns of tokens by the positions of the sequences, columns of sequences by their number.
+        """Return a batch of some sequences only, in the order of their numbers in `sequences`."""
         starts = np.concatenate([[0], np.cumsum(self.lengths)])
-        index = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in sequences])
-        per_token = {name: values[index] for name in self.PER_TOKEN if (values := getattr(self, name)) is not None}
+        tokens = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in sequences])
+        per_token = {name: values[tokens] for name in self.PER_TOKEN if (values := getattr(self, name)) is not None}
         per_sequence = {
             name: values[sequences] for name in self.PER_SEQUENCE if (values := getattr(self, name)) is not None
         }
@@ -75,17 +77,17 @@ class Batch:
         return Batch(lengths=lengths, origins=self.origins, unit=self.unit, **per_token, **per_sequence)
 
     def trained_counts(self) -> np.ndarray:
-        """Return [episodes], the trained tokens of each episode, over all of its branches in the batch."""
-        # Branches of an episode are neighbours: their counts add up.
+        """Return the number of trained tokens of each episode, [episodes], over all of its branches in the batch."""
         counts = np.add.reduceat(self.mask, np.cumsum(self.lengths) - self.lengths, dtype=np.int64)
         if self.episodes is None:
             return counts
-        first = np.flatnonzero(np.diff(self.episodes, prepend=self.episodes[0] - 1))
-        return np.add.reduceat(counts, first)
+        # Branches of an episode are neighbours: add the counts from each first branch to the next one.
+        first_branches = np.flatnonzero(np.diff(self.episodes, prepend=self.episodes[0] - 1))
+        return np.add.reduceat(counts, first_branches)
 
 
 class Pair(NamedTuple):
-    """Two episodes that answer the same context."""
+    """Two episodes that answer the same context, of which `chosen` is preferred."""
 
     chosen: Episode
     rejected: Episode
@@ -93,7 +95,13 @@ class Pair(NamedTuple):
 
 @dataclass
 class Seen:
-    """A set of stream indices that has nearly all of them from 0 on: all below `low`, and those `above`."""
+    """A set of indices of a data stream that were seen, in little memory: all below `low`, and those in `above`.
+
+    >>> seen = Seen(low=3)
+    >>> seen.add(4)
+    >>> 2 in seen, 3 in seen, 4 in seen
+    (True, False, True)
+    """
 
     low: int = 0
     above: set[int] = field(default_factory=set)
@@ -102,7 +110,7 @@ class Seen:
         return index < self.low or index in self.above
 
     def add(self, index: int) -> None:
-        """Record an index."""
+        """Add an index; `low` rises over all indices that are seen without a gap."""
         if index not in self:
             self.above.add(index)
         while self.low in self.above:

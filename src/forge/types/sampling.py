@@ -13,15 +13,18 @@ Spans = tuple[tuple[int, int], ...]
 class Sampling:
     """Settings with which completions of one prompt are sampled.
 
-    `temperature == 0` is greedy decoding. `top_p == 1` and `top_k == 0` are off. `seed` makes the samples of a
-    request reproducible whatever else is in the batch; None draws one. `top_logprobs` is the number of
-    most probable tokens to return at each position, at most 20. `grammar` is the text of a grammar of llguidance, in
-    Lark or JSON: only texts that it accepts are drawn, unless `max_tokens` cuts them; "" is off.
-    `repetition_penalty` above 1 lowers tokens that prompt or answer have; a text of `stop` ends the answer and is part
-    of it.
-    `logprobs_of` "drawn" are of the distribution drawn from, "policy" those at `temperature` before anything is
-    excluded, which a trainer computes. `schedule` has the `Spans` of each sample, for the embedded engine: a sample
-    waits until the weights that draw its next token are there; () takes the weights as they come.
+    `n` is the number of completions. `temperature == 0` is greedy decoding. `top_p == 1` and `top_k == 0` are off.
+    `stop_token_ids` end an answer, in addition to the model's end-of-sequence tokens. `seed` makes the samples of a
+    request reproducible whatever else is in the batch; None draws one. `top_logprobs` is the number of most probable
+    tokens to return at each position, at most 20. `grammar` is the text of a grammar of llguidance, in Lark or JSON:
+    only texts that it accepts are drawn, unless `max_tokens` cuts them; "" is off. `repetition_penalty` above 1 lowers
+    the probability of tokens that are in prompt or answer. The first of the texts `stop` ends the answer and is part of
+    it.
+
+    `logprobs_of` says which log-probabilities to return: of the distribution that tokens are drawn from ("drawn"), or
+    at `temperature` before anything is excluded, which a trainer computes ("policy"). `schedule` has the `Spans` of
+    each sample, for the embedded engine: a sample waits for the weights that draw its next token; () uses whatever
+    weights are loaded.
     """
 
     n: int = 1
@@ -39,7 +42,7 @@ class Sampling:
     schedule: tuple[Spans, ...] = ()
 
     def __post_init__(self) -> None:
-        # A bool passes as an int.
+        # A bool is an int for Python, but not a sensible number here.
         flags = [name for name in self.__slots__ if isinstance(getattr(self, name), bool)]
 
         for ok, message in (
@@ -75,8 +78,7 @@ class Sampling:
     @property
     def restricted(self) -> bool:
         """Return whether tokens are drawn from something else than the policy's distribution at this temperature."""
-        bounded = self.top_p < 1 or self.top_k > 0
-        return bounded or self.repetition_penalty != 1 or bool(self.grammar)
+        return self.top_p < 1 or self.top_k > 0 or self.repetition_penalty != 1 or bool(self.grammar)
 
 
 def are_texts(value: object) -> bool:
@@ -91,7 +93,14 @@ def are_texts(value: object) -> bool:
 
 
 def are_spans(spans: Spans) -> bool:
-    """Return whether versions ascend, and each draws at least one token."""
+    """Return whether these are valid spans of a sample: not empty, with ascending versions from 0 on, each of which
+    draws at least one token.
+
+    >>> are_spans(((3, 10), (4, 5)))
+    True
+    >>> are_spans(((4, 5), (3, 10)))
+    False
+    """
     versions = [version for version, _ in spans]
     is_ascending = versions == sorted({*versions})
     return bool(spans) and is_ascending and versions[0] >= 0 and all(count > 0 for _, count in spans)
