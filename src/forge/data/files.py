@@ -169,13 +169,11 @@ def open_stream(path: str, *, split: str, subset: str | None = None) -> Iterable
     file = _local_path(path)
     if file is None or file.is_dir():
         return _load_dataset(path, file, split=split, subset=subset, streaming=True)
-    if file.suffix == ".parquet":
-        _import_datasets("a parquet file")
 
-    datasets = _import_datasets("streaming")
+    is_parquet = file.suffix == ".parquet"
+    datasets = _import_datasets("a parquet file" if is_parquet else "streaming")
     settings = {"data_files": str(file), "split": "train", "streaming": True}
-    if file.suffix != ".parquet":
-        settings["encoding"] = "utf-8-sig"
+    settings |= {} if is_parquet else {"encoding": "utf-8-sig"}
     return datasets.load_dataset(_BUILDERS[file.suffix], **settings, trust_remote_code=False)
 
 

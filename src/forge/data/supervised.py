@@ -121,8 +121,7 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
             answer = row.get(name)
             if isinstance(answer, str):
                 answer = [{"role": "assistant", "content": answer}]
-            answer_messages = read_messages({name: answer}, name)
-            return chat.encode([*messages, *answer_messages], since=len(messages))
+            return chat.encode([*messages, *read_messages({name: answer}, name)], since=len(messages))
 
         # A whole conversation, or plain text.
         if self._chat is not None:

@@ -111,8 +111,8 @@ class Writer:
         """
         case = (with_text, several)
         if case not in self._forms:
-            written = [as_text for as_text in (False, True) if self._check_writing(as_text, with_text, several)]
-            self._forms[case] = written[0] if written else None
+            readable = (as_text for as_text in (False, True) if self._check_writing(as_text, with_text, several))
+            self._forms[case] = next(readable, None)
         return self._forms[case]
 
     def _check_writing(self, as_text: bool, with_text: bool, several: bool) -> bool:
@@ -265,8 +265,7 @@ class Turns:
         span = self.end(tail)
         if span is None:
             return "", ""
-        start, end = span
-        return tail[start:end], tail[end:]
+        return tail[span[0] : span[1]], tail[span[1] :]
 
     def between(self, conversation: Sequence[Message], turn: int, later: Sequence[Message], continued: bool) -> str:
         """Return the text from the token that ends message `turn`, which is included, to the end of the later messages.
@@ -362,8 +361,7 @@ class Turns:
             if not written.startswith(before_thought):
                 raise Rewritten(f"message {turn + 1}: the chat template renders its context differently")
             thought += "\n" if thought else ""
-            answer = written[len(before_thought) :].removeprefix("</think>").lstrip()
-            answer = f"{thought}</think>\n\n{answer}"
+            answer = f"{thought}</think>\n\n{written[len(before_thought) :].removeprefix('</think>').lstrip()}"
         else:
             raise Rewritten(f"message {turn + 1}: the generation prompt is not how its answers start")
 
@@ -373,9 +371,10 @@ class Turns:
         """Check that each chunk stands before its turn in the text of the whole conversation. Rewritten: one does
         not."""
         marks = {turn: f"{MARK}{number}\ue002" for number, turn in enumerate(turns)}
-        marked = list(conversation)
-        for turn, mark in marks.items():
-            marked[turn] = self._writer.marked(conversation[turn], mark)
+        marked = [
+            self._writer.marked(message, marks[index]) if index in marks else message
+            for index, message in enumerate(conversation)
+        ]
 
         # The text of the whole conversation, read from one mark to the next; the chunk after the last turn is not read.
         remaining = self._render(marked)

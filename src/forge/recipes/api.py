@@ -94,12 +94,12 @@ def train(
         values["reward"] = {**values.get("reward", {}), "weights": [float(weight) for weight in reward_weights]}
     if environment is not None:
         values["environment"] = environment
-    hooks = Hooks(on_step, on_rollouts)
 
     # A loop may have a configuration of its own, such as one with several policies that train.
     config_type = getattr(recipe, "config", RLConfig)
     return _run_recipe(
-        _recipe_of(recipe), config_type, "rl", values, model, dataset, eval_dataset, name, resume, settings, hooks
+        *(_recipe_of(recipe), config_type, "rl", values, Hooks(on_step, on_rollouts)),
+        *(model, dataset, eval_dataset, name, resume, settings),
     )
 
 
@@ -113,16 +113,13 @@ def sft(
     on_step: OnStep | None = None,
     **settings: Any,
 ) -> Result:
-    """Fine-tune a model on conversations, prompts with answers, or plain text, and return the run's results.
-
-    The arguments are those of `train`.
-    """
+    """Fine-tune a model on demonstrations, and return the run's results. The arguments are those of `train`."""
     from . import sft as recipe
 
     values = {"eval": {"accuracy": False}}
-    hooks = Hooks(on_step)
     return _run_recipe(
-        recipe.train, recipe.SFTConfig, "sft", values, model, dataset, eval_dataset, name, resume, settings, hooks
+        *(recipe.train, recipe.SFTConfig, "sft", values, Hooks(on_step)),
+        *(model, dataset, eval_dataset, name, resume, settings),
     )
 
 
@@ -136,15 +133,12 @@ def dpo(
     on_step: OnStep | None = None,
     **settings: Any,
 ) -> Result:
-    """Train a model on pairs of answers by direct preference optimisation, and return the run's results.
-
-    The arguments are those of `train`.
-    """
+    """Train a model by DPO on pairs of answers, and return the run's results. The arguments are those of `train`."""
     from . import dpo as recipe
 
-    hooks = Hooks(on_step)
     return _run_recipe(
-        recipe.train, recipe.DPOConfig, "dpo", {}, model, dataset, eval_dataset, name, resume, settings, hooks
+        *(recipe.train, recipe.DPOConfig, "dpo", {}, Hooks(on_step)),
+        *(model, dataset, eval_dataset, name, resume, settings),
     )
 
 
@@ -244,20 +238,19 @@ def _run_recipe(
     config_type: type[TrainingRecipe],
     kind: str,
     values: dict[str, Any],
+    hooks: Hooks,
     model: str | None,
     dataset: Any,
     eval_dataset: Any,
     name: str | None,
     resume: str | None,
     settings: dict[str, Any],
-    hooks: Hooks,
 ) -> Result:
     """Build the configuration of a recipe from the arguments of `train`, run it, and return its results.
 
     Args:
-        kind: the prefix of a name for the run, if it has none.
-        values: sections of the configuration, and keys at its top, that the caller has set.
-        settings: sections or single keys that the user has set, which come last.
+        kind: starts the name of a run for which the user gives none.
+        values: sections and keys of the configuration, which `settings` of the user override.
     """
     from .launch import run_recipe
 
@@ -303,11 +296,7 @@ def _recipe_of(recipe: Any) -> Callable[..., Any]:
 
 def _place_setting(config_type: type[Section], key: str, value: Any, algorithm: Any) -> dict[str, Any]:
     """Return {section: {key: value}} for a key that one section has, and {key: value} for a section or a key at the top
-    of the configuration.
-
-    Args:
-        config_type: class of the configuration.
-        algorithm: the setting of this name, some of whose own settings are keys of the section `grpo`.
+    of the configuration. `algorithm` is the setting, whose own settings are keys of the section `grpo`.
 
     Raises:
         ConfigError: no section has the key, or several do.
@@ -363,12 +352,8 @@ def _dataset_section(dataset: Any) -> dict[str, Any]:
 
 
 def _count_rows(rows: Any, problems: int | None, limit: int | None = None) -> int:
-    """Return how many rows to evaluate on: `problems` if it is given, else at most `limit` and at most what is there.
-
-    Args:
-        rows: a path or rows.
-        limit: None: 256 of a path, and all of rows.
-    """
+    """Return how many of the rows, or of those at a path, to evaluate on: `problems` if it is given, else at most
+    `limit`, which is by default 256 for a path and no bound for rows."""
     from ..data.files import open_rows
 
     if problems is not None:

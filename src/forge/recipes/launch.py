@@ -71,8 +71,8 @@ def launch(recipe: Recipe, config_type: type[Any], argv: list[str] | None = None
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turn the exceptions of a run into SystemExit with one line: that of a preempted run has the exit code REQUEUE, and
-    the traceback of a user's own code is printed first."""
+    """Turn exceptions of a run into SystemExit with one line. A preempted run has the exit code REQUEUE; of an error in
+    the user's own code, the traceback there is printed first."""
     try:
         yield
     except Preempted as preempted:
