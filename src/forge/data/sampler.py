@@ -26,8 +26,7 @@ class Sampler(ABC):
     """
 
     def __init__(self, rows: Sequence[Row], seed: int) -> None:
-        self.rows = rows
-        self.seed = seed
+        self.rows, self.seed = rows, seed
         self.draws = 0
 
     def random(self) -> Random:

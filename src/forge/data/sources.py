@@ -29,9 +29,7 @@ class StoredRows:
     """Rows with random access; (seed, epoch) determines the order of an epoch."""
 
     def __init__(self, rows: Sequence[Row], *, shuffle: bool, seed: int) -> None:
-        self.rows = rows
-        self._shuffle = shuffle
-        self._seed = seed
+        self.rows, self._shuffle, self._seed = rows, shuffle, seed
         self.load({"epoch": 0, "position": 0})
 
     def read(self) -> Numbered | None:
@@ -134,10 +132,8 @@ class StreamedRows:
     def __init__(
         self, open_dataset: Callable[[], IterableDataset], *, shuffle: bool, seed: int, block: int = 1000
     ) -> None:
-        self._open_dataset = open_dataset
-        self._shuffle = shuffle
-        self._seed = seed
-        self._size = block
+        self._open_dataset, self._size = open_dataset, block
+        self._shuffle, self._seed = shuffle, seed
         self._open_epoch(0, 0, None)
 
     def _open_epoch(self, epoch: int, number: int, start: Position | None) -> None:
@@ -155,9 +151,9 @@ class StreamedRows:
         self._offset = 0
 
     def _fill_window(self) -> list[Numbered]:
-        rows = map(from_columns, itertools.islice(self._rows, self._size))
-        # The order follows from seed, epoch and block only.
-        block = list(enumerate(rows, self._number * self._size + 1))
+        first_number = self._number * self._size + 1
+        block = list(enumerate(map(from_columns, itertools.islice(self._rows, self._size)), first_number))
+        # The order follows only from the seed, the epoch and the block.
         if self._shuffle:
             Random(f"{self._seed}/{self.epoch}/{self._number}").shuffle(block)
         return block
@@ -225,9 +221,7 @@ class TaskRows:
 
     def __init__(self, task: str, *, split: str, seed: int, difficulty: int | Sequence[int]) -> None:
         self.task = load_task(task)
-        self.seed = seed
-        self.difficulty = difficulty
-        self._split = split
+        self.seed, self.difficulty, self._split = seed, difficulty, split
         self._index = 0
         self._make_row(0)  # an invalid split or difficulty is an error here
 

@@ -117,12 +117,10 @@ class RowStream(ABC, Generic[T, C]):
                 self._source = SampledRows(rows, sampler, seed=seed)
             self._identity["rows"] = len(rows)
 
-        self.served = 0
-        self.skipped = 0
+        self.served, self.skipped = 0, 0
         self.size: int | None = None
         self._checked = checked
-        self._bad = 0  # invalid rows since the last item
-        self._logged = 0
+        self._bad, self._logged = 0, 0  # invalid rows: those since the last item, and those that were logged
         self._reasons: list[str] = []
         self._items: set[int] = set()  # hashes of the items that were checked
 
@@ -301,8 +299,7 @@ class RowStream(ABC, Generic[T, C]):
         if unknown_token in (self.tokenizer.eos_token_id, self.tokenizer.bos_token_id):
             unknown_token = None
 
-        rows = 0
-        items = 0
+        rows, items = 0, 0
         left_out: list[int] = []
         unknown: list[int] = []
         fault: BadRow | None = None  # the first one

@@ -29,10 +29,7 @@ def without_thoughts(text: str, prompt: object = "") -> str:
         end = closing.end()
     if not end and isinstance(prompt, str) and _OPENED.search(prompt[-40:]):
         return ""
-    answer = text[end:]
-    opening = _OPENING.search(answer)
-    if opening is not None:
-        answer = answer[: opening.start()]
+    answer, *_ = _OPENING.split(text[end:], maxsplit=1)  # up to a thought that is still open
     return _without_ending(answer)
 
 

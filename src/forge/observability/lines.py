@@ -33,8 +33,7 @@ class Lines:
     """Reader of a growing file of JSON lines; each call of `read` continues where the last one ended."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.offset = 0
+        self.path, self.offset = path, 0
 
     def read(self) -> Iterator[Row]:
         """Yield the rows that were appended since the last call; damaged lines are skipped."""

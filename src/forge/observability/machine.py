@@ -33,8 +33,7 @@ _last = (time.time(), time.process_time())
 def measure_usage(process: str) -> Usage:
     """Return the usage of this process, without its children, since the last call; `process` is its name."""
     global _last
-    now = time.time()
-    cpu = time.process_time()
+    now, cpu = time.time(), time.process_time()
     before, spent = _last
     _last = now, cpu
     if cpu < spent:  # this process was forked since then, so its CPU clock started anew

@@ -166,14 +166,12 @@ class Clock:
 
     def start(self) -> None:
         """Measure the current task from now on, without its child tasks."""
-        self.task = asyncio.current_task()
-        self.thread = threading.current_thread()
+        self.task, self.thread = asyncio.current_task(), threading.current_thread()
         _clock.set(self)
 
     def take(self) -> dict[str, float]:
         """Return {phase: seconds} since the last call."""
-        seconds = self._seconds
-        self._seconds = {}
+        seconds, self._seconds = self._seconds, {}
         return seconds
 
     @contextmanager
@@ -224,19 +222,17 @@ def phase(name: str) -> Iterator[None]:
     """Time a block, and add its duration to the metric `seconds/<name>`, to the trace and to the current task's
     clock."""
     with on_the_clock(name):  # it includes recording the span, so that the phases of a task leave no gap
-        start = time.time()
-        tick = time.perf_counter()
+        start, started = time.time(), time.perf_counter()  # the time of day, and a clock for durations
         try:
             yield
         finally:
-            record_span(name, start, time.perf_counter() - tick)
+            record_span(name, start, time.perf_counter() - started)
 
 
 def drain() -> Snapshot:
     """Return what was recorded in this process since the last call, with its CPU and memory, and clear it."""
     global _current
     with _lock:
-        snapshot = _current
-        _current = Snapshot()
+        snapshot, _current = _current, Snapshot()
     snapshot.usage.append(measure_usage(process_name()))
     return snapshot

@@ -92,11 +92,8 @@ class RolloutLog:
         max_bytes: float = math.inf,
         spell: Callable[[int], str] | None = None,
     ) -> None:
-        self._path = path
-        self._write = write
-        self._max_bytes = max_bytes
-        self._spell = spell
-        self.groups = groups
+        self._path, self._write, self._spell = path, write, spell
+        self.groups, self._max_bytes = groups, max_bytes
         self._schema = make_schema()  # Arrow's import takes most of a second, which no step should include
         self._texts: dict[int, str] = {}
         self._size = path.stat().st_size if path.exists() else 0
@@ -170,9 +167,9 @@ class RolloutLog:
             "tokens": tokens,
             "texts": self._texts_of(tokens),
             "mask": mask,
+            "versions": _flatten_rows([episode.versions for episode in episodes], np.int64),
             **flat,
         }
-        lists["versions"] = _flatten_rows([episode.versions for episode in episodes], np.int64)
         offsets = pa.array(ends, pa.int32())
         arrays = [
             pa.ListArray.from_arrays(offsets, pa.array(lists[field.name], field.type.value_type))
@@ -340,8 +337,8 @@ def texts_by_group(batch: pyarrow.RecordBatch) -> list[Row]:
     for row in batch.select(names).to_pylist():
         if row["branch"] or row["dropped"] not in (None, IDLE):
             continue
-        line = {"step": row["step"], "index": row["group"], **{name: row[name] for name in ("version", *TEXT)}}
-        line = groups.setdefault(row["group"], line | {"rewards": []})
+        first = {"step": row["step"], "index": row["group"], **{name: row[name] for name in ("version", *TEXT)}}
+        line = groups.setdefault(row["group"], first | {"rewards": []})
         line["version"] = min(line["version"], row["version"])
         line["rewards"].append(row["reward"])
     return list(groups.values())

@@ -73,9 +73,7 @@ class Run:
         peak: float | None = None,
     ) -> None:
         self.folder = Path(root) / name
-        self.resume = resume
-        self.start = start
-        self.peak = peak
+        self.resume, self.start, self.peak = resume, start, peak
         self.history: list[dict[str, float]] = []
         if resume:
             self._check_logs()
@@ -114,8 +112,7 @@ class Run:
         configure_logging()
 
         self._progress = Progress(name, steps, start)
-        self._finished = False
-        self._full = False
+        self._finished, self._full = False, False
         self._settings = flatten_config(config)
         self._clock = Clock()
         self._warned_flat = False

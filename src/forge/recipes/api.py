@@ -96,9 +96,8 @@ def train(
         values["environment"] = environment
 
     # A loop may have a configuration of its own, such as one with several policies that train.
-    config_type = getattr(recipe, "config", RLConfig)
     return _run_recipe(
-        *(_recipe_of(recipe), config_type, "rl", values, Hooks(on_step, on_rollouts)),
+        *(_recipe_of(recipe), getattr(recipe, "config", RLConfig), "rl", values, Hooks(on_step, on_rollouts)),
         *(model, dataset, eval_dataset, name, resume, settings),
     )
 

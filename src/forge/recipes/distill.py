@@ -88,9 +88,8 @@ async def train(cfg: DistillConfig, job: Job) -> None:
     `forge.recipes.launch`."""
     settings = cfg.distill
     loss = Distill(settings.clip_high, entropy_coef=cfg.training.entropy_coef)
-    temperature = settings.temperature
-    sampling: dict[str, Any] = {"temperature": temperature, "max_tokens": settings.max_tokens}
-    training: dict[str, Any] = {"temperature": temperature, "max_policy_age": 0}
+    sampling: dict[str, Any] = {"temperature": settings.temperature, "max_tokens": settings.max_tokens}
+    training: dict[str, Any] = {"temperature": settings.temperature, "max_policy_age": 0}
     dataset, (student, trainer), teacher, reward = await asyncio.gather(
         components.start_dataset(cfg, job, in_turn=True),
         components.start_in_turn(
@@ -98,7 +97,7 @@ async def train(cfg: DistillConfig, job: Job) -> None:
             lambda: components.start_generator(cfg, job.model, store=job.store, **sampling),
             lambda: components.start_trainer(cfg, job, loss, store=job.store, **training),
         ),
-        components.start_reference(cfg, settings.teacher, temperature),
+        components.start_reference(cfg, settings.teacher, settings.temperature),
         components.start_reward(cfg),
     )
     state = RunState(trainer, dataset)

@@ -48,9 +48,7 @@ class Evaluation:
     """
 
     def __init__(self, sets: Sequence[HeldOut], record: Any, steps: int) -> None:
-        self.sets = sets
-        self.record = record
-        self.steps = steps
+        self.sets, self.record, self.steps = sets, record, steps
         self._step = -1
         self._done: set[str] = set()  # sets that were evaluated at this step
 
@@ -61,8 +59,7 @@ class Evaluation:
         sets are evaluated.
         """
         if step != self._step:
-            self._step = step
-            self._done = set()
+            self._step, self._done = step, set()
 
         # Called twice after a step in which a hook ends the run: for the sets that are due, and for the remaining ones.
         pending = [held_out for held_out in self.sets if held_out.name not in self._done]
@@ -119,8 +116,15 @@ def load_sets(dataset: Any, evaluation: Any, model: str, seed: int) -> dict[str,
         return problems
     for name, settings in evaluation.sets.items():
         # Held-out problems are always the first rows in stored order.
-        fixed: dict[str, Any] = {"path": settings.path, "task": None, "sources": None, "split": settings.split}
-        fixed |= {"streaming": False, "shuffle": False, "sampler": None}
+        fixed: dict[str, Any] = {
+            "path": settings.path,
+            "split": settings.split,
+            "task": None,
+            "sources": None,
+            "streaming": False,
+            "shuffle": False,
+            "sampler": None,
+        }
         location = f"eval.sets.{name}"
         section = build(type(dataset), {**dataset, **fixed, **settings.dataset}, f"{location}.dataset")
         try:

@@ -96,8 +96,7 @@ def one_line_errors() -> Iterator[None]:
             raise SystemExit(mask_secrets(f"error: {error}")) from error
 
         # An error of the user's code shows only the user's frames, and one of the library its whole traceback.
-        has_user_frames = print_user_frames(error)
-        if not has_user_frames and not isinstance(error, BadScore | NothingScored):
+        if not print_user_frames(error) and not isinstance(error, BadScore | NothingScored):
             raise
         lines = [f"error: {summarise_error(error)}", *getattr(error, "__notes__", ())]
         raise SystemExit(mask_secrets("\n".join(lines))) from error

@@ -96,8 +96,7 @@ def check_gpus(cfg: TrainingRecipe) -> None:
     counts = ", ".join(f"{settings[name]} {count}" for name, count in needed.items())
     # Which environment variable hides GPUs, such as CUDA_VISIBLE_DEVICES.
     limit = next((f" ({name}={os.environ[name]})" for name in VISIBLE if os.environ.get(name)), "")
-    can_share = len(needed) > 1 and "colocated" in type(cfg).model_fields
-    share = "set colocated to true, " if can_share else ""
+    share = "set colocated to true, " if len(needed) > 1 and "colocated" in type(cfg).model_fields else ""
     without_gpus = " ".join(f"--{setting}.with_gpus false" for setting in settings.values())
     raise ValueError(
         f"{total} GPUs are needed ({counts}) and this machine has {available}{limit}: lower procs or num_replicas, "

@@ -265,8 +265,8 @@ def _digest_files(models: list[str], data: list[str]) -> dict[str, str]:
         files = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.is_file())
         if number < len(models):
             # Of a model folder only what a model is made of: caches and notes in it may change.
-            files = [path for path in files if path.parent == source and path.suffix in MODEL_FILES]
-            files = [path for path in files if path.name != CHECKSUMS]
+            model_files = (path for path in files if path.parent == source and path.suffix in MODEL_FILES)
+            files = [path for path in model_files if path.name != CHECKSUMS]
         digests |= {
             f"{number} {path.relative_to(source) if path != source else ''}": _digest_file(path) for path in files
         }

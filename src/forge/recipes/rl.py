@@ -35,11 +35,8 @@ class Loop:
     """
 
     def __init__(self, cfg: RLConfig, job: Job, parts: RLComponents) -> None:
-        self.cfg = cfg
-        self.job = job
-        self.record = job.record
-        self.parts = parts
-        self.algorithm = parts.algorithm
+        self.cfg, self.job, self.parts = cfg, job, parts
+        self.record, self.algorithm = job.record, parts.algorithm
         self.version = self.record.start
         self.published_version = -1
 

@@ -58,8 +58,7 @@ class SFTConfig(RecipeConfig):
 async def train(cfg: SFTConfig, job: Job) -> None:
     """Train `job.model` on the tokens of demonstrations that their mask selects, as a recipe of
     `forge.recipes.launch`."""
-    record = job.record
-    held_out = job.held_out
+    record, held_out = job.record, job.held_out
     aggregation = cfg.training.aggregation or "token_mean"
     samples_answers = cfg.eval.accuracy and bool(held_out)
     dataset, trainer, policy, reward = await asyncio.gather(

@@ -138,14 +138,18 @@ class RewardCall:
             return self.function(answers.prompt, responses, answers.target)
         values: dict[str, Any] = {"prompt": answers.prompt, "target": answers.target}
         if number is None:
-            values["responses"] = list(answers.responses)
-            values["completions"] = list(answers.completions)
-            values["messages"] = [answers.conversation(number) for number in range(len(answers.responses))]
-            values["conversational"] = answers.conversational
+            values |= {
+                "responses": list(answers.responses),
+                "completions": list(answers.completions),
+                "messages": [answers.conversation(each) for each in range(len(answers.responses))],
+                "conversational": answers.conversational,
+            }
         else:
-            values["response"] = answers.responses[number]
-            values["completion"] = answers.completions[number] if "completion" in self.names else None
-            values["messages"] = answers.conversation(number)
+            values |= {
+                "response": answers.responses[number],
+                "completion": answers.completions[number] if "completion" in self.names else None,
+                "messages": answers.conversation(number),
+            }
 
         for name in self.columns:
             if name not in answers.row:
