@@ -292,7 +292,7 @@ class ChatFormat:
         return start, stripped_end if stripped_end in closers else len(upto)
 
     def _find_marked(self, conversation: Sequence[Message]) -> list[Span]:
-        """Return the character spans that the template marks."""
+        """Return the spans in the text of a conversation that the template marks with `{% generation %}`."""
         # return_assistant_tokens_mask would lose turns that start with a space if the tokenizer trims its offsets.
         from transformers.utils.chat_template_utils import render_jinja_template
 

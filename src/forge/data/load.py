@@ -120,13 +120,17 @@ class Mixture(Generic[T]):
         """Return the index of the source of the next item, after `counts` items of each source: among those that are
         not too far ahead of their share, the one with the earliest deadline."""
         slack = Fraction(1, max(2, 2 * len(counts) - 2))
-        now = sum(counts) + 1
-        ready = [i for i, share in enumerate(self.shares) if share * now - counts[i] >= slack]
-        return min(ready, key=lambda i: (counts[i] + 1 - slack) / self.shares[i])
+        now = sum(counts) + 1  # number of the next item
+        # Tijdeman's rule: a source is ready once it is `slack` items behind its share, and its deadline is the item at
+        # which it would be 1 - `slack` items behind.
+        ready = [source for source, share in enumerate(self.shares) if share * now - counts[source] >= slack]
+        return min(ready, key=lambda source: (counts[source] + 1 - slack) / self.shares[source])
 
 
 def _renumber_item(item: Any, index: int) -> Any:
-    return item._replace(prompt=dataclasses.replace(item.prompt, index=index)) if isinstance(item, Sample) else item
+    if not isinstance(item, Sample):  # only samples are numbered
+        return item
+    return item._replace(prompt=dataclasses.replace(item.prompt, index=index))
 
 
 Kind = Literal["prompts", "supervised", "preferences"]

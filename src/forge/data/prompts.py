@@ -254,8 +254,7 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
 
     def __init__(self, path: PathOrRows = None, **settings: Any) -> None:
         super().__init__(path, **settings)
-        fields = {name: self.settings[name] for name in PROMPT_FIELDS}
-        self._format = PromptFormat(self.tokenizer, **fields)
+        self._format = PromptFormat(self.tokenizer, **{name: self.settings[name] for name in PROMPT_FIELDS})
         self.check()
 
     def targets(self) -> Iterator[str]:

@@ -33,7 +33,7 @@ class StoredRows:
         self.load({"epoch": 0, "position": 0})
 
     def read(self) -> Numbered | None:
-        """Return the next row with its number; None ends an epoch."""
+        """Return (number from 1, row) of the next row; None once at the end of each epoch."""
         if self._position == len(self._order):
             self.load({"epoch": self.epoch + 1, "position": 0})
             return None
@@ -43,7 +43,7 @@ class StoredRows:
         return index + 1, self.rows[index]
 
     def scan(self) -> Iterator[Numbered]:
-        """Return all rows in order, with their numbers from 1."""
+        """Return an iterator of (number from 1, row) over all rows in stored order."""
         return enumerate(self.rows, 1)
 
     def state(self) -> Position:
@@ -73,7 +73,7 @@ class SampledRows(StoredRows):
         self._excluded: set[int] = set()
 
     def read(self) -> Numbered:
-        """Return the next row that the sampler draws, with its number.
+        """Return (number from 1, row) of the next row that the sampler draws.
 
         Raises:
             ValueError: the sampler draws a row that does not exist, or for 10,000 draws only rows that are excluded.
@@ -159,7 +159,7 @@ class StreamedRows:
         return block
 
     def read(self) -> Numbered | None:
-        """Return the next row with its number; None ends an epoch."""
+        """Return (number from 1, row) of the next row; None once at the end of each epoch."""
         if self._offset == len(self._block):
             self._start = self._stream.state_dict()
             self._number += 1
@@ -172,7 +172,7 @@ class StreamedRows:
         return self._block[self._offset - 1]
 
     def scan(self) -> Iterator[Numbered]:
-        """Return all rows in order, with their numbers from 1."""
+        """Return an iterator of (number from 1, row) over all rows in stored order."""
         return enumerate(map(from_columns, self._open_dataset()), 1)
 
     def state(self) -> Position:
@@ -230,7 +230,7 @@ class TaskRows:
         return index + 1, _as_dict(row)
 
     def read(self) -> Numbered | None:
-        """Return the next row with its number; never None."""
+        """Return (number from 1, row) of the next row."""
         self._index += 1
         return self._make_row(self._index - 1)
 

@@ -182,7 +182,7 @@ class RowStream(ABC, Generic[T, C]):
             self._source.observe(outcomes)
 
     def _leave_out_bad(self, error: BadRow) -> None:
-        """Count and log a bad row. BadRow: as many in succession as only wrong data or settings have."""
+        """Count and log a bad row. BadRow: it is the 1000th in succession, so that the data or settings are wrong."""
         self._bad += 1
         self._logged += 1
         if self._bad >= _PROBE:

@@ -66,10 +66,9 @@ class Trace:
                 new_events.append({**mark, "name": f"restart of {name.removeprefix('restarts/')}"})
         numbers = {name: round(row[name], 4) for name in STEP_METRICS if name in row}
         new_events.append({**mark, "name": f"step {step}", "args": {"step": step, **numbers}})
-        lines = [json.dumps(event) for event in new_events]
 
         # A comma precedes every event except the first of the file, so that adding a bracket makes the file a list.
-        text = ",".join(f"{line}\n" for line in lines)
+        text = ",".join(f"{json.dumps(event)}\n" for event in new_events)
         self._append_text(text if self._is_empty else f",{text}")
         self._is_empty = False
 

@@ -212,8 +212,8 @@ def write_ending(record: Run, error: BaseException) -> None:
 
 
 def upload_model(model: Path, repository: str) -> None:
-    """Upload a finished run's model to the hub. ForgeError: it could not be uploaded, which the run's results
-    survive."""
+    """Upload a finished run's model to the hub. ForgeError: it could not be uploaded; the run is complete without
+    it."""
     try:
         log.info("uploaded %s to %s", model, upload_folder(model, repository))
     except Exception as error:  # errors of the hub, its HTTP client and the network have no common class

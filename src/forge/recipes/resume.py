@@ -141,13 +141,13 @@ def find_start(cfg: TrainingRecipe, resume: str | None) -> Start:
     if newest is None:
         if resume != "auto":
             raise ConfigError(f"--resume {folder}: it has no checkpoint to resume from")
-        if not (cfg.run.overwrite or made_no_step(folder) or _ended_early(cfg, folder)):
-            raise ConfigError(
-                f"{folder} holds an earlier run without a checkpoint to resume from: choose another run.name, or set "
-                "run.overwrite to true"
-            )
-        log.info("%s has no checkpoint yet: starting again", folder)
-        return Start(restart=True)
+        if cfg.run.overwrite or made_no_step(folder) or _ended_early(cfg, folder):
+            log.info("%s has no checkpoint yet: starting again", folder)
+            return Start(restart=True)
+        raise ConfigError(
+            f"{folder} holds an earlier run without a checkpoint to resume from: choose another run.name, or set "
+            "run.overwrite to true"
+        )
 
     if not cfg.checkpoint.every:
         raise ConfigError(
@@ -157,11 +157,12 @@ def find_start(cfg: TrainingRecipe, resume: str | None) -> Start:
     # Settings that would make it another run are an error; the others take effect from here on.
     before = _read_previous(folder)
     changed = find_changes(before, cfg)
-    for name, was, now in changed:
-        if not name.startswith(MAY_CHANGE):
-            if name.startswith("from_scratch."):  # it changes if the user sets `model`, so the message names that
-                name, was, now = next((change for change in changed if change[0] == "model"), (name, was, now))
-            raise ConfigError(f"--resume {folder}: {name} was {was!r} and is {now!r}, which would make it another run")
+    forbidden = next((change for change in changed if not change[0].startswith(MAY_CHANGE)), None)
+    if forbidden is not None:
+        # If the user sets `model`, from_scratch changes as well: the message then names the model.
+        of_model = next((change for change in changed if change[0] == "model"), forbidden)
+        name, was, now = of_model if forbidden[0].startswith("from_scratch.") else forbidden
+        raise ConfigError(f"--resume {folder}: {name} was {was!r} and is {now!r}, which would make it another run")
 
     step = checkpoint.step_of(newest)
     if step > cfg.training.steps:
@@ -221,10 +222,10 @@ def _ended_early(cfg: TrainingRecipe, folder: Path) -> bool:
 
 
 def find_changes(before: dict[str, Any], cfg: TrainingRecipe) -> list[tuple[str, Any, Any]]:
-    """Return (dotted key, old value, new value) of each setting in which a run's saved configuration differs.
+    """Return (dotted key, old value, new value) of each setting that differs from a run's saved configuration.
 
     Args:
-        before: {dotted key: value}, as saved; a masked value matches any new one.
+        before: {dotted key: value}, as saved; a masked value equals any new one.
         cfg: the configuration now.
     """
     now = flatten_config(without_secrets(to_dict(cfg)))

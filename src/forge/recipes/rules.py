@@ -189,9 +189,10 @@ class RLFacts(NamedTuple):
     @property
     def has_idle_kl(self) -> bool:
         """Return whether `grpo.beta` has no effect: the KL is to the sampler's weights, which are those in training."""
-        regularised = self.algorithm.beta > 0 and not isinstance(self.algorithm, OwnLoss)
-        to_sampler = regularised and self.cfg.services.ref_model is None
-        return to_sampler and (self.algorithm.kl_in == "reward" or (self.age == 0 and self.updates == 1))
+        has_kl = self.algorithm.beta > 0 and not isinstance(self.algorithm, OwnLoss)
+        is_to_sampler = has_kl and self.cfg.services.ref_model is None
+        # In the loss the KL has an effect once weights differ from the sampler's: with older samples or later updates.
+        return is_to_sampler and (self.algorithm.kl_in == "reward" or (self.age == 0 and self.updates == 1))
 
     def unused(self) -> list[str]:
         """Return the dotted keys of the RL recipe that are set although nothing reads them."""

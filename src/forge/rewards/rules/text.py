@@ -110,7 +110,7 @@ def overlong_penalty(groups: Sequence[Group], limit: int, buffer: int) -> None:
 
 
 def load_reward(name: str, subject: str = "reward") -> RewardFunction:
-    """Return the reward function with a name; a class is constructed without arguments.
+    """Return the reward function that a name stands for; a class is constructed without arguments.
 
     Args:
         name: `package.module:Name`, or a name in `forge.rewards.rules`.
