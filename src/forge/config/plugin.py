@@ -109,8 +109,9 @@ def construct(
 
     unknown = [name for name in settings if name not in parameters]
     if unknown:
-        hint = nearest_setting(unknown[0], [*parameters, *more_keys])
-        raise ValueError(f"unknown key {f'{key}.{unknown[0]}'!r}{hint}")
+        raise ValueError(
+            f"unknown key {f'{key}.{unknown[0]}'!r}{nearest_setting(unknown[0], [*parameters, *more_keys])}"
+        )
     missing = [name for name, p in parameters.items() if p.default is p.empty and name not in settings]
     if missing:
         raise ValueError(f"{f'{key}.{missing[0]}'!r} must be set")

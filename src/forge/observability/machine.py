@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 
 class Usage(NamedTuple):
-    """What a process used since its last measurement.
+    """The CPU and memory that a process used since its last measurement.
 
     process, pid: its name and number.
     time: of the measurement, in seconds since the epoch.

@@ -95,10 +95,12 @@ def train(
     if environment is not None:
         values["environment"] = environment
 
+    hooks = Hooks(on_step, on_rollouts)
+
     # A loop may have a configuration of its own, such as one with several policies that train.
+    config_type = getattr(recipe, "config", RLConfig)
     return _run_recipe(
-        *(_recipe_of(recipe), getattr(recipe, "config", RLConfig), "rl", values, Hooks(on_step, on_rollouts)),
-        *(model, dataset, eval_dataset, name, resume, settings),
+        _recipe_of(recipe), config_type, "rl", values, hooks, model, dataset, eval_dataset, name, resume, settings
     )
 
 
@@ -116,9 +118,9 @@ def sft(
     from . import sft as recipe
 
     values = {"eval": {"accuracy": False}}
+    hooks = Hooks(on_step)
     return _run_recipe(
-        *(recipe.train, recipe.SFTConfig, "sft", values, Hooks(on_step)),
-        *(model, dataset, eval_dataset, name, resume, settings),
+        recipe.train, recipe.SFTConfig, "sft", values, hooks, model, dataset, eval_dataset, name, resume, settings
     )
 
 
@@ -136,8 +138,7 @@ def dpo(
     from . import dpo as recipe
 
     return _run_recipe(
-        *(recipe.train, recipe.DPOConfig, "dpo", {}, Hooks(on_step)),
-        *(model, dataset, eval_dataset, name, resume, settings),
+        recipe.train, recipe.DPOConfig, "dpo", {}, Hooks(on_step), model, dataset, eval_dataset, name, resume, settings
     )
 
 
@@ -219,8 +220,9 @@ def generate(
 
         tokenizer: Any = open_tokenizer(folder)
         chat_format = ChatFormat(tokenizer)
-        conversations = [[{"role": "user", "content": text}] for text in texts]
-        rendered = [chat_format.render(messages, add_generation_prompt=True) for messages in conversations]
+        rendered = [
+            chat_format.render([{"role": "user", "content": text}], add_generation_prompt=True) for text in texts
+        ]
         # Prompts go as tokens, since the template has already written bos, which the generator would write again.
         inputs = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in rendered]
         sampling.setdefault("stop_token_ids", chat_format.stop_ids)
@@ -387,10 +389,7 @@ def _run_anywhere(work: Callable[[], T]) -> T:
     is already running here, as in a notebook."""
     from ..runtime.controller import run_in_thread
 
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        has_loop = False
-    else:
-        has_loop = True
+    has_loop = False
+    with suppress(RuntimeError):  # no loop is running here
+        has_loop = asyncio.get_running_loop().is_running()
     return run_in_thread(work) if has_loop else work()
