@@ -1,10 +1,10 @@
-"""The `forge` command: one program with a module for each subcommand."""
+"""The `forge` command, with a module for each group of subcommands."""
 
 import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 
@@ -17,14 +17,18 @@ GROUP = "forge.commands"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one of the commands; bad input ends it with one line."""
+    """Run the command that the command line names; bad input ends the program with one line.
+
+    Args:
+        argv: arguments of the command line; None: the program's.
+    """
     fill_standard_files()
     try:
         folder = os.getcwd()
     except FileNotFoundError:
         raise SystemExit("error: the working folder was removed: change to another one") from None
 
-    # As with `python -m`: a reward of this folder is named by its module.
+    # Modules in the working folder can be named, such as a user's rewards, as with `python -m`.
     if not {"", folder} & {*sys.path}:
         sys.path.insert(0, folder)
     words = sys.argv[1:] if argv is None else argv
@@ -32,13 +36,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     try:
         args.run(args)
-    except KeyboardInterrupt:  # of a command without handlers, or a second one
+    except KeyboardInterrupt:  # commands with handlers of their own raise it only at a second SIGINT
         print("forge: SIGINT: stopped", file=sys.stderr)
         raise SystemExit(128 + signal.SIGINT) from None
 
 
 class _Version(argparse.Action):
-    """The option --version, which reads the version only on request."""
+    """The option --version, which looks up the version only when it is used, since that takes time."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from .. import __version__
@@ -48,10 +52,10 @@ class _Version(argparse.Action):
 
 
 def make_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """Create the parser of all commands.
+    """Return the parser of all commands.
 
     Args:
-        words: the command line; extensions are omitted whose command it does not call.
+        words: the command line. If it calls a known command, the commands of other extensions are omitted.
     """
     parser = argparse.ArgumentParser(
         prog="forge",
@@ -63,21 +67,21 @@ def make_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     for module in MODULES:
         module.add_to(commands)
 
-    # Only the command that is called, if it is one of these: importing all of them takes seconds.
+    # If a known command is called, only its module is imported: importing those of all extensions takes seconds.
     points = {point.name: point.value for point in entry_points(group=GROUP)}
-    if words and (words[0] in points or (words[0] in commands.choices)):
-        points = {words[0]: points[words[0]]} if words[0] in points else {}
+    called = words[0] if words else None
+    if called in points or called in commands.choices:
+        points = {name: path for name, path in points.items() if name == called}
     for name, path in sorted(points.items()):
         try:
             import_module(path).add_to(commands)
         except ImportError as error:  # an optional package is missing
-            commands.add_parser(name, help=f"unavailable: {error}").set_defaults(run=_make_unavailable(error))
+            unavailable = commands.add_parser(name, help=f"unavailable: {error}")
+            unavailable.set_defaults(run=_raise_unavailable, reason=str(error))
 
     return parser
 
 
-def _make_unavailable(error: ImportError) -> Callable[[argparse.Namespace], None]:
-    def raise_error(_: argparse.Namespace) -> None:
-        raise SystemExit(f"error: {error}")
-
-    return raise_error
+def _raise_unavailable(args: argparse.Namespace) -> None:
+    """End the program, for a command whose module cannot be imported for `args.reason`."""
+    raise SystemExit(f"error: {args.reason}")

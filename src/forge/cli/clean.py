@@ -6,14 +6,14 @@ from .subparsers import Subparsers
 
 
 def add_to(commands: Subparsers) -> None:
-    """Add the command to the parser."""
+    """Add the command `forge clean` to the parser."""
     text = "remove shared memory and temporary folders of this user's dead processes on this host"
     parser = commands.add_parser("clean", help=text, description=text, epilog="example: forge clean")
     parser.set_defaults(run=run)
 
 
 def run(_: argparse.Namespace) -> None:
-    """Remove abandoned folders, and print each of them."""
+    """Remove the folders that dead processes left, and print the path of each."""
     from ..system.files import escape_controls
     from ..system.scratch import sweep_folders
 

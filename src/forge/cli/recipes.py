@@ -6,7 +6,7 @@ from pathlib import Path
 
 from .subparsers import Subparsers
 
-# By command: the module of its configuration, the configuration's class, and a description.
+# {command: (module of its configuration, class of the configuration, description)}
 RECIPES = {
     "train": ("forge.recipes.rl_config", "RLConfig", "reinforcement learning with rewards or environments"),
     "sft": ("forge.recipes.sft", "SFTConfig", "supervised fine-tuning"),
@@ -14,7 +14,7 @@ RECIPES = {
     "reward-model": ("forge.recipes.reward_model", "RewardModelConfig", "a reward model from preferences"),
     "distill": ("forge.recipes.distill", "DistillConfig", "on-policy distillation"),
 }
-LOOPS = {"train": "forge.recipes.rl"}  # where it is another module than the configuration's
+LOOPS = {"train": "forge.recipes.rl"}  # {command: module of its recipe}, if that is not the configuration's module
 
 # Configurations of the recipes that this library installs.
 EXAMPLES = {
@@ -27,7 +27,7 @@ EXAMPLES = {
 
 
 def add_to(commands: Subparsers) -> None:
-    """Add the commands to the parser."""
+    """Add a command for each recipe to the parser."""
     for name, (_, _, text) in RECIPES.items():
         parser = commands.add_parser(
             name, help=text, description=text, epilog=f"example: forge {name} {EXAMPLES[name]} --training.steps 50"
@@ -38,7 +38,7 @@ def add_to(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the recipe; invalid input ends the program with one line."""
+    """Run the recipe of the command `args.recipe`; invalid input ends the program with one line."""
     from ..config.arguments import Arguments, find_bundled, read_file
     from ..config.sections import ConfigError
     from ..recipes.signals import end_at_signals
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
     words = ["--config", args.config, *args.overrides]
     try:
         Arguments.parse(words)
-        read_file(find_bundled(Path(args.config)))  # before imports that take seconds, and the first process
+        read_file(find_bundled(Path(args.config)))  # checked before imports that take seconds, and the first process
     except ConfigError as error:
         raise SystemExit(f"error: {error}") from None
 

@@ -28,8 +28,9 @@ else:
 class Arguments:
     """A command line: `--config FILE`, `--resume RUN`, and overrides `--a.b VALUE` (or `--a.b=VALUE`).
 
-    Raises:
-        ConfigError: a word of another form, or a name without its value.
+    config: path of the file; None if it is not given.
+    resume: the run's folder or "auto"; None if it is not given.
+    overrides: (dotted key, text of the value) in the order of the command line.
     """
 
     config: Path | None
@@ -38,13 +39,13 @@ class Arguments:
 
     @classmethod
     def parse(cls, argv: Sequence[str]) -> Arguments:
-        """Parse the words of a command line. ConfigError: see the class."""
+        """Return the parsed words of a command line. ConfigError: one has another form, or a name has no value."""
         arguments = cls(None, None, [])
         words = list(argv)
         while words:
             name, equals, value = words.pop(0).partition("=")
             if not name.startswith("--"):
-                # The word may be the second one of a secret, as of a password with a space.
+                # The word may be a part of a secret, such as a password with a space, so it is masked as one.
                 option = arguments.overrides[-1][0] if arguments.overrides else ""
                 word = without_secrets(name, option)
                 raise ConfigError(f"did not understand {word!r}: overrides are written --section.key VALUE")
@@ -65,8 +66,8 @@ class Arguments:
 
 
 def find_bundled(path: Path) -> Path:
-    """Return the configuration of the installed recipes for a path such as `apps/grpo/tiny.yaml`, if the working
-    directory has no such file; any other path as it is."""
+    """Return the path of an installed configuration for a path such as `apps/grpo/tiny.yaml` that does not exist in the
+    working directory; any other path as it is."""
     if path.exists() or path.parts[:1] != ("apps",):
         return path
     apps = find_spec("apps")
@@ -77,11 +78,11 @@ def find_bundled(path: Path) -> Path:
 
 
 def load(cls: type[T], argv: Sequence[str]) -> T:
-    """Read `--config FILE` and overrides into `cls`, see `read`.
+    """Return the configuration of a command line, `--config FILE` with overrides, as a `cls`.
 
     Raises:
-        ConfigError: as `read`; or there is no --config, or a --resume, which only `forge.recipes.launch.launch`
-            supports.
+        ConfigError: as in `read`; or --config is missing, or --resume is given, which only recipes support
+            (`forge.recipes.launch.launch`).
     """
     arguments = Arguments.parse(argv)
     if arguments.config is None:
@@ -92,19 +93,20 @@ def load(cls: type[T], argv: Sequence[str]) -> T:
 
 
 def read(cls: type[T], path: Path, overrides: Sequence[tuple[str, str]] = ()) -> T:
-    """Read a YAML file with overrides into `cls`.
+    """Return a YAML file with overrides as a `cls`.
 
-    A dotted name that does not exist at the top is searched under `services`, so `--trainer.procs 2` sets
-    `services.trainer.procs`. Values are YAML, except for those that a setting of type text does not accept as YAML.
+    Args:
+        overrides: (dotted key, text of the value), as in `Arguments.overrides`. A key that does not exist is searched
+            under `services`, so that `--trainer.procs 2` sets `services.trainer.procs`. Values are read as YAML, unless
+            the setting only takes text.
 
     Raises:
-        ConfigError: missing file, malformed YAML, a masked value, as in the config.yaml of a run, or as
-            `build`.
+        ConfigError: the file is missing or not YAML, a secret in it is masked, or as in `build`.
     """
     values = read_file(path)
     for name, text in overrides:
         _set_value(values, cls, name, text)
-    # The config.yaml of a run has masked secrets: with "***" a service would fail late, and say something else.
+    # Secrets in the config.yaml of a run are masked: with "***" a service would fail late, with another error.
     names = [*masked_names(values)]
     if names:
         raise ConfigError(
@@ -115,8 +117,9 @@ def read(cls: type[T], path: Path, overrides: Sequence[tuple[str, str]] = ()) ->
 
 
 def _parse_override(text: str, hint: Type) -> Json:
-    """Parse an override as YAML, if the setting accepts the value; otherwise return the text. So is a text with #,
-    which YAML would cut off as a comment.
+    """Return the value of an override: read as YAML if its setting accepts that, otherwise the text itself.
+
+    A text with #, which YAML would cut off as a comment, stays text unless it is quoted or in brackets.
 
     Args:
         hint: the type of the setting; Any if unknown.
@@ -130,19 +133,21 @@ def _parse_override(text: str, hint: Type) -> Json:
     except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that does not exist
         return text
     if object in types:
+        # YAML reads {a} as {a: null}, which is more probably meant as text.
         return text if isinstance(value, dict) and value and ":" not in text else value
     if isinstance(value, str):
-        return value if quoted else text  # YAML folds lines
+        return value if quoted else text  # unquoted the text itself, as YAML would join its lines
     return text if str in types and type(value) not in types else value
 
 
 def read_file(path: Path) -> dict[str, Json]:
-    """Read a configuration file. ConfigError: it is missing or malformed; the message has the fix."""
+    """Return the sections of a configuration file as plain data, without checking their keys. ConfigError: it is
+    missing or malformed; the message has the fix."""
     if path.is_dir():
         raise ConfigError(f"{path} is a folder: give the configuration file")
     if not path.is_file():
         files = {file.stem: file for file in [*path.parent.glob("*.yml"), *path.parent.glob("*.yaml")]}
-        similar = difflib.get_close_matches(path.stem, files, n=1, cutoff=0.7)  # see `nearest`
+        similar = difflib.get_close_matches(path.stem, files, n=1, cutoff=0.7)  # as in `hint_nearest`
         hint = f"; did you mean {files[similar[0]]}?" if similar else ""
         raise ConfigError(f"configuration file {path} does not exist{hint}")
     try:
@@ -155,6 +160,8 @@ def read_file(path: Path) -> dict[str, Json]:
 
 
 def _set_value(values: dict[str, Json], cls: type, name: str, text: str) -> None:
+    """Set the dotted key `name` in the plain data of a configuration to the value that `text` stands for.
+    ConfigError: a part of the key is no section."""
     path = name.split(".")
     if _find_type(cls, path) is None and _find_type(cls, ["services", *path]) is not None:
         path = ["services", *path]
@@ -170,11 +177,11 @@ def _set_value(values: dict[str, Json], cls: type, name: str, text: str) -> None
 
 
 def _find_type(cls: Type, path: list[str]) -> Type:
-    """Return the type of a setting; None if it does not exist."""
+    """Return the type annotation of the setting at a path of keys in the section `cls`; None if there is none."""
     hint: Type = cls
     for key in path:
         section = section_in(hint)
-        if section is not None and typing.get_origin(hint) is dict:  # of sections, by names of the user's
+        if section is not None and typing.get_origin(hint) is dict:  # {name chosen by the user: section}
             hint = section
             continue
         keys = {} if section is None else keys_of(section)
@@ -185,12 +192,12 @@ def _find_type(cls: Type, path: list[str]) -> Type:
 
 
 def check_whole(value: object, name: str, least: int = 1) -> int:
-    """Return the value, if it is a whole number of at least `least`. ValueError: it is not; names the setting.
+    """Return a value that is a whole number of at least `least`. ValueError: it is not; names the setting `name`.
 
     >>> check_whole(3, "problems")
     3
     """
-    # A bool passes as an int, and True as 1.
+    # bool is a subclass of int: True would pass as 1.
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         fix = ": remove the quotes" if isinstance(value, str) and value.strip().isdigit() else ""
         raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r:.80}{fix}")

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..system.masking import without_secrets
 
-# Functions of extensions, `(names, python) -> line`, which know settings of other libraries and former names.
+# Entry points of extensions, `f(names, python) -> line`, which explain settings of other libraries and former names.
 SETTING_NAMES = "forge.setting_names"
 Object = Any  # of a class that a user names
 Json = Any  # a value of a configuration
@@ -19,7 +19,7 @@ Type = Any  # a type annotation
 
 
 def hint_nearest(name: object, names: Iterable[object]) -> str:
-    """Return the hint that ends an error about an unknown name: the closest existing name, or all of them.
+    """Return the end of an error message about an unknown name: the most similar of `names`, or all of them.
 
     >>> hint_nearest("lerning_rate", ["learning_rate", "steps"])
     "; did you mean 'learning_rate'?"
@@ -27,7 +27,7 @@ def hint_nearest(name: object, names: Iterable[object]) -> str:
     if isinstance(name, bool):
         return "; YAML reads a bare yes, no, on or off as true or false: quote the key"
     options = [str(option) for option in names]
-    # At difflib's default, .6, `deepspeed` is close to `seed` and `lr` to `lora`; slips of one letter are above .8.
+    # At difflib's default, 0.6, `deepspeed` is close to `seed` and `lr` to `lora`; a wrong letter is above 0.8.
     close = difflib.get_close_matches(str(name), options, n=1, cutoff=0.7)
     if len(str(name)) > 2:
         close += [option for option in options if option.startswith(str(name))]  # algo for algorithm
@@ -35,27 +35,29 @@ def hint_nearest(name: object, names: Iterable[object]) -> str:
 
 
 def nearest_setting(name: object, names: Iterable[object]) -> str:
-    """Return `nearest`, or what stands here for another library's setting."""
+    """Return the end of an error message about an unknown setting: what it is called here if an extension knows it from
+    another library, else as `hint_nearest`."""
     explanation = explain_names([str(name)])
     return f": {explanation}" if explanation else hint_nearest(name, names)
 
 
 def explain_names(names: Sequence[str], python: bool = False) -> str:
-    """Ask the extensions what stands for settings of other libraries; empty if none knows.
+    """Return what settings of other libraries are called here, in one line; "" if no extension knows them.
 
     Args:
-        python: the settings were arguments of `forge.train` or its kin, which take keys without their section.
+        names: of the settings.
+        python: whether they were arguments of `forge.train` or a similar function, which take keys without a section.
     """
     explanations = (point.load()(names, python) for point in entry_points(group=SETTING_NAMES))
     return next(filter(None, explanations), "")
 
 
 def resolve(name: str, kind: str, home: str | None = None) -> Object:
-    """Import the object that `package.module:Name` names.
+    """Import and return the object that `package.module:Name` names.
 
     Args:
-        kind: its kind in errors, such as "reward".
-        home: the module of names without a colon; None requires the full form.
+        kind: what errors call it, such as "reward".
+        home: the module of names without a colon; None: the full form is required.
 
     Raises:
         ValueError: the module or the name does not exist.
@@ -66,7 +68,8 @@ def resolve(name: str, kind: str, home: str | None = None) -> Object:
     try:
         return getattr(importlib.import_module(module or str(home)), attribute)
     except (ImportError, AttributeError, SyntaxError) as error:
-        if isinstance(error, ImportError) and "pip install" in str(error):  # the name is right, a package is missing
+        # The name is right if its module asks for a package to be installed.
+        if isinstance(error, ImportError) and "pip install" in str(error):
             raise ValueError(f"{kind} {name!r}: {error}") from error
         raise ValueError(f"{kind} {name!r} was not found ({error}); write package.module:Name") from error
 
@@ -74,29 +77,32 @@ def resolve(name: str, kind: str, home: str | None = None) -> Object:
 def construct(
     target: Callable[..., Object], settings: Mapping[str, Json], key: str, more_keys: Iterable[str] = ()
 ) -> Object:
-    """Call `target(**settings)` with settings from a file, whose names and types are checked against its signature.
+    """Return `target(**settings)`, after checking the settings' names and types against the signature of `target`.
 
     Args:
-        key: the configuration key, for errors.
-        more_keys: keys that are allowed alongside the settings, for the hint of an error.
+        target: a class or a function.
+        settings: plain data, as from a file.
+        key: the configuration key of the settings, for errors.
+        more_keys: keys that the file may have alongside the settings, for hints in errors.
 
     Raises:
-        ValueError: an unknown or missing setting, a wrong type, or what `target` itself raises (ValueError, TypeError).
+        ValueError: a setting is unknown, missing or of a wrong type, or `target` raises a ValueError or TypeError.
     """
     from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-    # A constructor with **kwargs passes them on to its base's constructor.
+    # The constructors of the class and its bases: one with **kwargs passes these on to the next.
     calls = [target]
     if inspect.isclass(target):
         calls = [vars(base)["__init__"] for base in target.__mro__ if "__init__" in vars(base)]
     parameters: dict[str, inspect.Parameter] = {}
     hints: dict[str, Type] = {}
+    first = 1 if inspect.isclass(target) else 0  # after `self`
 
     for call in calls:
         signature_parameters = inspect.signature(call).parameters.values()
         named = [p for p in signature_parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        parameters = {p.name: p for p in named[inspect.isclass(target) :]} | parameters
-        # A dataclass has the names of its annotations in the modules of itself and its bases.
+        parameters = {p.name: p for p in named[first:]} | parameters
+        # The annotations of a dataclass are resolved in the modules of the class and its bases.
         hints = _type_hints(target if dataclasses.is_dataclass(target) else call) | hints
         if all(p.kind is not p.VAR_KEYWORD for p in signature_parameters):
             break
@@ -106,8 +112,7 @@ def construct(
         raise ValueError(
             f"unknown key {f'{key}.{unknown[0]}'!r}{nearest_setting(unknown[0], [*parameters, *more_keys])}"
         )
-
-    missing = [n for n, p in parameters.items() if p.default is p.empty and n not in settings]
+    missing = [name for name, p in parameters.items() if p.default is p.empty and name not in settings]
     if missing:
         raise ValueError(f"{f'{key}.{missing[0]}'!r} must be set")
 
@@ -115,7 +120,7 @@ def construct(
     for name, value in settings.items():
         hint = hints.get(name, Any)
         adapter = TypeAdapter(hint, config=ConfigDict(strict=True, arbitrary_types_allowed=True))
-        # A YAML list stands for a tuple, a whole number for a float: strict in all else.
+        # Types are strict, except that a YAML list stands for a tuple, and a whole number for a float.
         is_tuple = isinstance(value, list) and tuple in (typing.get_origin(hint), hint)
         try:
             values[name] = adapter.validate_python(tuple(value) if is_tuple else value)
@@ -134,12 +139,16 @@ def construct(
 def _type_hints(target: Object) -> dict[str, Type]:
     try:
         return typing.get_type_hints(target)
-    except NameError:  # names that only type checkers import: any value is accepted
+    except NameError:  # a name that only type checkers import; then any value is accepted
         return {}
 
 
 def load_plugin(item: Mapping[str, Json], key: str, kind: str = "verifier") -> Object:
-    """Construct the object of `{use: package.module:Name, <settings>}` with these settings.
+    """Return the object that `{use: package.module:Name, <settings>}` describes, constructed with the settings.
+
+    Args:
+        key: the configuration key of `item`, for errors.
+        kind: what errors call the object.
 
     Raises:
         ValueError: `use` is missing or unknown, or the settings do not fit.

@@ -37,10 +37,10 @@ class UnknownKey(ConfigError, TypeError):
 
 
 class _OneLineErrors(ModelMetaclass):
-    """Makes errors of sections that Python code constructs look like file errors.
+    """Turns the errors of sections that Python code constructs into one line, as those of files.
 
-    It has to be a metaclass: pydantic raises its ValidationError, a report of several lines, out of the constructor,
-    and `__init__` and validators run inside of it.
+    It has to be a metaclass, since pydantic raises its ValidationError, a report of several lines, after `__init__` and
+    the validators have run.
     """
 
     def __call__(cls, *args: object, **settings: object) -> Any:
@@ -54,9 +54,10 @@ class _OneLineErrors(ModelMetaclass):
 class Section(BaseModel, metaclass=_OneLineErrors):
     """Base of a configuration section, and so of the settings of a component.
 
-    A trailing underscore avoids Python's keywords: the field `async_` is the key `async`. A section that is given in
-    part keeps the other values of its default, which may differ from the defaults of its type. `_check` checks
-    conditions between fields. Sections unpack: `Generator.options(**cfg.services.generator)`.
+    A trailing underscore avoids Python's keywords: the field `async_` has the key `async`. If an inner section is given
+    with only some keys, the others keep the values of the field's default, which may differ from the defaults of the
+    inner section's class. `_check` checks conditions between fields. A section unpacks as a mapping:
+    `Generator.options(**cfg.services.generator)`.
 
     Raises:
         ConfigError: an unknown key, a wrong type, a value out of range.
@@ -75,15 +76,16 @@ class Section(BaseModel, metaclass=_OneLineErrors):
     @model_validator(mode="before")
     @classmethod
     def _over_defaults(cls, values: Json) -> Json:
+        """Return the values with inner sections filled up from the defaults of their fields."""
         if not isinstance(values, dict):
             return values
         values = cls.canonical(values)
-        parts: dict[str, Json] = {}
+        filled: dict[str, Json] = {}
         for key, field in keys_of(cls).items():
             default = field.get_default(call_default_factory=True)
             if isinstance(default, Section) and isinstance(values.get(key), dict):
-                parts[key] = default.model_dump(by_alias=True, exclude_unset=True) | values[key]
-        return values | parts
+                filled[key] = default.model_dump(by_alias=True, exclude_unset=True) | values[key]
+        return values | filled
 
     @model_validator(mode="after")
     def _check_values(self) -> Self:
@@ -91,15 +93,16 @@ class Section(BaseModel, metaclass=_OneLineErrors):
         return self
 
     def _check(self) -> None:
-        """Raise ValueError for fields that exclude each other, with the fix."""
+        """Check conditions between fields; a section overrides it. ValueError: one does not hold; has the fix."""
 
     @classmethod
     def canonical(cls, values: dict[str, Json]) -> dict[str, Json]:
-        """Return the values with objects from Python in the form that the section keeps."""
+        """Return the plain data of a section before it is checked; a section overrides it to convert objects from
+        Python."""
         return values
 
     def keys(self) -> Iterator[str]:
-        """Return names of the fields, for unpacking with `**`."""
+        """Return an iterator of the names of the fields, for unpacking with `**`."""
         return iter(type(self).model_fields)
 
     def __getitem__(self, name: str) -> Any:
@@ -110,15 +113,15 @@ class Section(BaseModel, metaclass=_OneLineErrors):
         return any(self[name] != type(self).model_fields[name].get_default(call_default_factory=True) for name in names)
 
     def only(self, settings: type[Section]) -> dict[str, Json]:
-        """Return the values of the fields that `settings` has too."""
+        """Return {name: value} of those fields that the section class `settings` also has."""
         return {name: self[name] for name in settings.model_fields}
 
 
 def build(cls: type[T], values: Json, key: str = "") -> T:
-    """Construct the section `cls` from plain data.
+    """Return a section of class `cls`, constructed from plain data.
 
     Args:
-        key: the key of the section, for errors.
+        key: the dotted key of the section, for errors; "" for a whole configuration.
 
     Raises:
         ConfigError: an unknown key, a wrong type, a value out of range, or what `_check` raises.
@@ -130,8 +133,8 @@ def build(cls: type[T], values: Json, key: str = "") -> T:
 
 
 def to_dict(config: BaseModel) -> dict[str, Json]:
-    """Return plain data of a configuration; `build` reads it back. Objects that were passed from Python become
-    `module:name`, rows become their number and digest."""
+    """Return a configuration as plain data, which `build` reads back. Objects that were passed from Python become
+    `module:name`, and rows become a text with their number and digest."""
     return _to_plain(config.model_dump(by_alias=True))
 
 
@@ -149,7 +152,7 @@ def _to_plain(value: object) -> Json:
 
 
 def flatten_config(values: dict[str, Json], prefix: str = "") -> dict[str, Json]:
-    """Return plain data of a configuration by dotted names.
+    """Return the plain data of a configuration as {dotted key: value}; `prefix` is the key of `values` itself.
 
     >>> flatten_config({"a": {"b": 1}, "c": 2})
     {'a.b': 1, 'c': 2}
@@ -162,7 +165,11 @@ def flatten_config(values: dict[str, Json], prefix: str = "") -> dict[str, Json]
 
 
 def plain_types(hint: Type) -> set[type]:
-    """Return the plain types of a setting; `object` stands for any."""
+    """Return the Python types that the values of a type annotation have in a file; `object` stands for any.
+
+    >>> sorted(plain.__name__ for plain in plain_types(list[int] | float | None))
+    ['NoneType', 'float', 'int', 'list']
+    """
     if hint is Any:
         return {object}
     if typing.get_origin(hint) in (Union, UnionType):
@@ -178,26 +185,31 @@ def plain_types(hint: Type) -> set[type]:
 
 
 def keys_of(cls: type[Section]) -> dict[str, FieldInfo]:
-    """Return the fields of a section by their keys in a file."""
+    """Return {key in a file: field} of a section class."""
     return {field.alias or name: field for name, field in cls.model_fields.items()}
 
 
 def section_in(hint: Type) -> type[Section] | None:
-    """Return the section in a type such as `X`, `X | None`, `list[X]` or `dict[str, X]`."""
+    """Return the section class X in a type annotation such as `X`, `X | None`, `list[X]` or `dict[str, X]`; None if
+    there is none."""
     if isinstance(hint, type) and issubclass(hint, Section):
         return hint
     return next(filter(None, map(section_in, typing.get_args(hint))), None)
 
 
 def choices_in(hint: Type) -> tuple[Json, ...]:
-    """Return the values of the Literal in a type."""
+    """Return the values of the Literal in a type annotation; () if there is none.
+
+    >>> choices_in(typing.Literal["fifo", "random"] | None)
+    ('fifo', 'random')
+    """
     if typing.get_origin(hint) is typing.Literal:
         return typing.get_args(hint)
     return next(filter(None, map(choices_in, typing.get_args(hint))), ())
 
 
 UNKNOWN = ("extra_forbidden", "invalid_key")  # pydantic's kinds of errors of keys that do not exist
-# Names of pydantic's types and limits in errors.
+# What errors say was expected, by pydantic's kind of error.
 TYPES = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -209,13 +221,19 @@ TYPES = {
     "dict_type": "a mapping",
     "model_type": "a mapping of keys to values",
 }
-# Kinds of errors of a limit, in words.
+# The same for errors of a limit, which follows.
 LIMITS = {"greater_than_equal": "at least", "greater_than": "above", "less_than_equal": "at most", "less_than": "below"}
 
 
 def _describe_error(cls: Type, errors: ValidationError, key: str = "") -> str:
-    """Describe one error of several: an unknown key first, for it explains a missing one."""
-    # A file of another library has many unknown keys: one line says what stands for them.
+    """Return one line that describes the first error of a section: of an unknown key if there is one, since a misspelt
+    key is also missing.
+
+    Args:
+        cls: class of the section.
+        key: the dotted key of the section.
+    """
+    # The keys of a file for another library are explained together in one line.
     unknown = [error for error in errors.errors() if error["type"] in UNKNOWN]
     foreign: list[str] = []
     for error in unknown:
@@ -232,8 +250,8 @@ def _describe_error(cls: Type, errors: ValidationError, key: str = "") -> str:
     if kind == "invalid_key":
         path = (*path[:-1], str(value))
 
-    # The location is followed through the sections, so that the key is as a file has it, and the type is known. Items
-    # that are none of these name members of unions.
+    # Follow pydantic's location through the sections, to find the key as a file has it and the type of the setting.
+    # Items of the location that are neither keys nor indices name members of unions.
     hint = cls
     for item in path:
         section = section_in(hint)
@@ -269,7 +287,7 @@ def _describe_error(cls: Type, errors: ValidationError, key: str = "") -> str:
         expected = "not empty"
     elif kind == "literal_error":
         choices = choices_in(hint)
-        similar = hint_nearest(value, choices).partition("; known here")[0]  # the choices are listed already
+        similar = hint_nearest(value, choices).partition("; known here")[0]  # the message already lists the choices
         return f"{key} must be one of {', '.join(map(str, choices))}; got {value!r}{similar}"
 
     form = _describe_form(key, hint, value) if kind == "model_type" else ""
@@ -277,26 +295,31 @@ def _describe_error(cls: Type, errors: ValidationError, key: str = "") -> str:
 
 
 def _leaf_names(name: str, value: Json) -> list[str]:
-    """Return the dotted names of the settings in a value; its own if it has none."""
+    """Return the dotted names of all settings within the value of the key `name`; the key itself if it is not a
+    mapping, or an empty one."""
     if not isinstance(value, dict) or not value:
         return [name]
     return [leaf for key, item in value.items() for leaf in _leaf_names(f"{name}.{key}", item)]
 
 
 def _sections_with(section: type[Section], name: str) -> list[str]:
-    """Return the dotted names of a key in the sections of a configuration, except services, which all have the same
-    keys."""
-    fields = keys_of(section).items()
-    inner = {
+    """Return the dotted names under which the inner sections have a key. `services` is left out, whose sections all
+    have the same keys."""
+    inner_sections = {
         key: section_in(field.annotation)
-        for key, field in fields
+        for key, field in keys_of(section).items()
         if key != "services" and typing.get_origin(field.annotation) is not dict
     }
-    return [f"{key}.{name}" for key, part in inner.items() if part is not None and name in keys_of(part)]
+    return [f"{key}.{name}" for key, inner in inner_sections.items() if inner is not None and name in keys_of(inner)]
 
 
 def _describe_form(section_key: str, hint: Type, value: object = None) -> str:
-    """Describe how a section is written, for errors: with its required key, or its first one."""
+    """Return the end of an error message that shows how a section is written, with its required key or its first one;
+    "" if the setting is no section.
+
+    Args:
+        value: what was given instead of the section.
+    """
     section = section_in(hint)
     if section is None or not section_key or typing.get_origin(hint) in (list, dict):
         return ""

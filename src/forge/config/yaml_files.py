@@ -1,4 +1,4 @@
-"""YAML files: malformed ones are an error of one line, with the position and a fix."""
+"""Reading YAML files; the error of a malformed one is a line with the position and a fix."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import yaml
 
 from ..system.files import read_text
 
-# Fixes for malformed YAML by PyYAML's description of the fault; the first match counts.
+# {pattern of PyYAML's description of a fault: its fix}; the first match counts.
 FIXES = {
     "is also in line": "remove one",
     "escape character": r"write \\ for \, or single quotes instead of double ones",
@@ -24,12 +24,12 @@ Json = Any
 
 
 def read_yaml(path: Path) -> Json:
-    """Read a YAML file. ValueError: it has another encoding or is malformed; names the line."""
+    """Return the data in a YAML file. ValueError: it is not UTF-8 or is malformed; names the line."""
     return parse_yaml(read_text(path), path)
 
 
 def parse_yaml(text: str, path: Path) -> Json:
-    """Parse a text in YAML. ValueError: it is malformed; names the file and the line."""
+    """Return the data in the text of a YAML file. ValueError: it is malformed; names the file and the line."""
     try:
         return yaml.load(text, Loader=Loader)
     except yaml.reader.ReaderError as error:
@@ -45,7 +45,7 @@ def parse_yaml(text: str, path: Path) -> Json:
 
 
 def _describe_fault(error: yaml.MarkedYAMLError) -> str:
-    """Describe the fault of a text, its position and the fix."""
+    """Return one line with the position of a fault, its description and the fix."""
     mark = error.problem_mark or error.context_mark
     problem = error.problem or error.context or "malformed"
     if mark is None:
@@ -57,7 +57,7 @@ def _describe_fault(error: yaml.MarkedYAMLError) -> str:
     elif "cannot start any token" in problem:
         problem = f"quote text that starts with {text_at_fault[:1]}"
     else:
-        # A bracket that is never closed is a fault at the end of the file, but was opened in another line.
+        # A fault may start earlier than where it shows, as with a bracket that is never closed.
         if error.context_mark is not None and error.context_mark.line < mark.line:
             problem += f" ({error.context}, from line {error.context_mark.line + 1})"
         text = f"{error.context} {problem}"
@@ -67,10 +67,10 @@ def _describe_fault(error: yaml.MarkedYAMLError) -> str:
 
 
 class Loader(yaml.SafeLoader):
-    """Loader that reads 1e-6 as a number, which YAML 1.1 defines as text, and rejects duplicate keys."""
+    """YAML loader that reads 1e-6 as a number, which is text in YAML 1.1, and rejects duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Json, Json]:
-        """Return keys and values; each key must be unique."""
+        """Return a mapping as a dict. ConstructorError: a key is given twice."""
         marks: dict[str, yaml.Mark] = {}
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):

@@ -33,12 +33,16 @@ _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def read_messages(row: Row, field: str) -> list[Message]:
-    """Return the conversation in a field of a row, written as {role, content} or {from, value}, as {role, content};
-    other keys of a message stay.
+    """Return the messages in a field of a row as dicts {role, content}, which keep other keys such as tool_calls.
+
+    A row may also write a message as {from, value}, with the roles human and gpt.
 
     Raises:
-        ValueError: no such field, not a list of messages, an unknown role, content that is not text, or values that are
-            missing or hold half a character.
+        ValueError: there is no such field, it holds no list of messages, a role is unknown, content is not text, or a
+            value is missing (nan) or holds half a character.
+
+    >>> read_messages({"talk": [{"from": "human", "value": "Hi"}]}, "talk")
+    [{'role': 'user', 'content': 'Hi'}]
     """
     if field not in row:
         raise ValueError(f"no field {field!r}: it has {', '.join(row)}")
@@ -69,21 +73,22 @@ def read_messages(row: Row, field: str) -> list[Message]:
 
 
 class ChatFormat:
-    """Renders and encodes conversations.
+    """Renders conversations as text, and encodes them as tokens with a mask of the assistant's turns.
 
     Args:
         tokenizer: for `encode` a fast one, which knows the characters of its tokens.
-        template: True is the tokenizer's chat template; else the text of a jinja template, or a file with it.
+        template: True for the tokenizer's chat template; else the text of a jinja template, or a file with it.
         options: additional arguments of the template, such as enable_thinking.
-        thoughts: of earlier turns, which many templates omit once later messages follow. "keep": each turn stays
-            as it was when it was the last, so that all are trained (`forge.data.turns`); "template": as the template
-            writes them, an error in `encode` where it trains such turns.
+        thoughts: what `encode` does with thoughts of earlier turns, which many templates omit once later messages
+            follow. "keep": each turn stays as it was when it was the last, so that all are trained
+            (`forge.data.turns`); "template": the text is the template's, and training a turn that it changes later is
+            an error.
 
     Attributes:
         turns: where turns end (`forge.data.turns.Turns`).
 
     Raises:
-        ValueError, FileNotFoundError: there is no template.
+        ValueError, FileNotFoundError: the tokenizer has no chat template, or the file does not exist.
     """
 
     def __init__(
@@ -94,7 +99,7 @@ class ChatFormat:
         thoughts: Thoughts = "template",
     ) -> None:
         self.tokenizer, self.options, self.thoughts = tokenizer, dict(options or {}), thoughts
-        # A text with braces is a template, another one the path of its file.
+        # A text with braces is itself a template, any other text the path of one.
         self._own_template = not isinstance(template, str)
         if isinstance(template, str):
             if "{" not in template:
@@ -120,8 +125,14 @@ class ChatFormat:
         self.turns = Turns(self.render, self.writer, self._special)
 
     def with_tools(self, tools: object) -> ChatFormat:
-        """Return the format of a conversation that offers these tools, a list of schemas in OpenAI's format or its JSON
-        text; without tools it is this one. ValueError: they are neither."""
+        """Return a format that also writes these tools into a conversation; without tools, this format itself.
+
+        Args:
+            tools: a list of schemas in OpenAI's format, or its JSON text.
+
+        Raises:
+            ValueError: `tools` is neither.
+        """
         if isinstance(tools, str):
             try:
                 tools = json.loads(tools or "null")
@@ -133,9 +144,9 @@ class ChatFormat:
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise ValueError(f"the tools of a conversation must be a list of schemas, not {type(tools).__name__}")
         check_values(tools, "tools")
-        _ = self._untrimmed_tokenizer  # shared by all
+        _ = self._untrimmed_tokenizer  # cached before copying, so that all copies share it
 
-        # A copy of this format: only what depends on the tools is made again.
+        # Only what depends on the tools is made again.
         offering = copy.copy(self)
         offering.options = {**self.options, "tools": tools}
         offering._begin_text()
@@ -143,9 +154,16 @@ class ChatFormat:
         return offering
 
     def render(self, conversation: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-        """Return the text of a conversation. ValueError: the template raises an error, or has no place for tool
-        calls."""
-        # What others wrote ends no turn and starts none; an assistant may write special tokens, such as a call's.
+        """Return the text that the template writes for a conversation.
+
+        Args:
+            add_generation_prompt: whether the text ends with the start of the assistant's next turn.
+
+        Raises:
+            ValueError: the template raises an error, or writes no tool calls.
+        """
+        # Special tokens in messages of others become plain text, so that they start or end no turn. An assistant's
+        # stay: it may write them, as around a tool call.
         plain = (m if m["role"] == "assistant" else self._special.inert_values(m) for m in conversation)
         return self._render_text(list(map(self.writer.message, plain)), add_generation_prompt=add_generation_prompt)
 
@@ -158,18 +176,18 @@ class ChatFormat:
     def encode(
         self, conversation: Sequence[Message], *, train_on: TrainOn = "assistant", since: int = 0
     ) -> tuple[list[int], list[bool]]:
-        """Return the token ids of the whole conversation, and a mask: True on the tokens of the assistant's turns.
+        """Return the token ids of the whole conversation, and a mask that is True on the assistant's turns.
 
-        A turn is the text after its generation prompt, up to and with the token that ends it; or the text that the
-        template marks with `{% generation %}`. A token counts if any of its characters does, since the policy could
-        not learn that character otherwise.
+        A turn is the text after its generation prompt, up to the token that ends it, which is included; or the text
+        that the template marks with `{% generation %}`. A token is True if any of its characters belongs to a turn,
+        since the policy could not learn that character otherwise.
 
         Args:
-            train_on: all turns of the assistant, or only its last.
-            since: index of the first message whose turn counts.
+            train_on: "assistant": all turns of the assistant; "last": only its last one.
+            since: index of the first message that is trained.
 
         Raises:
-            ValueError: no such turn, or its text is ambiguous because the template renders it differently later.
+            ValueError: there is no such turn, or the template renders it differently once later messages follow.
         """
         turns = [i for i, message in enumerate(conversation) if i >= since and message["role"] == "assistant"]
         if not turns:
@@ -177,40 +195,42 @@ class ChatFormat:
         turns = turns[-1:] if train_on == "last" else turns
         text = self.render(conversation)
         encoding = self._untrimmed_tokenizer.encode(text, add_special_tokens=False)
-        tokens, offsets = encoding.ids, encoding.offsets
 
-        # The template marks what the assistant writes, or it follows from the texts before and after each turn.
+        # The spans of turns in the text: the template marks them, or they follow from its texts before and after each.
         if _MARK.search(self.template):
             if turns != [len(conversation) - 1]:
                 self.turns.check_ends()
             start = len(self._encode_context(conversation, turns[0], text)) if turns[0] else 0
-            spans = [(max(start, begin), end) for begin, end in self._find_marked(conversation) if end > start]
+            spans = [(max(start, first), end) for first, end in self._find_marked(conversation) if end > start]
         else:
             # Each turn ends where generation would stop: at a special token, if one follows its text.
-            closers = {end for token, (_, end) in zip(tokens, offsets, strict=True) if token in self._special.ids}
+            token_ends = [end for _, end in encoding.offsets]
+            closers = {end for token, end in zip(encoding.ids, token_ends, strict=True) if token in self._special.ids}
             rewritten: Rewritten | None = None
             try:
                 spans = [self._encode_answer(conversation, turn, text, closers) for turn in turns]
             except Rewritten as error:
                 rewritten = error
 
+            # Where the template rewrites a turn or omits its thought, join the turns as they were when each was last.
             omitted = any(thought_of(conversation[i])[0] not in text for i in turns)
             if self.thoughts == "keep" and (rewritten or omitted):
                 try:
                     text, turn_spans = self.turns.kept(conversation)
                 except Rewritten as error:
-                    raise rewritten or error from None
+                    raise rewritten or error from None  # the first error names the fix
                 spans = [turn_spans[turn] for turn in turns]
                 encoding = self._untrimmed_tokenizer.encode(text, add_special_tokens=False)
-                tokens, offsets = encoding.ids, encoding.offsets
             elif rewritten:
                 raise rewritten
 
-        return tokens, [any(begin < last and end > first for first, last in spans) for begin, end in offsets]
+        # Half-open spans overlap if each starts before the other ends.
+        mask = [any(first < end and start < last for start, end in spans) for first, last in encoding.offsets]
+        return encoding.ids, mask
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """Return the tokens that end a turn: of text, with tool calls, and eos."""
+        """Return the ids of the tokens that end a turn: one of text, one with tool calls, and eos."""
         ends = [self.turns.closer, self.turns.closer_of_calls]
         ids = [self.tokenizer.convert_tokens_to_ids(end) for end in ends if end]
         eos = self.tokenizer.eos_token_id
@@ -218,7 +238,7 @@ class ChatFormat:
 
     @cached_property
     def _untrimmed_tokenizer(self) -> Any:
-        """Return the tokenizer with untrimmed offsets: some tokenizers exclude spaces from them."""
+        """Return a copy of the tokenizer whose offsets include spaces, which some tokenizers exclude from them."""
         from tokenizers import processors
 
         if not self.tokenizer.is_fast:
@@ -230,7 +250,8 @@ class ChatFormat:
         return backend
 
     def _encode_context(self, conversation: Sequence[Message], turn: int, text: str) -> str:
-        """Return the policy's prompt for this turn."""
+        """Return the policy's prompt for message `turn`. Rewritten: `text`, of the whole conversation, does not start
+        with it."""
         context = self.render(conversation[:turn], add_generation_prompt=True)
         if not text.startswith(context):
             last_turn_fault = (
@@ -242,6 +263,11 @@ class ChatFormat:
         return context
 
     def _encode_answer(self, conversation: Sequence[Message], turn: int, text: str, closers: set[int]) -> Span:
+        """Return the span of message `turn` in the text of the whole conversation, with the token that ends it.
+
+        Args:
+            closers: the positions in the text where a special token ends.
+        """
         if turn == 0:
             raise ValueError("message 1 is an assistant's, with nothing to answer: omit it, or set train_on: last")
         context = self._encode_context(conversation, turn, text)
@@ -258,15 +284,15 @@ class ChatFormat:
 
         # Generation stops at a special token. Many templates add a line break after it, and some the header of the next
         # turn, which are not generated.
+        start = len(context)
         closer, tail = self.turns.ending(conversation, turn)
         if closer and answer.endswith(closer + tail):
-            return len(context), len(upto) - len(tail)
-        closed = len(context) + len(answer.rstrip())
-
-        return len(context), closed if closed in closers else len(upto)
+            return start, len(upto) - len(tail)
+        stripped_end = start + len(answer.rstrip())
+        return start, stripped_end if stripped_end in closers else len(upto)
 
     def _find_marked(self, conversation: Sequence[Message]) -> list[Span]:
-        """Return the character spans that the template marks."""
+        """Return the spans in the text of a conversation that the template marks with `{% generation %}`."""
         # return_assistant_tokens_mask would lose turns that start with a space if the tokenizer trims its offsets.
         from transformers.utils.chat_template_utils import render_jinja_template
 

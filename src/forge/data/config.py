@@ -59,7 +59,11 @@ class RowsConfig(Section):
             build(type(self), {name: value for name, value in source.items() if name != "weight"}, location)
 
     def limit(self, key: str, limit: int, message: str) -> None:
-        """Set `key` to `limit` if it is None. Raise ConfigError with `message` if it is larger, here or in a source."""
+        """Set the setting `key` to `limit` if it is null.
+
+        Raises:
+            ConfigError: it is larger than `limit`, here or in a source; the text is `message`.
+        """
         # Null becomes the limit; a source may only lower it.
         if getattr(self, key) is None:
             setattr(self, key, limit)
@@ -68,7 +72,7 @@ class RowsConfig(Section):
             raise ConfigError(message)
 
     def cap(self, key: str, limit: int) -> Self:
-        """Return a copy with `key` lowered to at most `limit`, here and in every source that sets it."""
+        """Return a copy in which the setting `key` is at most `limit`, also in every source that sets it."""
         length = getattr(self, key)
         capped = self.model_copy(update={key: limit if length is None else min(length, limit)})
         if self.sources is not None:
@@ -79,14 +83,15 @@ class RowsConfig(Section):
 
     @property
     def files(self) -> list[str]:
-        """Return paths and chat templates, which may be local files."""
+        """Return the settings that may name local files: the paths and chat templates of this section and its
+        sources."""
         sections = [{"path": self.path, "chat_template": self.chat_template}, *(self.sources or ())]
         values = [source.get(key) for key in ("path", "chat_template") for source in sections]
         return [name for name in values if isinstance(name, str)]
 
     @property
     def procedural(self) -> bool:
-        """Return whether all rows come from tasks, which have test splits."""
+        """Return whether all rows come from procedural tasks, which have test splits."""
         if self.sources is not None:
             return self.path is None and not any(isinstance(source.get("path"), str) for source in self.sources)
         return self.task is not None

@@ -1,4 +1,4 @@
-"""Rows from local files, folders and the Hugging Face hub. Messages number rows from 1, as lines."""
+"""Rows from local files, folders and the Hugging Face hub. Error messages number rows from 1, as lines of a file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class Rows(Sequence[Row]):
     """Rows from Python instead of a path: mappings, or a `datasets.Dataset`."""
 
     def __init__(self, rows: Iterable[Row]) -> None:
-        # An iterator may have no end, and a sequence of the user's own may never raise IndexError.
+        # An iterator may have no end. Only len(rows) rows are read, since a user's own sequence may never raise
+        # IndexError.
         if not isinstance(rows, Sized):
             raise ValueError(
                 "the dataset has no length: give a list of its rows, such as [*itertools.islice(rows, 1000)]"
@@ -49,13 +50,13 @@ class Rows(Sequence[Row]):
         return self._rows[index]
 
     def describe(self) -> str:
-        """Return number and digest, for a run's config.yaml."""
+        """Return the number of rows and their digest as text, which stands for them in a run's config.yaml."""
         digest = hashlib.sha256(json.dumps(self._rows, default=str).encode()).hexdigest()
         return f"<{len(self)} rows from Python, sha256 {digest[:16]}>"
 
 
 def read_path_or_rows(value: Any) -> Any:
-    """Return rows from Python as `Rows`, a path as text, and all else as it is."""
+    """Return an iterable of rows as `Rows`, a `Path` as text, and any other value as it is."""
     if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping | Path | Rows):
         return Rows(value)
     return str(value) if isinstance(value, Path) else value
@@ -66,7 +67,7 @@ PathOrRows = Annotated[str | Rows | None, BeforeValidator(read_path_or_rows)]
 
 
 class StoredColumns(Sequence[Row]):
-    """Rows of a stored `datasets.Dataset`."""
+    """Rows of a stored `datasets.Dataset`, each read when it is asked for."""
 
     def __init__(self, rows: Any) -> None:
         self._rows = rows
@@ -82,8 +83,13 @@ class StoredColumns(Sequence[Row]):
 
 
 def from_columns(row: Row) -> Row:
-    """Return a row as it was before it was stored in columns, where every mapping within it has the keys of all rows:
-    those that are null are absent. A column that is null stays."""
+    """Return a row without the null keys of the mappings within it; its own null columns stay.
+
+    A columnar file gives every mapping in a column the keys of all rows, as null where a row does not have them.
+
+    >>> from_columns({"id": None, "message": {"role": "user", "name": None}})
+    {'id': None, 'message': {'role': 'user'}}
+    """
     return {name: _drop_nulls(value) for name, value in row.items()}
 
 
@@ -94,8 +100,15 @@ def _drop_nulls(value: object) -> object:
 
 
 def check_values(value: object, location: str) -> None:
-    """Raise ValueError if something in a value, however deep, is a missing number (nan, inf) or half a character (a
-    lone surrogate), which no tokenizer reads."""
+    """Check that a value holds, at any depth, no missing number (nan, inf) and no lone surrogate, half of a character,
+    which tokenizers cannot encode.
+
+    Args:
+        location: of the value, for the message, such as "row 3".
+
+    Raises:
+        ValueError: names the location of the first one, such as "row 3.score".
+    """
     if isinstance(value, str):
         try:
             value.encode()
@@ -113,19 +126,22 @@ def check_values(value: object, location: str) -> None:
 
 
 def open_rows(path: str | Rows, *, split: str, subset: str | None = None) -> Sequence[Row]:
-    """Return all rows of a .json, .jsonl or .parquet file (`split` does not apply), a folder or a hub id, with random
-    access.
+    """Return all rows of a file, a folder or a hub id, with random access.
 
-    A folder is one written by `datasets` or one of data files.
+    Args:
+        path: a .json, .jsonl or .parquet file, a folder that `datasets` wrote or that holds data files, a hub id, or
+            `Rows`.
+        split: of a folder or hub id; a file has only one.
+        subset: the configuration of a hub dataset that has several.
 
     Raises:
-        FileNotFoundError, ValueError, ImportError: one line; a malformed line is named by file and number.
+        FileNotFoundError, ValueError, ImportError: one line, which names the file and the number of a malformed row.
     """
     if isinstance(path, Rows):
         return list(path)
     file = _local_path(path)
 
-    # Folders and hub ids are read by `datasets`, files by this module.
+    # The package datasets reads folders and hub ids, this module reads files.
     rows: Sequence[Row]
     if file is None or file.is_dir():
         rows = StoredColumns(_load_dataset(path, file, split=split, subset=subset, streaming=False))
@@ -146,22 +162,28 @@ def open_rows(path: str | Rows, *, split: str, subset: str | None = None) -> Seq
 
 
 def open_stream(path: str, *, split: str, subset: str | None = None) -> IterableDataset:
-    """Open the rows of `open_rows` as a stream: they are read, and their errors raised, when they are needed."""
+    """Return the rows of a file, a folder or a hub id as a stream, which reads them when they are needed.
+
+    The arguments are those of `open_rows`. A malformed row raises when it is read.
+    """
     file = _local_path(path)
     if file is None or file.is_dir():
         return _load_dataset(path, file, split=split, subset=subset, streaming=True)
-    if file.suffix == ".parquet":
-        _import_datasets("a parquet file")
 
-    datasets = _import_datasets("streaming")
+    is_parquet = file.suffix == ".parquet"
+    datasets = _import_datasets("a parquet file" if is_parquet else "streaming")
     settings = {"data_files": str(file), "split": "train", "streaming": True}
-    if file.suffix != ".parquet":
-        settings["encoding"] = "utf-8-sig"
+    settings |= {} if is_parquet else {"encoding": "utf-8-sig"}
     return datasets.load_dataset(_BUILDERS[file.suffix], **settings, trust_remote_code=False)
 
 
 def _local_path(path: str) -> Path | None:
-    """Return the file or folder of a path, or None if it is a hub id."""
+    """Return the local file or folder that a path names, or None if the path is a hub id.
+
+    Raises:
+        FileNotFoundError: it looks like a file, and there is none.
+        ValueError: its extension is unknown, or it is a pipe or a device.
+    """
     file = Path(path).expanduser()
     if file.is_dir():
         return file
@@ -183,7 +205,11 @@ def _local_path(path: str) -> Path | None:
 
 
 def _read_json(file: Path) -> list[Row]:
-    """Return the rows of a .jsonl file, one object a line, or of a .json file, a list of objects."""
+    """Return the rows of a .jsonl file, which holds one object a line, or of a .json file, which is a list of objects.
+
+    Raises:
+        ValueError: it is not JSON, or a row is not an object; names the file and the line or row.
+    """
     if file.suffix == ".jsonl":
         numbered: list[tuple[str, Any]] = []
         with file.open(encoding="utf-8-sig") as lines:
@@ -199,7 +225,7 @@ def _read_json(file: Path) -> list[Row]:
             except ValueError as error:  # also of a number with thousands of digits
                 raise ValueError(f"{file}, line {number}: not JSON: {error}") from error
     else:
-        # A .json file is one list, all of which is read at once.
+        # A .json file is one list.
         text = read_text(file)
         try:
             listed = json.loads(text)
@@ -212,7 +238,6 @@ def _read_json(file: Path) -> list[Row]:
             raise ValueError(f"{file} must hold a list of objects, not {type(listed).__name__}")
         numbered = [(f"row {number}", row) for number, row in enumerate(listed, 1)]
 
-    # A row is an object in either form.
     for location, row in numbered:
         if not isinstance(row, dict):
             raise ValueError(f"{file}, {location}: a row must be an object, not {type(row).__name__}")
@@ -229,13 +254,12 @@ def _import_datasets(subject: str) -> Any:
 
 
 def _load_dataset(path: str, folder: Path | None, *, split: str, subset: str | None, streaming: bool) -> Any:
-    datasets = _import_datasets(
-        f"the dataset {path!r} (no such local file or folder, so a Hugging Face id)" if not folder else path
-    )
+    subject = path if folder else f"the dataset {path!r} (no such local file or folder, so a Hugging Face id)"
+    datasets = _import_datasets(subject)
     if folder and ((folder / "state.json").exists() or (folder / "dataset_dict.json").exists()):
         try:
             saved = datasets.load_from_disk(str(folder))
-        except Exception as error:  # of a damaged file it raises any
+        except Exception as error:  # a damaged file raises errors of any class
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(f"cannot load the dataset {path!r}: {reason}") from error
         if isinstance(saved, datasets.DatasetDict):
@@ -244,7 +268,7 @@ def _load_dataset(path: str, folder: Path | None, *, split: str, subset: str | N
             saved = saved[split]
         return saved.to_iterable_dataset() if streaming else saved
 
-    # Data files or a hub id; an unreachable hub is the most frequent error.
+    # A folder of data files, or a hub id.
     source = str(folder) if folder else path
     try:
         if subset is None:

@@ -25,15 +25,15 @@ T = TypeVar("T")
 
 
 class Mixture(Generic[T]):
-    """An iterator over the items of several sources; it ends when the source that is next has ended.
+    """An iterator over the items of several sources; it ends when the source whose turn it is has ended.
 
-    Every source keeps its own order and epochs. The next source is deterministic: after k items, each source has given
-    within one of its share of k (Tijdeman 1980, The chairman assignment problem). Samples are numbered across sources,
-    as a replay buffer accepts every number once.
+    Every source keeps its own order and epochs. The next source is deterministic: after k items, the number of items
+    from each source is within one of its share of k (Tijdeman 1980, The chairman assignment problem). Samples are
+    numbered across sources, since a replay buffer accepts every number once.
 
     Args:
         sources: datasets.
-        weights: finite numbers above 0; None is equal shares.
+        weights: a finite number above 0 for each source; None gives equal shares.
 
     Raises:
         ValueError: no sources, or weights that do not fit them.
@@ -53,26 +53,27 @@ class Mixture(Generic[T]):
 
     @property
     def served(self) -> int:
-        """Return items given so far."""
+        """Return the number of items returned so far."""
         return sum(self.counts)
 
     @property
     def skipped(self) -> int:
-        """Return rows that all sources left out."""
+        """Return the number of rows that the sources left out, all together."""
         return sum(source.skipped for source in self.sources)
 
     @property
     def size(self) -> int | None:
-        """Return number of items until the next source in turn has ended; None: endless, or unknown."""
+        """Return the number of items of the whole iteration; None: endless, or unknown."""
         counts, sizes = [0] * len(self.sources), [source.size for source in self.sources]
         if all(size is None for size in sizes):
             return None
+        # Count as `__next__` does, until it is the turn of a source that has ended.
         while counts[next_source := self._next_source(counts)] != sizes[next_source]:
             counts[next_source] += 1
         return sum(counts)
 
     def has(self, item: object) -> bool:
-        """Return whether an item is one of a source's."""
+        """Return whether an item has the same tokens as one that a source made when it was checked."""
         return any(source.has(item) for source in self.sources)
 
     def __iter__(self) -> Iterator[T]:
@@ -85,7 +86,8 @@ class Mixture(Generic[T]):
         return item
 
     def held_out(self, n: int) -> list[T]:
-        """Return a fixed list for evaluation, of every source its share. ValueError: a source has too few."""
+        """Return n items for evaluation, the same at every call, with each source's share. ValueError: a source has too
+        few."""
         counts, order = [0] * len(self.sources), []
         for _ in range(n):
             order.append(self._next_source(counts))
@@ -94,7 +96,7 @@ class Mixture(Generic[T]):
         return [_renumber_item(next(streams[number]), index) for index, number in enumerate(order)]
 
     def targets(self) -> Iterator[str]:
-        """Return the targets of all sources that have some."""
+        """Return an iterator of the targets of all sources of prompts."""
         return chain.from_iterable(source.targets() for source in self.sources if isinstance(source, PromptDataset))
 
     def state_dict(self) -> Position:
@@ -106,7 +108,7 @@ class Mixture(Generic[T]):
         }
 
     def load_state_dict(self, state: Position) -> None:
-        """Resume where `state_dict` was called. ValueError: the sources or weights differ."""
+        """Continue where `state_dict` returned this state. ValueError: the sources or weights differ."""
         was, now = state.get("shares"), [str(share) for share in self.shares]
         if was != now:
             raise ValueError(f"the saved position does not fit: the mixture's shares were {was} and are {now}")
@@ -115,15 +117,20 @@ class Mixture(Generic[T]):
         self.counts = list(state["counts"])
 
     def _next_source(self, counts: Sequence[int]) -> int:
-        """Return the source with the earliest deadline among those that are not too far ahead of their share."""
+        """Return the index of the source of the next item, after `counts` items of each source: among those that are
+        not too far ahead of their share, the one with the earliest deadline."""
         slack = Fraction(1, max(2, 2 * len(counts) - 2))
-        now = sum(counts) + 1
-        ready = [i for i, share in enumerate(self.shares) if share * now - counts[i] >= slack]
-        return min(ready, key=lambda i: (counts[i] + 1 - slack) / self.shares[i])
+        now = sum(counts) + 1  # number of the next item
+        # Tijdeman's rule: a source is ready once it is `slack` items behind its share, and its deadline is the item at
+        # which it would be 1 - `slack` items behind.
+        ready = [source for source, share in enumerate(self.shares) if share * now - counts[source] >= slack]
+        return min(ready, key=lambda source: (counts[source] + 1 - slack) / self.shares[source])
 
 
 def _renumber_item(item: Any, index: int) -> Any:
-    return item._replace(prompt=dataclasses.replace(item.prompt, index=index)) if isinstance(item, Sample) else item
+    if not isinstance(item, Sample):  # only samples are numbered
+        return item
+    return item._replace(prompt=dataclasses.replace(item.prompt, index=index))
 
 
 Kind = Literal["prompts", "supervised", "preferences"]
@@ -133,7 +140,7 @@ KINDS = {"prompts": PromptDataset, "supervised": SupervisedDataset, "preferences
 
 
 def find_dataset_class(kind: Kind) -> Any:
-    """Return the class of datasets of a kind. ValueError: there is none."""
+    """Return the dataset class of a kind, such as PromptDataset of "prompts". ValueError: the kind is unknown."""
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, not {kind!r}")
     return KINDS[kind]
@@ -158,16 +165,16 @@ def load_data(
     sources: Sequence[Mapping[str, Any]] | None = None,
     **settings: Any,
 ) -> Data:
-    """Open and check a dataset.
+    """Open and check a dataset, or a `Mixture` of several.
 
     Args:
-        kind: of the items: prompts with targets, episodes to imitate, or pairs of episodes.
-        sources: of a `Mixture`, settings of each dataset, which override the common `settings`, and its `weight`
-            (default 1).
+        kind: of the items: "prompts" with targets, "supervised" episodes, or "preferences", pairs of episodes.
+        sources: for a mixture, the settings of each dataset, which override the common `settings`, and its `weight`
+            (default 1); None: one dataset.
         **settings: of the dataset.
 
     Raises:
-        ValueError, FileNotFoundError, ImportError: one line; of several sources, it names the number.
+        ValueError, FileNotFoundError, ImportError: one line, which names the number of a source if there are several.
     """
     dataset_class = find_dataset_class(kind)
     if sources is None:

@@ -18,16 +18,17 @@ if TYPE_CHECKING:
 def pack(
     episodes: Sequence[Episode], *, aggregation: Aggregation = "token_mean", horizon: int | None = None, unit: int = 1
 ) -> Batch:
-    """Pack scored episodes back to back, the earlier branches of each before its last.
+    """Pack scored episodes into one batch: their sequences back to back, the earlier branches of an episode before the
+    episode itself.
 
     Args:
-        episodes: their branches need not be listed; those that are listed as well are packed once, with their episode.
-            A branch without an advantage has its episode's.
+        episodes: each is packed with all its branches, which need not be listed; one that is listed as well is packed
+            only once. A branch without an advantage gets its episode's.
         aggregation: how tokens share the loss. `token_mean`: every trained token counts the same. `sequence_mean`:
-            every episode counts the same, the tokens of all its branches share its part equally. `fixed_horizon`: every
-            token counts 1 / (episodes * `horizon`), however long its episode is (Liu et al. 2025, Dr.GRPO). An
-            episode's `weight` multiplies its tokens' shares; in the two means they are taken over weighted tokens or
-            episodes.
+            every episode counts the same, and its share is divided equally among the trained tokens of all its
+            branches. `fixed_horizon`: every token counts 1 / (episodes * `horizon`), however long its episode is (Liu
+            et al. 2025, Dr.GRPO). An episode's `weight` multiplies its tokens' shares; the two means are then means
+            over weighted tokens or episodes.
         horizon: a number of tokens, for `fixed_horizon` only; 1 gives sums over tokens.
         unit: number of neighbouring sequences that are never separated, such as the 2 of a preference pair.
 
@@ -71,9 +72,8 @@ def pack(
     # Columns of all rows, one after the other; NaN where the sampler of a trained token is unknown.
     mask = flatten_columns((row.mask for row in rows), np.bool_)
     lengths = np.array([len(row.tokens) for row in rows])
-    logprobs = (
-        [math.nan if trained else 0.0 for trained in row.mask] if row.logprobs is None else row.logprobs for row in rows
-    )
+    unknown = {True: math.nan, False: 0.0}
+    logprobs = ([unknown[trained] for trained in row.mask] if row.logprobs is None else row.logprobs for row in rows)
 
     return Batch(
         tokens=flatten_columns((row.tokens for row in rows), np.int64),
@@ -95,15 +95,21 @@ def pack(
 def _advantages_of_tokens(
     advantages: Sequence[float | Sequence[float]], lengths: np.ndarray, mask: np.ndarray
 ) -> np.ndarray:
-    """Return [tokens], the advantages of sequences: one number for all of its trained tokens or one for each."""
-    # Most have one number, which is repeated at once.
+    """Return [tokens], the advantage of each trained token, and 0 elsewhere.
+
+    Args:
+        advantages: of each sequence either one number for all its trained tokens, or one number for each of them.
+        lengths: [sequences].
+        mask: [tokens].
+    """
+    # Most sequences have one number; all of these are repeated at once.
     numbers = [0.0 if isinstance(advantage, Sequence) else advantage for advantage in advantages]
     flat = np.repeat(np.array(numbers, np.float32), lengths) * mask
     starts = np.cumsum(lengths) - lengths
     for start, length, advantage in zip(starts, lengths, advantages, strict=True):
         if isinstance(advantage, Sequence):
-            part = slice(start, start + length)
-            flat[part][mask[part]] = advantage
+            sequence = slice(start, start + length)
+            flat[sequence][mask[sequence]] = advantage
     return flat
 
 
@@ -115,16 +121,18 @@ def pack_tensors(
     horizon: int | None = None,
     unit: int = 1,
 ) -> Batch:
-    """Pack dicts of tensors, as many `inputs` as `targets`; padding is removed, and rows without a trained token. Such
-    rows count as sequences of loss 0.
+    """Pack padded tensors into one batch without padding.
+
+    Rows without a trained token are not packed, and count as sequences with a loss of 0.
 
     Args:
+        inputs: one dict for each batch of rows: "tokens" [rows, prompt + response], and optionally "mask" of the same
+            shape, 0 where a row is padded (prompts of different lengths are padded on the left).
+        targets: one dict for each of `inputs`: "response" [rows, response], the end of "tokens"; "padding_mask" [rows,
+            response], 1 where a token is trained; "advantages" [rows, response] or [rows, 1]; optionally
+            "ref_logprobs" and "behaviour_logprobs" [rows, response], of the reference and of the sampling policy. NaN
+            or absent "behaviour_logprobs" mean that the trainer's own policy sampled.
         aggregation, horizon, unit: as in `pack`.
-        inputs: "tokens" [rows, prompt + response], and optionally "mask" of that shape, 0 where a row is padded
-            (prompts of different lengths are padded on the left).
-        targets: "response" [rows, response], the end of "tokens"; "padding_mask" of that shape, 1 where a token is
-            trained; "advantages" of that shape or [rows, 1]. Optionally, of that shape: "ref_logprobs", and
-            "behaviour_logprobs" of the sampling policy (NaN or absent: the trainer's own policy stands for it).
 
     Raises:
         ValueError: a key is missing or unknown, or shapes or tokens do not fit.
@@ -139,9 +147,10 @@ def pack_tensors(
             ("inputs", source, {"tokens"}, {"mask"}),
             ("targets", target, {"response", "advantages", "padding_mask"}, {"ref_logprobs", "behaviour_logprobs"}),
         ):
-            if keys := (needed - tensors.keys()) or (tensors.keys() - needed - optional):
-                fault = "needs" if needed - tensors.keys() else "has an unknown key"
-                raise ValueError(f"{name}[{number}] {fault} {min(keys)!r}")
+            if missing := needed - tensors.keys():
+                raise ValueError(f"{name}[{number}] needs {min(missing)!r}")
+            if unknown := tensors.keys() - needed - optional:
+                raise ValueError(f"{name}[{number}] has an unknown key {min(unknown)!r}")
 
         tokens = np.asarray(source["tokens"])
         response = np.asarray(target["response"])
@@ -158,16 +167,18 @@ def pack_tensors(
         if start < 1 or len(tokens) != len(response) or (tokens[:, start:] != response)[trained].any():
             raise ValueError(f"targets[{number}]['response'] is not the end of inputs[{number}]['tokens']")
 
-        # Padding goes, and so does all that comes after a row's last trained token.
+        # Padding goes, and so does all that comes after a row's last trained token: a maximum from the right is 1 up to
+        # that token.
         present[:, start:] &= np.flip(np.maximum.accumulate(np.flip(trained, 1), 1), 1)
-        for row in np.flatnonzero(trained.any(1)):
+        has_trained = trained.any(1)
+        for row in np.flatnonzero(has_trained):
             mask = np.concatenate([np.zeros(start, bool), trained[row]])
             episodes.append(Episode.given(tokens[row, present[row]].tolist(), mask[present[row]].tolist()))
         for name, rows in columns.items():
             if name in target:
                 padded = np.zeros(tokens.shape, np.float32)
                 padded[:, start:] = np.where(trained, np.asarray(target[name], np.float32), 0.0)
-                rows.append(padded[trained.any(1)][present[trained.any(1)]])
+                rows.append(padded[has_trained][present[has_trained]])
 
     batch = pack(episodes, aggregation=aggregation, horizon=horizon, unit=unit)
     if aggregation != "token_mean":
@@ -186,17 +197,18 @@ def pack_tensors(
 
 
 def split_batch(batch: Batch, *, ranks: int, max_tokens: int, at_least: int = 1) -> list[list[Batch]]:
-    """Return one list of micro-batches for each data-parallel rank, all of the same length.
+    """Return [ranks][micro-batches]: one list of micro-batches for each data-parallel rank, all of the same length.
 
-    Units that start with the same prompt stay together where they can, so that it is computed once. The longest go
-    first into the lightest micro-batch: ranks get about the same number of tokens to compute. If there are fewer than
-    micro-batches, an empty one holds a unit with its mask cleared: every rank takes part in every collective, and the
-    loss does not change.
+    A unit is `batch.unit` neighbouring sequences, which stay in one micro-batch. Units that start with the same prompt
+    stay together where they fit, so that the prompt is computed once. The longest units go first, each into the
+    micro-batch with the fewest tokens, so that ranks compute about the same number of tokens. A micro-batch that no
+    unit is left for gets the shortest unit with its mask cleared: its rank takes part in every collective, and the loss
+    does not change.
 
     Args:
         ranks: number of data-parallel ranks.
-        max_tokens: maximum tokens of one micro-batch; a shared prompt's count once.
-        at_least: minimum number of micro-batches a rank.
+        max_tokens: maximum tokens of one micro-batch; those of a shared prompt count once.
+        at_least: minimum number of micro-batches for each rank.
 
     Raises:
         ValueError: a unit is longer than `max_tokens`.
@@ -207,7 +219,7 @@ def split_batch(batch: Batch, *, ranks: int, max_tokens: int, at_least: int = 1)
         subject = "a sequence" if batch.unit == 1 else f"{batch.unit} sequences that belong together, in all"
         raise ValueError(f"{subject} of {longest} tokens does not fit into training.seq_len = {max_tokens}")
 
-    # Units by the run that their first sequence starts with: one prompt's.
+    # The units of each prompt; its key is the first run of their tokens in the tree.
     tree = find_prefixes(prefix_ids(batch), batch.lengths)
     by_prompt: dict[int, list[int]] = {}
     for unit in range(len(lengths)):
@@ -222,7 +234,7 @@ def split_batch(batch: Batch, *, ranks: int, max_tokens: int, at_least: int = 1)
     for units in bins:
         selected = np.array(sorted(units) or [int(lengths.argmin())])
         micro_batch = batch.select((selected[:, None] * batch.unit + np.arange(batch.unit)).ravel())
-        # The rank of an empty one takes part in the collectives with a unit that is not trained.
+        # An empty micro-batch holds a unit that is not trained, with which its rank takes part in the collectives.
         if not units:
             micro_batch.mask = np.zeros_like(micro_batch.mask)
             micro_batch.weights = np.zeros_like(micro_batch.weights)
@@ -232,7 +244,11 @@ def split_batch(batch: Batch, *, ranks: int, max_tokens: int, at_least: int = 1)
 
 
 def _loss_shares(episodes: Sequence[Episode], counts: np.ndarray, aggregation: str, horizon: int | None) -> np.ndarray:
-    """Return [episodes], the share of the loss of each token of an episode, which has `counts` trained tokens."""
+    """Return [episodes], the share of the loss that each trained token of an episode has.
+
+    Args:
+        counts: [episodes], numbers of trained tokens.
+    """
     if (aggregation == "fixed_horizon") != (horizon is not None and horizon > 0):
         raise ValueError(f"fixed_horizon, and nothing else, needs a horizon of at least 1; {aggregation} has {horizon}")
     # In float64: shares of thousands of tokens add up to 1.
@@ -249,8 +265,10 @@ def _loss_shares(episodes: Sequence[Episode], counts: np.ndarray, aggregation: s
 
 
 def _rewards_of_tokens(episodes: Sequence[Episode]) -> np.ndarray | None:
-    """Return [tokens], the reward of each turn and step at its last token, and the rest of what a branch earned at its
-    last trained token; None if an episode or a branch has no reward."""
+    """Return [tokens], rewards at the tokens that earned them; None if an episode or a branch has no reward.
+
+    A turn's or a step's reward is at its last token. What else its branch earned is at the branch's last trained token.
+    """
     rows: list[np.ndarray] = []
     for episode in episodes:
         branches = (*episode.branches, episode)
@@ -258,21 +276,24 @@ def _rewards_of_tokens(episodes: Sequence[Episode]) -> np.ndarray | None:
         if len(rewards) < len(branches):
             return None
 
-        # The reward of a branch is what was still to come when it started: the next one has a part of it.
+        # The reward of a branch includes those of the branches after it, so its own part is the difference.
         for branch, remaining in zip(branches, -np.diff([*rewards, 0.0]), strict=True):
             row = np.zeros(len(branch.tokens), np.float32)
-            for end, reward in (*((turn.end, turn.reward) for turn in branch.turns), *branch.steps):
+            turn_rewards = ((turn.end, turn.reward) for turn in branch.turns)
+            for end, reward in (*turn_rewards, *branch.steps):
                 row[end - 1] += reward
                 remaining -= reward
             if any(branch.mask):
-                row[max(i for i, trained in enumerate(branch.mask) if trained)] += remaining
+                last_trained = max(position for position, trained in enumerate(branch.mask) if trained)
+                row[last_trained] += remaining
             rows.append(row)
 
     return np.concatenate(rows)
 
 
 def _experts_of_tokens(episodes: Sequence[Episode]) -> np.ndarray | None:
-    """Return [tokens, layers, k], the recorded experts, unknown for episodes without; None if no episode has any."""
+    """Return [tokens, layers, k], the k experts that each layer chose for a token, UNKNOWN_EXPERT for episodes without
+    a record; None if no episode has one."""
     shape = next((episode.experts.shape[1:] for episode in episodes if episode.experts is not None), None)
     if shape is None:
         return None
@@ -289,9 +310,12 @@ def _experts_of_tokens(episodes: Sequence[Episode]) -> np.ndarray | None:
 def _fill_bins(
     batch: Batch, tree: PrefixTree, by_prompt: list[list[int]], count: int, max_tokens: int
 ) -> list[list[int]] | None:
-    """Pack the units greedily, the longest first, and return the units of `count` bins; None if they do not fit.
+    """Return the units of each of `count` bins of at most `max_tokens`; None if they do not fit.
 
-    Units that share a prompt are halved until they are no more than a bin's fair share.
+    Args:
+        tree: of the batch's sequences.
+        by_prompt: the units of each prompt. They stay together, unless they exceed a bin's fair share: then they are
+            halved until they do not.
     """
 
     def cost_of(units: list[int]) -> int:

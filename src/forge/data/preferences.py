@@ -14,16 +14,17 @@ from .supervised import Marked, check_effects, close_tokens, encode_document, fi
 
 
 class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
-    """An iterator of `Pair`; the masks are True on the answers and the tokens that end them.
+    """An iterator of `Pair`, a chosen and a rejected episode; their masks are True on the answers and on the tokens
+    that end them.
 
-    The first row decides the form of all:
+    The first row decides the form of all rows:
 
     - a prompt and two texts: the prompt is rendered as in `PromptDataset`; with `chat_template` each answer is a turn
       after it, without one eos ends it;
     - two lists of messages, whole conversations or answers to a prompt (text or messages): the context is their common
       beginning, and all turns of the assistant after it are the answer (see `forge.data.chat`);
     - two texts without a prompt: the context is the common beginning of their tokens;
-    - a procedural task: the right answer and a wrong one, drawn by (seed, row).
+    - a procedural task: its right answer, and a wrong one that follows from the seed and the row's number.
 
     Pairs of equal answers, in text or in tokens, are left out and counted in `skipped`.
 
@@ -32,7 +33,7 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
     `prompt_field`: if it is set, they must start with it.
 
     Args:
-        as_scores: for a reward model: the masks are True on the last token only, where it reads its score.
+        as_scores: for a reward model: the masks are True only on the last token, where the model reads its score.
     """
 
     SECTION, NOUN = PreferencesConfig, "pair"
@@ -51,7 +52,7 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
         self.check()
 
     def begin(self, row: Row) -> None:
-        """Choose how pairs become tokens, from the first row. ValueError: its fields do not fit the settings."""
+        """Choose the form of all pairs from the first row. ValueError: a setting has no effect on this form."""
         section = self.settings
         self._chat: ChatFormat | None = None
         self._format: PromptFormat | None = None
@@ -65,7 +66,7 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
             template, options = self._set_fields.get("chat_template", True), self._set_fields.get("chat_options")
             self._chat = ChatFormat(self.tokenizer, template, options, section.thoughts)
         elif section.thoughts != "keep":
-            check_effects({"thoughts": section.thoughts}, (), "no conversations")
+            raise ValueError(f"thoughts is of conversations, and {self._fields[0]} is no list of messages: omit it")
         elif self._prompt_field is not None or "prompt_template" in self._set_fields:
             names = ("prompt_template", "prompt_field", "chat_template", "system_prompt", "chat_options")
             self._format = PromptFormat(self.tokenizer, **{name: self.settings[name] for name in names})
@@ -73,7 +74,7 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
             check_effects(self._set_fields, (), "texts without a prompt")
 
     def make(self, number: int, row: Row, index: int) -> Pair | None:
-        """Return the pair of a row; None if it is skipped: too long, or both answers equal."""
+        """Return the pair of a row; None if it is left out, since it is too long or its answers are equal."""
         if (task := self._task) is not None:
             wrong = task.wrong(row["answer"], Random(f"{task.name}/{self.seed}/{number}"))
             row = {**row, "chosen": row["answer"], "rejected": wrong}
@@ -85,11 +86,13 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
         chosen, rejected = answers
         if not self.fits(max(len(chosen[0]), len(rejected[0]))):
             return None
-        masks = [[False] * (len(m) - 1) + [True] if self._as_scores else m for _, m in (chosen, rejected)]
-        return Pair(Episode.given(chosen[0], masks[0]), Episode.given(rejected[0], masks[1]))
+        if self._as_scores:
+            chosen, rejected = ((tokens, [False] * (len(tokens) - 1) + [True]) for tokens, _ in (chosen, rejected))
+        return Pair(Episode.given(*chosen), Episode.given(*rejected))
 
     def _encode_pair(self, row: Row) -> tuple[Marked, Marked] | None:
-        """Return both answers in their context; None if they are equal."""
+        """Return the tokens and masks of the chosen and the rejected answer in their context; None if the answers are
+        equal."""
         if self._chat is not None:
             chosen, rejected, since = self._read_conversations(row)
             if chosen == rejected:
@@ -115,21 +118,23 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
         return (first, first_mask), (second, second_mask)
 
     def _read_conversations(self, row: Row) -> tuple[list[Message], list[Message], int]:
-        """Return both conversations, and the number of messages that they start with in common."""
+        """Return the chosen and the rejected conversation, and the index of the first message in which they differ.
+        ValueError: that message is not the assistant's."""
         chosen, rejected = (self._read_conversation(row, name) for name in self._fields)
-        alike = (i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b)
-        since = next(alike, min(len(chosen), len(rejected)))
+        differing = (i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b)
+        since = next(differing, min(len(chosen), len(rejected)))
         for name, conversation in zip(self._fields, (chosen, rejected), strict=True):
             role = conversation[since]["role"] if since < len(conversation) else "none"
             if role != "assistant" and chosen != rejected:
                 raise ValueError(
-                    f"the two part at message {since + 1}, where {name} must have an assistant's: its role is {role}"
+                    f"the two differ from message {since + 1} on, where {name} must have an assistant's: its role is "
+                    f"{role}"
                 )
         return chosen, rejected, since
 
     def _read_conversation(self, row: Row, name: str) -> list[Message]:
-        """Return the whole conversation; a bare answer follows the prompt. ValueError: it starts with another
-        prompt."""
+        """Return the whole conversation in the field `name`: its messages, after the row's prompt if they are only an
+        answer. ValueError: `prompt_field` is set, and the conversation starts with another prompt."""
         conversation, field = read_messages(row, name), self._prompt_field
         answer_only = conversation[0]["role"] == "assistant"
         if field is None or not (answer_only or "prompt_field" in self._set_fields):

@@ -18,14 +18,15 @@ SAVED = 24
 
 @dataclass(frozen=True, slots=True)
 class PrefixTree:
-    """The runs of a batch, every parent before its children.
+    """The runs of tokens of a batch, every parent before its children.
 
-    source: [computed], the index in the batch of each computed token.
-    index: [tokens], the index in `source` of each token of the batch.
-    positions: [computed], positions in the sequence.
-    lengths, parents: [runs], of runs that lie back to back in `source`; the parent of a run without a prefix is -1.
-    last: [sequences], the run that each sequence ends with; a sequence is its last run and the run's ancestors.
-    saved: as in `find_prefixes`.
+    source: [computed], the index in the batch of each token that is computed.
+    index: [tokens], for each token of the batch the index in `source` of the token that is computed for it.
+    positions: [computed], the position of each computed token in its sequence.
+    lengths: [runs], numbers of tokens; the runs lie back to back in `source`.
+    parents: [runs], the run that precedes each in its sequences; -1 for a run that starts a sequence.
+    last: [sequences], the run that each sequence ends with. A sequence consists of this run's ancestors and the run.
+    saved: minimum number of tokens that sharing a run saves, as in `find_prefixes`.
     """
 
     # Four sequences, 17 tokens, are four runs, 9 tokens:
@@ -48,21 +49,24 @@ class PrefixTree:
     saved: int
 
     def cost(self, sequences: Iterable[int]) -> int:
-        """Return maximum tokens that a model computes for these sequences only: a run that saves too little among them
-        is repeated."""
-        users: dict[int, int] = {}
+        """Return an upper bound of the number of tokens that a model computes for a micro-batch of these sequences.
+
+        A run that saves fewer than `saved` tokens among them is computed once for each sequence.
+        """
+        users: dict[int, int] = {}  # number of these sequences by run
         for sequence in sequences:
             run = self.last[sequence]
             while run >= 0:
                 users[run] = users.get(run, 0) + 1
                 run = self.parents[run]
-        return sum(
-            self.lengths[run] * (1 if self.lengths[run] * (count - 1) >= self.saved else count)
-            for run, count in users.items()
-        )
+        tokens = 0
+        for run, count in users.items():
+            is_shared = self.lengths[run] * (count - 1) >= self.saved
+            tokens += self.lengths[run] * (1 if is_shared else count)
+        return tokens
 
     def root(self, sequence: int) -> int:
-        """Return the run that a sequence starts with."""
+        """Return the index of the run that a sequence starts with."""
         run = self.last[sequence]
         while self.parents[run] >= 0:
             run = self.parents[run]
@@ -70,12 +74,12 @@ class PrefixTree:
 
 
 def find_prefixes(tokens: np.ndarray, lengths: np.ndarray, saved: int = SAVED) -> PrefixTree:
-    """Return the tree of sequences that lie back to back.
+    """Return the tree of the prefixes that sequences share.
 
     Args:
-        tokens: [tokens] ids.
-        lengths: [sequences].
-        saved: minimum number of tokens that each shared run must save.
+        tokens: [tokens], ids of all sequences, which lie back to back.
+        lengths: [sequences], numbers of tokens.
+        saved: minimum number of tokens that each shared run must save; shorter common prefixes are not shared.
     """
     ends = np.cumsum(lengths)
     starts = ends - lengths
@@ -84,11 +88,13 @@ def find_prefixes(tokens: np.ndarray, lengths: np.ndarray, saved: int = SAVED) -
     # Big-endian bytes sort as the tokens do, a prefix before what continues it.
     keys = [row.astype(">u4").tobytes() for row in rows]
     order = sorted(range(len(rows)), key=keys.__getitem__)
+    # common[i] is the length of the prefix that sequences order[i] and order[i + 1] share.
     common = np.array([_common_length(rows[a], rows[b]) for a, b in itertools.pairwise(order)], np.int64)
-    runs: list[tuple[list[int], int, int, int]] = []  # its sequences, first and last position, parent
+    runs: list[tuple[list[int], int, int, int]] = []  # (its sequences, first position, end position, parent)
 
-    # Intervals of `order`, with the tokens of theirs that are in a run already, and the run that ends there. Each
-    # becomes a run of its common tokens, if that saves enough, and is divided where its sequences first differ.
+    # An interval (low, high, covered, parent) is the sequences order[low:high], the number of their first tokens that
+    # are in runs already, and the last of these runs. The tokens that all its sequences share become a run, if that
+    # saves enough; then it is divided where its sequences first differ.
     intervals = [(0, len(order), 0, -1)]
     while intervals:
         low, high, covered, parent = intervals.pop()
@@ -101,18 +107,19 @@ def find_prefixes(tokens: np.ndarray, lengths: np.ndarray, saved: int = SAVED) -
             cuts = [low, *(low + 1 + np.flatnonzero(common[low : high - 1] == depth)).tolist(), high]
             intervals += [(a, b, covered, parent) for a, b in itertools.pairwise(cuts)]
 
-    # In the order of the batch: without a shared run they are its sequences as they are. Parents still come first.
+    # Runs in the order of their first sequence in the batch: without a shared run they are its sequences as they are.
+    # Of one sequence, parents still come first.
     ranking = sorted(range(len(runs)), key=lambda run: (min(runs[run][0]), run))
-    rank = {run: i for i, run in enumerate(ranking)}
+    rank = {run: position for position, run in enumerate(ranking)}
     index = np.empty(len(tokens), np.int64)
     run_sources = []
     computed = 0
 
-    for sequences, begin, end, _ in (runs[run] for run in ranking):
-        run_sources.append(np.arange(begin, end) + starts[sequences[0]])
+    for sequences, first, end, _ in (runs[run] for run in ranking):
+        run_sources.append(np.arange(first, end) + starts[sequences[0]])
         for sequence in sequences:
-            index[starts[sequence] + begin : starts[sequence] + end] = np.arange(computed, computed + end - begin)
-        computed += end - begin
+            index[starts[sequence] + first : starts[sequence] + end] = np.arange(computed, computed + end - first)
+        computed += end - first
 
     source = np.concatenate(run_sources)
     token_runs = np.repeat(np.arange(len(ranking)), [len(sources) for sources in run_sources])
@@ -128,17 +135,18 @@ def find_prefixes(tokens: np.ndarray, lengths: np.ndarray, saved: int = SAVED) -
 
 
 def prefix_ids(batch: Batch) -> np.ndarray:
-    """Return ids [tokens] that are equal where sequences share a prefix: tokens, combined with their recorded
-    experts."""
+    """Return [tokens], ids that are equal for equal tokens with equal recorded experts, for `find_prefixes`: the token
+    ids themselves if the batch has no experts."""
     if batch.experts is None:
         return batch.tokens
+    # One row of bytes for each token, numbered by its content.
     columns = [batch.tokens.astype("<i8")[:, None].view(np.uint8), batch.experts.reshape(len(batch.tokens), -1)]
     rows = np.ascontiguousarray(np.concatenate(columns, axis=1))
     return np.unique(rows.view(f"V{rows.shape[1]}")[:, 0], return_inverse=True)[1]
 
 
 def _common_length(a: np.ndarray, b: np.ndarray) -> int:
-    """Return length of the common prefix."""
+    """Return the length of the common prefix of two sequences."""
     shorter = min(len(a), len(b))
     differ = a[:shorter] != b[:shorter]
     return int(differ.argmax()) if differ.any() else shorter

@@ -34,7 +34,9 @@ PROMPT_FIELDS = (
 
 @dataclass(slots=True)
 class PromptFormat:
-    """Renders rows as prompts and targets; see the fields of `forge.data.config.DatasetConfig`.
+    """Renders rows as prompts and targets.
+
+    Its fields are settings of `forge.data.config.DatasetConfig`, which describes them.
 
     Raises:
         ValueError: invalid settings.
@@ -87,8 +89,14 @@ class PromptFormat:
         return names
 
     def fields(self, row: Iterable[str]) -> dict[str, str]:
-        """Return the row's field for every name in the template. ValueError: one is missing; lists the existing
-        ones."""
+        """Return {name in braces in the prompt template: the row's column that fills it in}, without `choices`.
+
+        Args:
+            row: a row, or the names of its columns.
+
+        Raises:
+            ValueError: the row has no such column, or none of the options or of the target; lists those that it has.
+        """
         has = list(row)
         question = self.prompt_field or next((name for name in QUESTION_FIELDS if name in has), "question")
         template_fields = {
@@ -98,13 +106,15 @@ class PromptFormat:
         needed = [self.prompt_field, *template_fields.values(), *options, self.target_field]
         for name in needed:
             if name is not None and name not in has:
-                fix = "; set target_field to null for prompts without a target, or to the column of the answer"
-                hint = fix if name == self.target_field else ""
-                raise ValueError(f"no field {name!r}: it has {', '.join(has)}{hint_similar(name, has) or hint}")
+                hint = hint_similar(name, has)
+                if not hint and name == self.target_field:
+                    hint = "; set target_field to null for prompts without a target, or to the column of the answer"
+                raise ValueError(f"no field {name!r}: it has {', '.join(has)}{hint}")
         return template_fields
 
     def is_conversation(self, row: Row) -> bool:
-        """Return whether the prompt of a row is a list of messages. ValueError: a setting does nothing for it."""
+        """Return whether the prompt of a row is a list of messages. ValueError: it is, and prompt_template or
+        choices_field is set, which do nothing for messages."""
         name = self.prompt_field or next((name for name in QUESTION_FIELDS if name in row), "")
         if not isinstance(row.get(name), list):
             return False
@@ -113,8 +123,12 @@ class PromptFormat:
         return True
 
     def render(self, row: Row) -> tuple[str, str]:
-        """Return the user's text and the target of a row; of a conversation the text of its last message. ValueError: a
-        missing or empty field, or no match."""
+        """Return the user's text and the target of a row, as (text, target). The text of a conversation is that of its
+        last message; without `target_field` the target is "".
+
+        Raises:
+            ValueError: a field is missing or empty, or `target_pattern` finds nothing.
+        """
         if self.is_conversation(row):
             name = self.fields(row)["question"]
             return read_messages(row, name)[-1]["content"], self._read_target(row, [])
@@ -129,7 +143,8 @@ class PromptFormat:
         return text, self._read_target(row, options)
 
     def _read_target(self, row: Row, options: list[str]) -> str:
-        """Return the target of a row, or the part that the pattern selects; of options the letter."""
+        """Return the target of a row: of several `options` the letter of the right one, else the target's text, of it
+        what `target_pattern` selects, or "" without `target_field`."""
         if self.target_field is None:
             return ""
         target = read_text_field(row, self.target_field)
@@ -143,8 +158,8 @@ class PromptFormat:
         return self._find_letter(row[self.target_field], target, options) if options else target
 
     def _read_options(self, row: Row) -> list[str]:
-        """Return the options of multiple choice in the order of their letters; empty without `choices_field`.
-        ValueError: two are equal, or one is empty."""
+        """Return the options of a multiple-choice row in the order of their letters; empty without `choices_field`.
+        ValueError: two options are equal, one is empty, or their list has fewer than 2 or more than 26."""
         if self.choices_field is None:
             return []
         if isinstance(self.choices_field, str):
@@ -155,7 +170,8 @@ class PromptFormat:
             options = [read_text_field(numbered, name).strip() for name in numbered]
         else:
             options = [read_text_field(row, name).strip() for name in self.choices_field]
-            # By the row itself: the same in every epoch and process, and not always the first is right.
+            # Shuffled, as the first column is often the right answer. The seed is the options themselves, so that a row
+            # is the same in every epoch and process.
             random.Random(repr(sorted(options))).shuffle(options)
 
         # One letter must be right: equal or empty options would make it two.
@@ -164,8 +180,8 @@ class PromptFormat:
         return options
 
     def _find_letter(self, value: object, target: str, options: list[str]) -> str:
-        """Return the letter of the option that a target names: by its position from 0 if the row's value is a whole
-        number, by its letter or text otherwise."""
+        """Return the letter of the option that a target names: by its text, or in a list of options also by its
+        position from 0 or its letter. `value` is the target as it stands in the row. ValueError: it names none."""
         target = target.strip()
         if isinstance(self.choices_field, str):
             if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(options):
@@ -179,11 +195,11 @@ class PromptFormat:
         return LETTERS[options.index(target)]
 
     def dialogue(self, row: Row) -> tuple[list[Message], ChatFormat]:
-        """Return the messages of a prompt that is a conversation, and the format that renders them with the row's
-        tools.
+        """Return the messages of a row whose prompt is a conversation, and the chat format that renders them together
+        with the row's tools.
 
         Raises:
-            ValueError: something other than messages, an answer at their end, or a tokenizer without a chat template.
+            ValueError: they are no messages, the last one is the assistant's, or the tokenizer has no chat template.
         """
         name = self.fields(row)["question"]
         messages = read_messages(row, name)
@@ -197,12 +213,13 @@ class PromptFormat:
         return messages, self._dialogue_chat.with_tools(row.get("tools"))
 
     def rendered(self, messages: Sequence[Message], chat: ChatFormat) -> tuple[str, tuple[int, ...]]:
-        """Return the text and token ids of a conversation, up to where the policy answers."""
+        """Return the text and the token ids of a conversation with its generation prompt, after which the policy
+        answers."""
         text = chat.render(messages, add_generation_prompt=True)
         return text, tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def encode(self, text: str) -> tuple[str, tuple[int, ...]]:
-        """Return the policy's prompt as text and token ids."""
+        """Return the prompt of a user's text, rendered by the chat template if there is one, as (text, token ids)."""
         if self.chat is not None:
             return self.rendered(self.conversation(text), self.chat)
         # Without a chat template: a text, started as the tokenizer starts texts.
@@ -211,8 +228,8 @@ class PromptFormat:
         return text, ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id else ids
 
     def answered(self, text: str, answer: str) -> tuple[list[int], list[bool]]:
-        """Return the token ids of the prompt of `encode` with an answer, and a mask: True on the answer and the tokens
-        that end it, which are eos, or with a chat template those that end a turn. ValueError: there are none."""
+        """Return the token ids of a prompt with an answer to it, and a mask that is True on the answer and on the
+        tokens that end it: eos, or with a chat template the tokens that end a turn. ValueError: there are none."""
         if self.chat is not None:
             return self.chat.encode(self.conversation(text, answer))
         if self.tokenizer.eos_token_id is None:
@@ -223,7 +240,8 @@ class PromptFormat:
         return [*prompt_ids, *answer_ids], [False] * len(prompt_ids) + [True] * len(answer_ids)
 
     def conversation(self, text: str, answer: str | None = None) -> list[Message]:
-        """Return the messages of the system prompt, the user's text and the answer, where there is one."""
+        """Return the messages of a conversation: the system prompt if one is set, the user's text, and the answer if
+        one is given."""
         system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         answers = [{"role": "assistant", "content": answer}] if answer is not None else []
         return [*system, {"role": "user", "content": text}, *answers]
@@ -236,19 +254,19 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
 
     def __init__(self, path: PathOrRows = None, **settings: Any) -> None:
         super().__init__(path, **settings)
-        fields = {name: self.settings[name] for name in PROMPT_FIELDS}
-        self._format = PromptFormat(self.tokenizer, **fields)
+        self._format = PromptFormat(self.tokenizer, **{name: self.settings[name] for name in PROMPT_FIELDS})
         self.check()
 
     def targets(self) -> Iterator[str]:
-        """Yield the targets of `rows`, without bad rows of a stream."""
+        """Yield the target of each of `rows`, leaving out rows of which no prompt can be made."""
         for row in self.rows():
             with suppress(ValueError):
                 yield self._format.render(with_ground_truth(row))[1]
 
     def begin(self, row: Row) -> None:
-        """Find the target's column by the first row, where the settings leave it open."""
-        # Only the default looks additional: a column that was named has to be there.
+        """Find the column of the target from the first row, if `target_field` has its default and the row has no such
+        column."""
+        # A column that was named explicitly has to be there.
         section = self.settings
         row = with_ground_truth(row)
         if section.target_field != "answer" or section.target_field in row:
@@ -258,7 +276,8 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
             self._format.target_field = column
 
     def make(self, number: int, row: Row, index: int) -> Sample | None:
-        """Return prompt and target of a row; None if the prompt is too long."""
+        """Return the sample of a row, its prompt and target; None if the prompt is too long. ValueError: a column that
+        the reward requires is missing."""
         row = with_ground_truth(row)
         for name in self.settings.required_columns:
             if name not in row:
@@ -268,7 +287,7 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
         text, target = self._format.render(row)
         columns = plain_columns(row, self.settings.columns, self.settings.required_columns)
 
-        # A conversation ends where its template ends a turn, whatever the other prompts of a run are.
+        # The answer to a conversation ends at the tokens of its own template, even if other prompts are plain text.
         if self._format.is_conversation(row):
             messages, chat = self._format.dialogue(row)
             text, ids = self._format.rendered(messages, chat)
@@ -282,8 +301,11 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
 
 
 def with_ground_truth(row: Row) -> Row:
-    """Return a row of verl's form, whose column `reward_model` holds the target, with a column `ground_truth`; any
-    other row as it is."""
+    """Return a row of verl's form with an additional column `ground_truth`; any other row as it is.
+
+    >>> with_ground_truth({"prompt": "2 + 2", "reward_model": {"ground_truth": "4"}})["ground_truth"]
+    '4'
+    """
     model = row.get("reward_model")
     if "ground_truth" in row or not isinstance(model, Mapping) or "ground_truth" not in model:
         return row
@@ -291,28 +313,33 @@ def with_ground_truth(row: Row) -> Row:
 
 
 def plain_columns(row: Row, names: Sequence[str] | None, required: Sequence[str]) -> dict[str, Any]:
-    """Return the columns of a row that rewards get, as plain data: of all those that are, or of those that are named.
+    """Return {name: value} of the columns that rewards get. Values that are not plain data, such as dates, are left
+    out.
 
     Args:
-        names: None: all.
+        names: the columns to return, together with `required`; None: all columns.
+        required: columns that must hold plain data.
 
     Raises:
-        ValueError: a column that is required holds something else, such as a date.
+        ValueError: a required column holds something else.
     """
     columns: dict[str, Any] = {}
-    for name in row if names is None else [name for name in dict.fromkeys((*names, *required)) if name in row]:
+    wanted = row if names is None else [name for name in dict.fromkeys((*names, *required)) if name in row]
+    for name in wanted:
         try:
             columns[name] = plain_value(row[name])
         except ValueError as error:
-            # Of all columns, those that nothing asks for may hold anything.
+            # A column that nothing requires may hold anything.
             if name in required:
                 raise ValueError(f"column {name!r} {error}") from None
     return columns
 
 
 def plain_value(value: object) -> Any:
-    """Return text, numbers, lists and mappings as a checkpoint holds them. ValueError: something else, such as a
-    date.
+    """Return a value as plain Python data: text, bytes, numbers, and lists and dicts of these. Arrays become lists.
+
+    Raises:
+        ValueError: it holds something else, such as a date.
 
     >>> plain_value({"a": [1, "x"]})
     {'a': [1, 'x']}
@@ -329,14 +356,18 @@ def plain_value(value: object) -> Any:
 
 
 def hint_similar(name: str, names: Iterable[str]) -> str:
-    """Return the hint that names the nearest of some columns; empty where none is near."""
+    """Return the part of an error message that suggests the most similar one of `names`; "" if none is similar.
+
+    >>> hint_similar("anwser", ["question", "answer"])
+    "; did you mean 'answer'?"
+    """
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.7)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def stop_ids(settings: RowsConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the tokens that end answers to prompts of these settings: those that end a turn in their chat templates.
-    Empty without one, where only eos ends an answer."""
+    """Return the ids of the tokens that end an answer to these prompts: those that end a turn in the chat template of
+    any source. Empty without a chat template, where only eos ends an answer."""
     ids: dict[int, None] = {}
     # Each source may have another template, with other tokens at the end of a turn.
     for source in settings.sources or [{}]:
@@ -349,12 +380,12 @@ def stop_ids(settings: RowsConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[
 
 
 def with_one_bos(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return tokens of a text that may start with the text of the token that the tokenizer puts before it as well."""
+    """Return the tokens of a text without the first of two bos tokens: one is in the text, one from the tokenizer."""
     return ids[1:] if ids[:2] == [tokenizer.bos_token_id] * 2 else ids
 
 
 def read_text_field(row: Row, name: str) -> str:
-    """Return a field of a row as text. ValueError: it is missing, or neither text nor a number."""
+    """Return the field `name` of a row as text. ValueError: it is missing, or neither text nor a finite number."""
     if name not in row:
         raise ValueError(f"no field {name!r}: it has {', '.join(row)}")
     value = row[name]

@@ -1,6 +1,6 @@
-"""Samplers: the order of stored rows by what came of them before. `dataset.sampler` names one.
+"""Samplers choose the order of stored rows by the rewards of earlier ones. `dataset.sampler` names one.
 
-A sampler is constructed with the rows and a seed, says which row comes next (`draw`), and gets the rewards of each
+A sampler is constructed with the rows and a seed, returns which row comes next (`draw`), and gets the rewards of each
 group of answers (`observe`). Its state is a part of every checkpoint, so that a resumed run draws the same rows.
 `forge_envs.samplers` has three.
 """
@@ -13,7 +13,7 @@ from typing import Any
 from ..config.plugin import construct, resolve
 from .files import Row
 
-HOME = "forge_envs.samplers"  # of names without a module
+HOME = "forge_envs.samplers"  # the module of samplers that are named without one
 METHODS = ("draw", "observe", "state_dict", "load_state_dict")
 
 
@@ -26,44 +26,47 @@ class Sampler(ABC):
     """
 
     def __init__(self, rows: Sequence[Row], seed: int) -> None:
-        self.rows = rows
-        self.seed = seed
+        self.rows, self.seed = rows, seed
         self.draws = 0
 
     def random(self) -> Random:
-        """Return random numbers for one draw. They follow from the seed and the number of the draw, so that no state of
-        a generator has to be saved."""
+        """Return a new random generator for one draw, seeded by the run's seed and the number of the draw, so that no
+        generator's state has to be saved."""
         self.draws += 1
         return Random(f"{self.seed}/{self.draws}")
 
     @abstractmethod
     def draw(self) -> int:
-        """Return the position of the next row."""
+        """Return the position of the next row, from 0."""
 
     def observe(self, row: int, rewards: Sequence[float]) -> None:
-        """Learn of the rewards of a group of answers to a row; groups of one step come in the order of their draws.
-        Empty: none of them could be scored. This one learns nothing."""
+        """Learn from the rewards of a row's group of answers; the base class ignores them.
+
+        Args:
+            row: its position. Groups of one training step come in the order of their draws.
+            rewards: one for each answer that could be scored; empty if none could.
+        """
         del row, rewards
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has to be known to continue, as plain JSON: all attributes but rows, seed and `_names`."""
+        """Return the sampler's state as plain JSON: all attributes except `rows`, `seed` and private ones."""
         attributes = vars(self).items()
         return {name: value for name, value in attributes if name not in ("rows", "seed") and name[0] != "_"}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state."""
+        """Continue from a state that `state_dict` returned."""
         vars(self).update(state)
 
 
 def make_sampler(sampler: Any, rows: Sequence[Row], seed: int) -> Any:
-    """Make the sampler of the setting `dataset.sampler`.
+    """Return the sampler that the setting `dataset.sampler` describes, with the methods of `Sampler`.
 
     Args:
         sampler: a name (curriculum, frontier, retire, or `package.module:Class`), `{use: name, <settings>}`, or a
             class or function that takes rows and a seed.
 
     Raises:
-        ValueError: it is unknown, its settings do not fit, or it lacks a method.
+        ValueError: it is unknown, its settings do not fit, or it does not have all methods.
     """
     settings = dict(sampler) if isinstance(sampler, Mapping) else {"use": sampler}
     use = settings.pop("use", None)

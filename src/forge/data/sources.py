@@ -1,8 +1,8 @@
 """Sources of rows with a resumable order.
 
-`read()` returns (row number from 1, row), or None once at the end of every epoch. `state()` is plain JSON;
-`load(state)` on a source with the same settings continues with the same rows. `scan()` iterates in stored order
-without moving the position.
+`read()` returns (row number from 1, row), or None once at the end of every epoch. `state()` returns plain JSON;
+`load(state)` on a source with the same settings continues with the same rows. `scan()` iterates over the rows in
+stored order, independently of `read()`.
 """
 
 from __future__ import annotations
@@ -22,20 +22,18 @@ if TYPE_CHECKING:
 
 Numbered = tuple[int, Row]
 Position = dict[str, Any]  # plain JSON, for a checkpoint
-MAX_DRAWS = 10_000  # of a sampler until one can be used
+MAX_DRAWS = 10_000  # draws of a sampler until one of them is a row that can be used
 
 
 class StoredRows:
     """Rows with random access; (seed, epoch) determines the order of an epoch."""
 
     def __init__(self, rows: Sequence[Row], *, shuffle: bool, seed: int) -> None:
-        self.rows = rows
-        self._shuffle = shuffle
-        self._seed = seed
+        self.rows, self._shuffle, self._seed = rows, shuffle, seed
         self.load({"epoch": 0, "position": 0})
 
     def read(self) -> Numbered | None:
-        """Return the next row with its number; None ends an epoch."""
+        """Return (number from 1, row) of the next row; None once at the end of each epoch."""
         if self._position == len(self._order):
             self.load({"epoch": self.epoch + 1, "position": 0})
             return None
@@ -45,15 +43,15 @@ class StoredRows:
         return index + 1, self.rows[index]
 
     def scan(self) -> Iterator[Numbered]:
-        """Return all rows in order, with their numbers from 1."""
+        """Return an iterator of (number from 1, row) over all rows in stored order."""
         return enumerate(self.rows, 1)
 
     def state(self) -> Position:
-        """Return the position, for a checkpoint."""
+        """Return the epoch and the number of rows read in it, for a checkpoint."""
         return {"epoch": self.epoch, "position": self._position}
 
     def load(self, state: Position) -> None:
-        """Continue at a position; the order of an epoch follows from its seed."""
+        """Continue at a saved position, in the order that follows from the seed and the epoch."""
         self.epoch = state["epoch"]
         self._position = state["position"]
         self._order: Sequence[int] = range(len(self.rows))
@@ -63,7 +61,7 @@ class StoredRows:
 
 
 class SampledRows(StoredRows):
-    """Stored rows in the order of a sampler: one endless epoch."""
+    """Stored rows in the order that a sampler draws them: one endless epoch."""
 
     epoch = 0
 
@@ -71,11 +69,15 @@ class SampledRows(StoredRows):
         self.rows = rows
         self.sampler = make_sampler(sampler, rows, seed)
         self._last = 0
-        self._drawn: dict[int, int] = {}  # position of the row by the index of its sample, until its outcome is known
+        self._drawn: dict[int, int] = {}  # {index of a sample: position of its row}, until its outcome is known
         self._excluded: set[int] = set()
 
     def read(self) -> Numbered:
-        """Return the row that the sampler draws. ValueError: it draws none that can be used, or none that exists."""
+        """Return (number from 1, row) of the next row that the sampler draws.
+
+        Raises:
+            ValueError: the sampler draws a row that does not exist, or for 10,000 draws only rows that are excluded.
+        """
         for _ in range(MAX_DRAWS):
             row = self.sampler.draw()
             if not (isinstance(row, int) and 0 <= row < len(self.rows)):
@@ -88,29 +90,34 @@ class SampledRows(StoredRows):
         )
 
     def exclude(self) -> None:
-        """Exclude the row that was read last: it makes no sample."""
+        """Exclude the row that was read last from all later draws, since no sample can be made of it."""
         self._excluded.add(self._last)
 
     def issue(self, index: int) -> None:
-        """Record that the row that was read last became the sample of this index."""
+        """Record that the row that was read last became the sample with this index, for `observe`."""
         self._drawn[index] = self._last
 
     def observe(self, outcomes: Mapping[int, Sequence[float]]) -> None:
-        """Tell the sampler the rewards of samples, by their indices."""
-        # In the order of the draws, whatever order the groups arrived in.
+        """Pass the rewards of each sample's group of answers on to the sampler.
+
+        Args:
+            outcomes: {index of a sample: rewards}; a sample that was not issued, or is known already, is ignored.
+        """
+        # In the order of the draws, whatever order the groups arrived in, so that a run can be repeated.
         for index in sorted(outcomes):
             row = self._drawn.pop(index, None)
             if row is not None:
                 self.sampler.observe(row, outcomes[index])
 
     def state(self) -> Position:
-        """Return the state of the sampler, and the samples whose outcome it does not know yet."""
+        """Return the state of the sampler, and the row of each sample whose outcome it does not know yet."""
         drawn = {str(index): row for index, row in self._drawn.items()}
-        # A copy, as the sampler draws on while a checkpoint is written; and what is not JSON fails here, not at resume.
+        # A copy by JSON: the sampler goes on drawing while a checkpoint is written, and what is not JSON fails here
+        # instead of at resume.
         return {"sampler": json.loads(json.dumps(self.sampler.state_dict())), "drawn": drawn}
 
     def load(self, state: Position) -> None:
-        """Continue from a saved state."""
+        """Continue from a state that `state` returned."""
         self.sampler.load_state_dict(state["sampler"])
         self._drawn = {int(index): row for index, row in state["drawn"].items()}
 
@@ -125,16 +132,16 @@ class StreamedRows:
     def __init__(
         self, open_dataset: Callable[[], IterableDataset], *, shuffle: bool, seed: int, block: int = 1000
     ) -> None:
-        self._open_dataset = open_dataset
-        self._shuffle = shuffle
-        self._seed = seed
-        self._size = block
+        self._open_dataset, self._size = open_dataset, block
+        self._shuffle, self._seed = shuffle, seed
         self._open_epoch(0, 0, None)
 
     def _open_epoch(self, epoch: int, number: int, start: Position | None) -> None:
+        """Open the stream at block `number` of an epoch; `start` is the state of the dataset there, None at its
+        beginning."""
         self.epoch = epoch
         self._number = number
-        # Read on from the state at the block's start: the rows before it are not read again.
+        # With the state at the block's start, the rows before it are not read again.
         self._stream = self._open_dataset()
         if start is not None:
             self._stream.load_state_dict(start)
@@ -144,15 +151,15 @@ class StreamedRows:
         self._offset = 0
 
     def _fill_window(self) -> list[Numbered]:
-        rows = map(from_columns, itertools.islice(self._rows, self._size))
-        # The order follows from seed, epoch and block only.
-        block = list(enumerate(rows, self._number * self._size + 1))
+        first_number = self._number * self._size + 1
+        block = list(enumerate(map(from_columns, itertools.islice(self._rows, self._size)), first_number))
+        # The order follows only from the seed, the epoch and the block.
         if self._shuffle:
             Random(f"{self._seed}/{self.epoch}/{self._number}").shuffle(block)
         return block
 
     def read(self) -> Numbered | None:
-        """Return the next row with its number; None ends an epoch."""
+        """Return (number from 1, row) of the next row; None once at the end of each epoch."""
         if self._offset == len(self._block):
             self._start = self._stream.state_dict()
             self._number += 1
@@ -165,15 +172,16 @@ class StreamedRows:
         return self._block[self._offset - 1]
 
     def scan(self) -> Iterator[Numbered]:
-        """Return all rows in order, with their numbers from 1."""
+        """Return an iterator of (number from 1, row) over all rows in stored order."""
         return enumerate(map(from_columns, self._open_dataset()), 1)
 
     def state(self) -> Position:
-        """Return the position, for a checkpoint: the block and the offset in it."""
+        """Return the position, for a checkpoint: the epoch, the block with the dataset's state at its start, and the
+        number of rows read in the block."""
         return {"epoch": self.epoch, "block": self._number, "start": self._start, "offset": self._offset}
 
     def load(self, state: Position) -> None:
-        """Continue at a position, without reading the rows before its block."""
+        """Continue at a saved position, without reading the rows before its block."""
         self._open_epoch(state["epoch"], state["block"], state["start"])
         self._offset = state["offset"]
 
@@ -188,7 +196,7 @@ class Task(Protocol):
     name: str  # part of a saved position
 
     def row(self, index: int, *, split: str, seed: int, difficulty: int | Sequence[int]) -> Any:
-        """Return row `index`. ValueError: unknown split or invalid difficulty."""
+        """Return row `index`, counted from 0. ValueError: the split is unknown, or the difficulty invalid."""
 
     def take(self, n: int, *, split: str = "test", seed: int, difficulty: int | Sequence[int]) -> list[Any]:
         """Return `n` rows with distinct questions, for evaluation. ValueError: the split has fewer."""
@@ -198,7 +206,8 @@ class Task(Protocol):
 
 
 def load_task(name: str) -> Task:
-    """Return the task `package.module:Name`. ValueError: it does not exist or is not a task."""
+    """Return the task that `name` (`package.module:Name`) names, constructed if it is a class. ValueError: it does not
+    exist, or has not the methods of `Task`."""
     plugin = resolve(name, "task")
     if missing := [method for method in ("name", "row", "take") if not hasattr(plugin, method)]:
         raise ValueError(f"task {name!r} has no {', '.join(missing)}, see forge.data.sources.Task")
@@ -206,15 +215,13 @@ def load_task(name: str) -> Task:
 
 
 class TaskRows:
-    """The rows of a procedural task, as {"question", "answer"}: one endless epoch."""
+    """The rows of a procedural task, as dicts with `question` and `answer`: one endless epoch."""
 
     epoch = 0
 
     def __init__(self, task: str, *, split: str, seed: int, difficulty: int | Sequence[int]) -> None:
         self.task = load_task(task)
-        self.seed = seed
-        self.difficulty = difficulty
-        self._split = split
+        self.seed, self.difficulty, self._split = seed, difficulty, split
         self._index = 0
         self._make_row(0)  # an invalid split or difficulty is an error here
 
@@ -223,24 +230,24 @@ class TaskRows:
         return index + 1, _as_dict(row)
 
     def read(self) -> Numbered | None:
-        """Return the next row with its number; never None."""
+        """Return (number from 1, row) of the next row."""
         self._index += 1
         return self._make_row(self._index - 1)
 
     def scan(self) -> Iterator[Numbered]:
-        """Return all rows in order, without end."""
+        """Return an endless iterator of all rows in order, with their numbers from 1."""
         return map(self._make_row, itertools.count())
 
     def held_out(self, n: int) -> Iterator[Numbered]:
-        """Return `n` distinct questions of the test split."""
+        """Return an iterator of `n` rows of the test split with distinct questions, numbered from 1."""
         return enumerate(map(_as_dict, self.task.take(n, seed=self.seed, difficulty=self.difficulty)), 1)
 
     def state(self) -> Position:
-        """Return the position, for a checkpoint."""
+        """Return the index of the next row, for a checkpoint."""
         return {"index": self._index}
 
     def load(self, state: Position) -> None:
-        """Continue at a position."""
+        """Continue at a saved position."""
         self._index = state["index"]
 
 

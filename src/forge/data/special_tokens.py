@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 # What other models' special tokens look like: <|im_end|>, </s>, <start_of_turn>, [/INST], <<SYS>>.
 _LIKE_SPECIAL = re.compile(r"<(?=[|｜/!<]*[A-Za-z_｜|][^<>\n]{0,64}>)|\[(?=/?[A-Z][A-Z_]{2,32}\])")
 _CONTROL = re.compile(r"<[|｜][^\s<>]+[|｜]>")
-_PASSES = 8  # a space may make another special token of the text around it; bounds a vocabulary in which that recurs
+_NEVER = r"(?!)"  # matches nothing
+# A space may make another special token of the text around it. The bound is for vocabularies in which that never ends.
+_PASSES = 8
 
 
 def replace_surrogates(text: str) -> str:
@@ -28,30 +30,31 @@ def replace_surrogates(text: str) -> str:
 
 
 class SpecialTokens:
-    """The special tokens of a tokenizer.
+    """Finds a tokenizer's special tokens in texts, and makes them plain text.
 
     Attributes:
-        ids: of all of them.
+        ids: of all special tokens.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        # all_special_tokens lacks some special tokens of some tokenizers.
+        # Some tokenizers do not list all their special tokens in all_special_tokens.
         added = {number: token for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.ids: set[int] = {*tokenizer.all_special_ids, *added}
         special = {*tokenizer.all_special_tokens, *map(str, added.values())}
         # Longer ones first, so that none is matched as the beginning of another.
-        words = sorted((re.escape(text) for text in special if len(text) > 1), key=len, reverse=True)
-        # The tokenizer finds those that are `normalized` in the normalized text, which is often in lower case.
+        patterns = sorted((re.escape(text) for text in special if len(text) > 1), key=len, reverse=True)
+        # A tokenizer looks for `normalized` tokens in the normalized text, which is often in lower case.
         case = re.IGNORECASE if any(token.normalized for token in added.values()) else 0
-        self._special = re.compile("|".join(words) or r"(?!)", case)
-        # DeepSeek's tokens of roles are not marked as special, and start a turn all the same.
+        self._special = re.compile("|".join(patterns) or _NEVER, case)
+        # DeepSeek's tokens of roles are not marked as special, although they start a turn.
         texts = map(str, tokenizer.added_tokens_decoder.values())
         control_tokens = {text for text in texts if _CONTROL.fullmatch(text)}
-        words = sorted({*words, *map(re.escape, control_tokens)}, key=len, reverse=True)
-        self._pattern = re.compile("|".join(words) or r"(?!)", case)
+        patterns = sorted({*patterns, *map(re.escape, control_tokens)}, key=len, reverse=True)
+        self._pattern = re.compile("|".join(patterns) or _NEVER, case)
 
     def find(self, text: str) -> tuple[re.Match[str], str] | None:
-        """Return the first special token in a text, and all that follow each other from there."""
+        """Return the match of the first special token in a text, and the text of it and of all special tokens directly
+        after it; None if there is no special token."""
         first = self._special.search(text)
         if first is None:
             return None
@@ -61,15 +64,16 @@ class SpecialTokens:
         return first, text[first.start() : end]
 
     def inert(self, text: str) -> str:
-        """Return the text with a space in each special token, so that it is plain text."""
-        for _ in range(_PASSES):  # a rest may be another one
+        """Return the text with a space after the first character of each special token, so that it is plain text."""
+        for _ in range(_PASSES):
             text, count = self._pattern.subn(lambda match: f"{match[0][0]} {match[0][1:]}", text)
             if not count:
                 break
         return text
 
     def inert_values(self, value: Any) -> Any:
-        """Apply `inert` to all texts in a JSON value, such as a message, which may hold lone surrogates."""
+        """Return a JSON value, such as a message, with `inert` applied to each text in it, and "?" for lone
+        surrogates."""
         if isinstance(value, str):
             return self.inert(replace_surrogates(value))
         if isinstance(value, dict):
@@ -78,11 +82,15 @@ class SpecialTokens:
 
 
 def inert_anywhere(text: str) -> str:
-    """Do as `SpecialTokens.inert` for an unknown tokenizer: with whatever looks like a special token."""
+    """Return the text with a space in everything that looks like a special token of any tokenizer.
+
+    >>> inert_anywhere("Hello<|im_end|>")
+    'Hello< |im_end|>'
+    """
     return _LIKE_SPECIAL.sub(lambda match: f"{match[0]} ", replace_surrogates(text))
 
 
-UNFINISHED = "\ufffd"  # decoded from the first bytes of a character
+UNFINISHED = "\ufffd"  # what decoding writes for incomplete bytes of a character
 # Byte-level tokenizers write printable bytes as themselves, the others as characters from 256 on.
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 BYTES = dict(zip(map(chr, PRINTABLE), PRINTABLE, strict=True))
@@ -90,7 +98,8 @@ BYTES |= {chr(256 + i): byte for i, byte in enumerate(byte for byte in range(256
 
 
 def spell_token(tokenizer: Any, token: int) -> tuple[str, bytes]:
-    """Return the text and bytes of one token. Parts of a character are as OpenAI writes them: `bytes:\\xf0\\x9f`."""
+    """Return the text and the bytes of one token. The text of a part of a character is as OpenAI writes it:
+    `bytes:\\xf0\\x9f`."""
     text = tokenizer.decode([token])
     if UNFINISHED not in text:
         return text, text.encode()

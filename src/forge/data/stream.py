@@ -32,25 +32,28 @@ class TooLong(ValueError):
 class RowStream(ABC, Generic[T, C]):
     """An iterator of items made from rows; iteration ends after `epochs`, or never.
 
-    The constructor makes stored rows once, all that epochs need or the first 20,000, and of streams and tasks the first
-    ones, so that an invalid row is an error before anything else. An invalid row of a stream is left out, counted and
-    logged, as is one that comes later.
-    Subclasses set SECTION and define `start` and `make`; their constructors end with `check`.
+    The constructor makes an item of each row once, so that an invalid row is an error before a run starts: of stored
+    rows all (if epochs count them or a long row is an error) or the first 20,000, of streams and tasks the first ones.
+    While iterating, and in streams always, an invalid row is left out, counted and logged.
+
+    Subclasses set SECTION and define `begin` and `make`; their constructors end with a call of `check`.
 
     Args:
         path: a .json, .jsonl or .parquet file, a folder that `datasets` can load, a Hugging Face id, or rows.
         tokenizer: of the policy.
-        seed: of the order, and of a task's rows.
+        seed: determines the order, and a task's rows.
         epochs: passes over the data; None is endless. A task takes None only.
-        checked: whether another process has checked the rows.
+        checked: whether another process has already checked the rows.
         **settings: fields of SECTION.
 
     Attributes:
         epochs: as given.
-        size: number of items of all epochs; None: endless, or unknown.
+        size: number of items of all epochs together; None: endless, or unknown.
+        served: number of items returned so far.
+        skipped: number of rows left out so far.
 
     Raises:
-        ValueError, FileNotFoundError, ImportError: one line; rows count from 1.
+        ValueError, FileNotFoundError, ImportError: one line, which numbers rows from 1.
     """
 
     SECTION: type[C]
@@ -73,21 +76,21 @@ class RowStream(ABC, Generic[T, C]):
         path = section.path
         if section.sources is not None:
             raise ValueError("several sources are a Mixture: open them with load_data")
-        if epochs is not None and (epochs < 1 or section.task is not None):
-            raise ValueError(
-                f"epochs must be at least 1, got {epochs}" if epochs < 1 else "a task is endless: unset epochs"
-            )
+        if epochs is not None and epochs < 1:
+            raise ValueError(f"epochs must be at least 1, got {epochs}")
+        if epochs is not None and section.task is not None:
+            raise ValueError("a task is endless: unset epochs")
 
         self.tokenizer, self.seed, self.epochs = tokenizer, seed, epochs
         self._limit: int | None = section[self.LIMIT]
         self._too_long: str = section["too_long"]
         self._name = section.task or (path if isinstance(path, str) else "dataset")
         self._source: StoredRows | StreamedRows | TaskRows
-        sampler = getattr(section, "sampler", None)  # of prompts
+        sampler = getattr(section, "sampler", None)  # only the section of prompts has this setting
         if sampler is not None and (section.task is not None or section.streaming or epochs is not None):
             raise ValueError("dataset.sampler needs stored rows without epochs: unset task, streaming and epochs")
 
-        # Decides about the rows and their order: a saved position fits no other.
+        # What decides about the rows and their order: a saved position fits only data with the same identity.
         self._identity: Position = {
             "task": section.task,
             "split": section.split,
@@ -114,36 +117,41 @@ class RowStream(ABC, Generic[T, C]):
                 self._source = SampledRows(rows, sampler, seed=seed)
             self._identity["rows"] = len(rows)
 
-        self.served = 0
-        self.skipped = 0
+        self.served, self.skipped = 0, 0
         self.size: int | None = None
         self._checked = checked
-        self._bad = 0  # invalid rows since the last item
-        self._logged = 0
+        self._bad, self._logged = 0, 0  # invalid rows: those since the last item, and those that were logged
         self._reasons: list[str] = []
-        self._items: set[int] = set()  # digests of those that were checked
+        self._items: set[int] = set()  # hashes of the items that were checked
 
     def begin(self, row: Row) -> None:
-        """Choose the form of rows by the first stored one; called before `make`."""
+        """Choose the form of all rows from the first one, before `make` is called; the base class has only one form."""
 
     @abstractmethod
     def make(self, number: int, row: Row, index: int) -> T | None:
-        """Return item `index` (from 0) out of row `number`, or None if it is left out (see `leave_out`). ValueError:
-        the row is malformed."""
+        """Return the item that a row becomes, or None if it is left out (see `leave_out`).
+
+        Args:
+            number: of the row, from 1.
+            index: of the item, from 0; rows that are left out do not count.
+
+        Raises:
+            ValueError: the row is malformed.
+        """
 
     @property
     def epoch(self) -> int:
-        """Return epochs completed."""
+        """Return the number of completed epochs."""
         return self._source.epoch
 
     def __iter__(self) -> Iterator[T]:
         return self
 
     def __next__(self) -> T:
-        # Rows until one makes an item; None of a source ends an epoch.
+        # Read rows until one makes an item.
         while self.epochs is None or self.epoch < self.epochs:
             numbered = self._source.read()
-            if numbered is None:
+            if numbered is None:  # the end of an epoch
                 continue
             try:
                 item = self._make_item(*numbered, index=self.served)
@@ -165,25 +173,31 @@ class RowStream(ABC, Generic[T, C]):
         raise StopIteration
 
     def observe(self, outcomes: Mapping[int, Sequence[float]]) -> None:
-        """Tell the sampler, if there is one, the rewards of groups by the indices of their samples."""
+        """Pass the outcomes of samples on to the sampler, if there is one.
+
+        Args:
+            outcomes: {index of a sample: rewards of its group of answers}.
+        """
         if isinstance(self._source, SampledRows):
             self._source.observe(outcomes)
 
     def _leave_out_bad(self, error: BadRow) -> None:
-        """Count and log a bad row. BadRow: that many in a row that the data or the settings are wrong."""
+        """Count and log a bad row. BadRow: it is the 1000th in succession, so that the data or settings are wrong."""
         self._bad += 1
         self._logged += 1
         if self._bad >= _PROBE:
             raise error
         if self._logged <= _LOGGED:
-            log.warning(
-                "left out: %s%s", error, "; additional ones are only counted" if self._logged == _LOGGED else ""
-            )
+            last_note = "; additional ones are only counted" if self._logged == _LOGGED else ""
+            log.warning("left out: %s%s", error, last_note)
 
     def held_out(self, n: int) -> list[T]:
-        """Return a list for evaluation, the same at every call: the first n rows of the split in stored order, or n
-        distinct questions of a task's test split. ValueError: there are fewer that fit."""
-        # Tasks have a test split; of stored rows and streams the first ones are held out.
+        """Return n items for evaluation, the same at every call: those of the first rows of the split in stored order,
+        or distinct questions of a task's test split.
+
+        Raises:
+            ValueError: there are fewer than n, without those that are too long.
+        """
         source = self._source
         rows = source.held_out(n) if isinstance(source, TaskRows) else source.scan()
         items: list[T] = []
@@ -193,21 +207,21 @@ class RowStream(ABC, Generic[T, C]):
                 items.append(item)
 
         if len(items) < n:
+            exclusion = f" that are not {' or '.join(self._reasons)}" if self._reasons else ""
             raise ValueError(
-                f"{self._name}: {n} samples asked for, but only {len(items)} {self.NOUN}s are there"
-                + (f" that are not {' or '.join(self._reasons)}" if self._reasons else "")
-                + f": lower problems to {len(items)} (of eval, or of its set)"
+                f"{self._name}: {n} samples asked for, but only {len(items)} {self.NOUN}s are there{exclusion}: lower "
+                f"problems to {len(items)} (of eval, or of its set)"
             )
 
         return items
 
     def rows(self) -> Iterator[Row]:
-        """Return all stored rows in order; of streams and tasks the first 1000."""
+        """Return an iterator of all stored rows in their order, or of the first 1000 rows of a stream or task."""
         limit = None if isinstance(self._source, StoredRows) else _PROBE
         return (row for _, row in islice(self._source.scan(), limit))
 
     def state_dict(self) -> Position:
-        """Return the position, as plain JSON."""
+        """Return the position in the data as plain JSON, for `load_state_dict`."""
         return {
             "identity": self._identity,
             "source": self._source.state(),
@@ -216,7 +230,7 @@ class RowStream(ABC, Generic[T, C]):
         }
 
     def load_state_dict(self, state: Position) -> None:
-        """Resume where `state_dict` was called. ValueError: the data or the order differ."""
+        """Continue where `state_dict` returned this state. ValueError: it is of other data or of another order."""
         for name in {**self._identity, **state["identity"]}:
             saved = state["identity"].get(name)
             current = self._identity.get(name)
@@ -229,8 +243,11 @@ class RowStream(ABC, Generic[T, C]):
         self.skipped = state["skipped"]
 
     def fits(self, tokens: int) -> bool:
-        """Return whether an item with this number of tokens is kept; ValueError if it is not and `too_long` is
-        "error"."""
+        """Return whether an item of this many tokens is within the limit; if not, record it as left out.
+
+        Raises:
+            TooLong: it is not, and `too_long` is "error".
+        """
         if self._limit is None or tokens <= self._limit:
             return True
         if self._too_long == "error":
@@ -239,7 +256,11 @@ class RowStream(ABC, Generic[T, C]):
         return False
 
     def leave_out(self, reason: str) -> None:
-        """Remember why `make` returns None, for messages, such as "longer than max_tokens=9"."""
+        """Record why `make` returns None, for messages.
+
+        Args:
+            reason: completes "the rows are", such as "longer than max_tokens=9".
+        """
         if reason not in self._reasons:
             self._reasons.append(reason)
 
@@ -253,10 +274,12 @@ class RowStream(ABC, Generic[T, C]):
             raise BadRow(f"{self._name}, row {number}: {reason}") from error
 
     def check(self) -> None:
-        """Make the stored rows, of streams and tasks the first 100, and up to 1000 until there is an item.
+        """Choose the form of rows and make items of them, to find errors before a run starts.
+
+        Of streams and tasks it makes the first 100 rows, or up to 1000 until one makes an item.
 
         Raises:
-            ValueError: there is no row or no item, or a stored row is malformed.
+            ValueError: there is no row, no row makes an item, or a stored row is malformed.
         """
         for _, row in islice(self._source.scan(), 1):
             self.begin(row)
@@ -265,22 +288,22 @@ class RowStream(ABC, Generic[T, C]):
 
         # All rows where the number of items matters or a long one is an error; else enough to find a wrong setting.
         is_stored = isinstance(self._source, StoredRows)
+        scanned = self._source.scan() if is_stored else islice(self._source.scan(), _PROBE)
         needs_all = self.epochs is not None or (self._limit is not None and self._too_long == "error")
         enough: float = _PROBE // 10
         if is_stored:
             enough = math.inf if needs_all else _CHECKED
 
-        # Some tokenizers use eos or bos as the unknown token, which says nothing.
+        # Some tokenizers use eos or bos as the unknown token: such a token does not show unknown characters.
         unknown_token = self.tokenizer.unk_token_id
         if unknown_token in (self.tokenizer.eos_token_id, self.tokenizer.bos_token_id):
             unknown_token = None
 
-        rows = 0
-        items = 0
+        rows, items = 0, 0
         left_out: list[int] = []
         unknown: list[int] = []
-        fault: BadRow | None = None
-        for number, row in self._source.scan() if is_stored else islice(self._source.scan(), _PROBE):
+        fault: BadRow | None = None  # the first one
+        for number, row in scanned:
             if items and rows >= enough:
                 break
             rows += 1
@@ -301,7 +324,7 @@ class RowStream(ABC, Generic[T, C]):
             if any(unknown_token in tokens for tokens in content):
                 unknown.append(number)
 
-        # Nothing to train on is an error; less than there seemed to be is a warning.
+        # Without an item there is nothing to train on, which is an error; rows that are left out are a warning.
         reasons = " or ".join(self._reasons)
         if not rows:
             raise ValueError(f"{self._name} is empty: it has no rows")
@@ -320,12 +343,14 @@ class RowStream(ABC, Generic[T, C]):
             self.size = items * self.epochs
 
     def has(self, item: object) -> bool:
-        """Return whether an item is one of those that were checked."""
+        """Return whether an item has the same tokens as one of those that `check` made."""
         return hash(content_of(item)) in self._items
 
 
 def content_of(item: Any) -> tuple[tuple[int, ...], ...]:
-    """Return the tokens of a prompt, of an episode, or of both answers of a pair."""
+    """Return the tokens of an item as a tuple of sequences: of a sample its prompt, of an episode itself, of a pair
+    both episodes."""
     if isinstance(item, Sample):
         return (tuple(item.prompt.token_ids),)
-    return tuple(tuple(episode.tokens) for episode in (item if isinstance(item, Pair) else [item]))
+    episodes = item if isinstance(item, Pair) else [item]
+    return tuple(tuple(episode.tokens) for episode in episodes)

@@ -16,21 +16,32 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 COMPLETION = "completion"
-_TURNS = {"train_on": "assistant", "thoughts": "keep"}  # settings of conversations, and their defaults
-Marked = tuple[list[int], list[bool]]  # tokens, and the mask of those that are trained
+Marked = tuple[list[int], list[bool]]  # token ids, and the mask: True on the trained ones
+# Settings that only supervised data have, with their defaults.
+_OWN_DEFAULTS = {"train_on": "assistant", "thoughts": "keep", "text_field": None, "messages_field": None}
+# The settings that have an effect on rows of each form.
+_EFFECTIVE: dict[str, tuple[str, ...]] = {
+    "tokens": (),
+    "plain text": ("text_field",),
+    "conversations": ("messages_field", "chat_template", "chat_options", "train_on", "thoughts"),
+    "prompts with answers": PROMPT_FIELDS,
+}
 
 
 class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
     """An iterator of `Episode`: its mask is True on the trained tokens, its advantage is 1.
 
-    The first row decides the form of all: tokens with `token_ids` and `trained`, a truth value for each, as recorded
-    traffic has them; plain text with `text_field`, of which all tokens after the first are
-    trained; a conversation with `messages_field`, or a field messages or conversations (see `forge.data.chat`), which
-    offers the tools in a field tools; else a prompt with its answer, which are texts or lists of messages, as a
-    conversation with `chat_template`, closed by eos without one. Tokens after the last trained one are dropped.
+    The first row decides the form of all rows:
 
-    Settings are the fields of `forge.data.config.SupervisedConfig`. A setting without effect on the form of the rows
-    is an error; `chat_template` and `chat_options` also apply to conversations.
+    - tokens, if it has the fields `token_ids` and `trained` (a truth value for each token), as recorded traffic does;
+    - plain text, if `text_field` is set: all tokens after the first are trained;
+    - a conversation, if `messages_field` is set or there is a field messages or conversations (see `forge.data.chat`);
+      a field tools holds the tools that it offers;
+    - otherwise a prompt with its answer, each a text or a list of messages: with `chat_template` they become a
+      conversation, without one eos ends the answer.
+
+    Tokens after the last trained one are dropped. Settings are the fields of `forge.data.config.SupervisedConfig`. A
+    setting without effect on the form of the rows is an error.
     """
 
     SECTION = SupervisedConfig
@@ -45,37 +56,44 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
         self.check()
 
     def begin(self, row: Row) -> None:
-        """Choose the format from the first row: conversation, prompt with answer, or text."""
+        """Choose the form of all rows from the first row: tokens, plain text, conversations, or prompts with answers.
+
+        Raises:
+            ValueError: a setting has no effect on this form, or a prompt has no `target_field`.
+        """
+        settings = self.settings
         self._chat: ChatFormat | None = None
         self._format: PromptFormat | None = None
         self._has_tokens = {"token_ids", "trained"} <= row.keys()
-        of_turns = {n: self.settings[n] for n, default in _TURNS.items() if self.settings[n] != default}
-        set_fields = {**self._set_fields, **of_turns}
         if self._messages_field is None and self._text_field is None and "prompt_field" not in self._set_fields:
             self._messages_field = next((name for name in MESSAGE_FIELDS if name in row), None)
 
-        # One form for all rows; a setting without effect on it is an error.
         if self._has_tokens:
-            named = {"text_field": self._text_field, "messages_field": self.settings.messages_field}
-            check_effects(set_fields | {name: value for name, value in named.items() if value}, (), "tokens")
+            form = "tokens"
         elif self._text_field is not None:
-            check_effects(set_fields, (), "plain text")
+            form = "plain text"
         elif self._messages_field is not None:
-            check_effects(set_fields, ("chat_template", "chat_options", *_TURNS), "conversations")
-            template, options = self._set_fields.get("chat_template", True), self._set_fields.get("chat_options")
-            self._chat = ChatFormat(self.tokenizer, template, options, self.settings.thoughts)
+            form = "conversations"
         else:
-            check_effects(set_fields, PROMPT_FIELDS, "prompts with answers")
-            if self.settings.target_field is None:
+            form = "prompts with answers"
+        own_settings = {name: settings[name] for name, default in _OWN_DEFAULTS.items() if settings[name] != default}
+        check_effects({**self._set_fields, **own_settings}, _EFFECTIVE[form], form)
+
+        # Tokens and plain text need no format.
+        if form == "conversations":
+            template, options = self._set_fields.get("chat_template", True), self._set_fields.get("chat_options")
+            self._chat = ChatFormat(self.tokenizer, template, options, settings.thoughts)
+        elif form == "prompts with answers":
+            if settings.target_field is None:
                 raise ValueError("target_field must name the field of the answer that is to be learnt")
-            fields = {name: self.settings[name] for name in PROMPT_FIELDS}
-            # TRL's name of an answer, where the settings leave it open.
-            if self.settings.target_field == "answer" and "answer" not in row and COMPLETION in row:
+            fields = {name: settings[name] for name in PROMPT_FIELDS}
+            # The default also finds the answer under TRL's name for it.
+            if settings.target_field == "answer" and "answer" not in row and COMPLETION in row:
                 fields["target_field"] = COMPLETION
             self._format = PromptFormat(self.tokenizer, **fields)
 
     def make(self, number: int, row: Row, index: int) -> Episode | None:
-        """Return the episode of a row, with a mask of the trained tokens; None if it is skipped."""
+        """Return the episode of a row, whose mask is True on the trained tokens; None if the row is too long."""
         tokens, mask = close_tokens(*self._encode_row(row))
         if self._too_long == "truncate":
             tokens, mask = tokens[: self._limit], mask[: self._limit]
@@ -87,6 +105,7 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
         return Episode.given(tokens, mask)
 
     def _encode_row(self, row: Row) -> Marked:
+        """Return the token ids of a row of the chosen form, and the mask of its trained tokens."""
         if self._has_tokens:
             tokens = token_ids(row, "token_ids", self.tokenizer)
             if len(row["trained"]) != len(tokens):
@@ -113,7 +132,14 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
 
 
 def close_tokens(tokens: list[int], mask: list[bool]) -> Marked:
-    """Cut after the last trained token. ValueError: there is none, or the first token is trained."""
+    """Return the tokens and their mask, cut after the last trained token.
+
+    Raises:
+        ValueError: no token is trained, or the first one is, which no context predicts.
+
+    >>> close_tokens([5, 6, 7, 8], [False, True, True, False])
+    ([5, 6, 7], [False, True, True])
+    """
     if not any(mask):
         raise ValueError("it holds nothing to learn")
     if mask[0]:
@@ -124,16 +150,25 @@ def close_tokens(tokens: list[int], mask: list[bool]) -> Marked:
 
 
 def token_ids(row: Row, name: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the token ids in a field. ValueError: they are none, or not of this tokenizer."""
+    """Return the token ids that a row holds in the field `name`.
+
+    Raises:
+        ValueError: the field is missing, is no list of integers, or has one outside the tokenizer's vocabulary.
+    """
     ids = row.get(name)
     size = len(tokenizer)
+    # `type(...) is int`, since True and False are also instances of int.
     if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < size for token in ids):
         raise ValueError(f"field {name!r} must be a list of token ids below {size}, the size of the tokenizer")
     return ids
 
 
 def encode_document(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens of a text, closed by eos. ValueError: it is empty, or the tokenizer has no eos token."""
+    """Return the token ids of a text, with eos as the last one.
+
+    Raises:
+        ValueError: the text is empty, or the tokenizer has no eos token.
+    """
     if not text.strip():
         raise ValueError("the text is empty")
     if tokenizer.eos_token_id is None:
@@ -143,31 +178,45 @@ def encode_document(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def find_differing(settings: RowsConfig) -> dict[str, Any]:
-    """Return the settings of prompts that differ from their defaults."""
+    """Return those of PROMPT_FIELDS that a dataset section has and sets to something else than their default, as
+    {name: value}."""
     fields = type(settings).model_fields
-    return {n: settings[n] for n in PROMPT_FIELDS if n in fields and settings[n] != fields[n].default}
+    names = [name for name in PROMPT_FIELDS if name in fields]
+    return {name: settings[name] for name in names if settings[name] != fields[name].default}
 
 
 def check_effects(settings: Mapping[str, Any], used: tuple[str, ...], form: str) -> None:
-    """Raise ValueError for a setting without effect on rows of this form."""
-    if idle := [name for name in settings if name not in used]:
+    """Check that every setting has an effect on rows of this form.
+
+    Args:
+        settings: those that differ from their defaults.
+        used: names of the settings that this form reads.
+        form: its name in the message, such as "plain text".
+
+    Raises:
+        ValueError: a setting is not one of `used`.
+    """
+    idle = [name for name in settings if name not in used]
+    if idle:
         raise ValueError(f"the rows are {form}, for which {', '.join(idle)} would do nothing: omit it")
 
 
 def as_samples(episodes: Sequence[Episode], tokenizer: str) -> list[Sample]:
-    """Return samples for evaluation: the last trained span of each episode as the target, without special tokens, and
-    the tokens before it as the prompt.
+    """Return one sample for each episode, for evaluation: its target is the last trained span, decoded without special
+    tokens, and its prompt is all tokens before that span.
 
     Args:
         tokenizer: Hugging Face folder or hub id.
     """
+    # Imported here, as it loads transformers.
     from ..models.tokenizer import open_tokenizer
 
     reader = open_tokenizer(tokenizer)
     samples = []
     for index, episode in enumerate(episodes):
+        # The last trained span: it ends after the last True, and starts after the last False before that.
         end = len(episode.mask) - episode.mask[::-1].index(True)
-        start = 1 + max((i for i in range(end) if not episode.mask[i]), default=-1)  # of the last trained span
+        start = 1 + max((position for position in range(end) if not episode.mask[position]), default=-1)
         context = episode.tokens[:start]
         target = reader.decode(episode.tokens[start:end], skip_special_tokens=True)
         samples.append(Sample(Prompt(str(reader.decode(context)), tuple(context), index), str(target)))

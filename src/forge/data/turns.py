@@ -33,7 +33,10 @@ class Rewritten(ValueError):
 
 
 def thought_of(message: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the thought of a message and the rest of its content; the thought is "" where there is none.
+    """Return the thought of an assistant's message, and its content without the thought, as (thought, content).
+
+    The thought is read from a field such as `reasoning_content`, or from the content up to `</think>`; it is "" where
+    there is none.
 
     >>> thought_of({"content": "<think>Hm.</think>Yes"})
     ('Hm.', 'Yes')
@@ -52,18 +55,23 @@ class Writer:
 
     Args:
         source: text of the template.
-        render: its rendering of messages as they are.
+        render: returns the template's text of messages, which it gets in the form that the template reads.
     """
 
     def __init__(self, source: str, render: Render) -> None:
         self._render = render
-        self._fields = [n for n in THOUGHTS if re.search(rf"""\.{n}\b|["']{n}["']""", source)]
+        # The fields of thoughts that the template reads, as `message.thinking` or `message["thinking"]`.
+        self._fields = [name for name in THOUGHTS if re.search(rf"""\.{name}\b|["']{name}["']""", source)]
         self._splits = "</think>" in source
         self._forms: dict[tuple[bool, bool], bool | None] = {}
 
     def message(self, message: Message) -> Message:
-        """Return a message in the form that the template reads. ValueError: it has no place for the tool calls, or not
-        alongside text."""
+        """Return a message with its thought and its tool calls in the form that the template reads; any other message
+        as it is.
+
+        Raises:
+            ValueError: the template writes no tool calls, not as many, or none in a message that also has text.
+        """
         calls = message.get("tool_calls")
         thought_fields = [name for name in THOUGHTS if isinstance(message.get(name), str)]
         has_inline_thought = self._fields and not self._splits and "</think>" in (message["content"] or "")
@@ -94,26 +102,36 @@ class Writer:
         return message
 
     def form(self, with_text: bool = False, several: bool = False) -> bool | None:
-        """Return whether the template reads arguments as JSON text; None: it has no place for tool calls."""
-        if (with_text, several) not in self._forms:
-            self._forms[with_text, several] = next(
-                (f for f in (False, True) if self._check_writing(f, with_text, several)), None
-            )
-        return self._forms[with_text, several]
+        """Return how the template reads the arguments of tool calls: True as JSON text, False as an object, None if it
+        writes no such calls.
+
+        Args:
+            with_text: in a message that also has text.
+            several: two calls in one message.
+        """
+        case = (with_text, several)
+        if case not in self._forms:
+            readable = (as_text for as_text in (False, True) if self._check_writing(as_text, with_text, several))
+            self._forms[case] = next(readable, None)
+        return self._forms[case]
 
     def _check_writing(self, as_text: bool, with_text: bool, several: bool) -> bool:
-        names = ["qzname", "qzother"][: 1 + several]
+        """Return whether the template writes the names, arguments and text of a trial message, all exactly once."""
+        # Words that no template has by itself.
+        names = ["qzname", "qzother"][: 2 if several else 1]
         calls = [_make_call({"name": name, "arguments": {"qzkey": name + "0"}}, as_text) for name in names]
         answer = {"role": "assistant", "content": "qztext" if with_text else "", "tool_calls": calls}
         try:
             text = self._render([{"role": "user", "content": "ask"}, answer])
         except ValueError:
             return False
-        twice = '\\"qzkey' in text  # JSON within JSON
-        return all(name + "0" in text for name in names) and not twice and ("qztext" in text) == with_text
+        has_calls = all(name + "0" in text for name in names)
+        is_escaped = '\\"qzkey' in text  # JSON within JSON
+        return has_calls and not is_escaped and ("qztext" in text) == with_text
 
     def marked(self, message: Message, mark: str = MARK) -> Message:
-        """Return the message with a mark as the last thing in its turn, and without thoughts."""
+        """Return the message without thoughts, and with `mark` as the last thing that its turn says: as its content, or
+        as the argument of its last tool call."""
         message = {name: value for name, value in message.items() if name not in THOUGHTS}
         calls = message.pop("tool_calls", None)
         if not calls or self.form(several=len(calls) > 1) is None:
@@ -124,7 +142,11 @@ class Writer:
 
 
 def _make_call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
-    """Return a call in OpenAI's format, which also has what templates ask for: a type, and an id of nine characters."""
+    """Return a tool call in OpenAI's format, with the type and the id of nine characters that some templates ask for.
+
+    Args:
+        as_text: whether its arguments are JSON text, instead of an object.
+    """
     function = dict(call.get("function") or {"name": call["name"], "arguments": call.get("arguments", {})})
     arguments = call["arguments"] if "arguments" in call else function.get("arguments", {})
     arguments = {} if arguments is None else arguments
@@ -138,7 +160,14 @@ def _make_call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
 
 
 def after_mark(text: str, mark: str = MARK) -> str:
-    """Return the text after the only mark. Rewritten: it is gone."""
+    """Return the text after the mark.
+
+    Raises:
+        Rewritten: the text has no mark, since the template left it out.
+
+    >>> after_mark("user: ask assistant: MARK<end>", "MARK")
+    '<end>'
+    """
     _, present, after = text.rpartition(mark)
     if not present:
         raise Rewritten("the chat template leaves out or changes what the assistant wrote")
@@ -146,11 +175,11 @@ def after_mark(text: str, mark: str = MARK) -> str:
 
 
 class Turns:
-    """The turns of conversations in one template.
+    """Finds where the assistant's turns start and end in the text that a template writes.
 
     Args:
-        render: of the template; the messages come from `writer`.
-        writer: of the template.
+        render: returns the template's text of messages.
+        writer: of the same template.
         special: the tokenizer's special tokens.
     """
 
@@ -159,7 +188,8 @@ class Turns:
 
     @cached_property
     def plain_tail(self) -> str:
-        """Return the template's text after a last turn of text. ValueError: it renders no such turn."""
+        """Return the text that the template writes after the assistant's words when its turn is the last message.
+        ValueError: the template renders no such turn."""
         return self.tail([{"role": "user", "content": "ask"}, {"role": "assistant", "content": ""}], 1)
 
     @cached_property
@@ -178,21 +208,23 @@ class Turns:
 
     @cached_property
     def _closes_last_alone(self) -> bool:
-        """Return whether a turn that others follow ends without a special token, or with none but the one that starts a
-        conversation, which the policy does not write."""
+        """Return whether the template ends only the last turn of the assistant with a special token: after an earlier
+        turn there is none, or only one that starts a conversation, which the policy does not write."""
         question = {"role": "user", "content": MARK + "asked"}
         answer = {"role": "assistant", "content": MARK}
-        # The text between two turns, and the special tokens that start a conversation.
         try:
             remaining = self._render([question])
-            between = self._render([question, answer, question]).split(MARK)[2]
-        except (ValueError, IndexError):  # IndexError: it leaves out what was said
+            between = self._render([question, answer, question]).split(MARK)[2]  # from the answer to the next question
+        except (ValueError, IndexError):  # IndexError: the template leaves a message out
             return False
 
+        if not self.closer:
+            return False
         following = self._special.find(between)
-        if not self.closer or following is None:
-            return bool(self.closer)
+        if following is None:
+            return True
 
+        # The special tokens that start a conversation: all before the first text of the template's own.
         opening = ""
         while (tokens := self._special.find(remaining)) and not (opening and remaining[: tokens[0].start()].strip()):
             opening += tokens[1]
@@ -206,9 +238,10 @@ class Turns:
             raise Rewritten("the chat template ends an assistant's turn with a special token in the last message only")
 
     def end(self, text: str) -> Span | None:
-        """Return the token that ends a turn in the text that follows its words; None: there is none.
+        """Return the span (start, end) of the token that ends a turn, in the text that follows the turn's words.
 
-        It is the one that ends a turn of text, or of a turn with tool calls the first special token.
+        It is the token that ends a turn of text, if the first special tokens include it, else the first special token.
+        None: there is no special token.
         """
         match = self._special.find(text)
         if match is None:
@@ -221,33 +254,43 @@ class Turns:
         return start, start + len(self.closer)
 
     def tail(self, conversation: Sequence[Message], turn: int) -> str:
-        """Return the template's text after the words of a turn that is the last message."""
+        """Return the text that the template writes after the words of message `turn`, when it is the last message."""
         marked = self._writer.marked(conversation[turn])
         return after_mark(self._render([*conversation[:turn], marked]))
 
     def ending(self, conversation: Sequence[Message], turn: int) -> tuple[str, str]:
-        """Return the token that ends a turn that is the last message, and the text that follows; "" if there is
-        none."""
+        """Return the token that ends message `turn` when it is the last message, and the text after that token; ("",
+        "") if no special token ends it."""
         tail = self.tail(conversation, turn)
         span = self.end(tail)
-        return ("", "") if span is None else (tail[slice(*span)], tail[span[1] :])
+        if span is None:
+            return "", ""
+        return tail[span[0] : span[1]], tail[span[1] :]
 
     def between(self, conversation: Sequence[Message], turn: int, later: Sequence[Message], continued: bool) -> str:
-        """Return the text with later messages from the token that ends a turn on, that token included; if `continued`,
-        up to the start of the next turn."""
+        """Return the text from the token that ends message `turn`, which is included, to the end of the later messages.
+
+        Args:
+            later: the messages that follow the turn.
+            continued: whether the text goes on to the start of the assistant's next turn.
+        """
         messages = [*conversation[:turn], self._writer.marked(conversation[turn]), *later]
         return after_mark(self._render(messages, add_generation_prompt=continued))
 
     def following(self, messages: Sequence[Message]) -> str:
-        """Return the text from the token that ends a turn up to the next turn, for any turn that these messages follow.
+        """Return the text from the token that ends an assistant's turn, through these messages, up to its next turn.
+
+        It is the same text after any turn.
 
         Raises:
-            Rewritten: it depends on the turn, or what precedes the turn changes once messages follow.
+            Rewritten: the text depends on the turn, or what precedes the turn changes once messages follow.
         """
         self.check_ends()
+        # One call for each result of a tool, or only one where the template writes no more in a message.
         names = [str(message.get("name") or "tool") for message in messages if message["role"] == "tool"]
-        several = len(names) > 1 and self._writer.form(several=True) is not None
-        calls = [{"function": {"name": name, "arguments": {}}} for name in names[: None if several else 1]]
+        if self._writer.form(several=True) is None:
+            names = names[:1]
+        calls = [{"function": {"name": name, "arguments": {}}} for name in names]
         opening: list[Message] = [
             {"role": "user", "content": "ask"},
             {"role": "assistant", "content": "", "tool_calls": calls},
@@ -264,7 +307,8 @@ class Turns:
         return after[span[0] :]
 
     def kept(self, conversation: Sequence[Message]) -> tuple[str, dict[int, Span]]:
-        """Return the text of a conversation with all its thoughts, and the characters of each turn.
+        """Return the text of a conversation with the thoughts of all turns, and {index of an assistant's message: span
+        of its turn in the text}.
 
         Raises:
             Rewritten: the template changes more than thoughts once later messages follow.
@@ -306,32 +350,37 @@ class Turns:
             raise Rewritten(f"message {turn + 1}: the end of its turn depends on what it says")
 
         # The words follow the generation prompt, or start with a thought that the prompt opened.
-        words = rendered[: len(rendered) - len(closer + suffix)]
+        written = rendered[: len(rendered) - len(closer + suffix)]
         thought, _ = thought_of(conversation[turn])
-        if words.startswith(context):
-            answer = words[len(context) :]
+        if written.startswith(context):
+            answer = written[len(context) :]
             if thought and thought.strip() not in answer:
                 answer = f"<think>\n{thought}\n</think>\n\n{answer}"
         elif opened := _OPENED.search(context):
-            beginning = context[: opened.start()]
-            if not words.startswith(beginning):
+            before_thought = context[: opened.start()]
+            if not written.startswith(before_thought):
                 raise Rewritten(f"message {turn + 1}: the chat template renders its context differently")
             thought += "\n" if thought else ""
-            answer = f"{thought}</think>\n\n{words[len(beginning) :].removeprefix('</think>').lstrip()}"
+            answer = f"{thought}</think>\n\n{written[len(before_thought) :].removeprefix('</think>').lstrip()}"
         else:
             raise Rewritten(f"message {turn + 1}: the generation prompt is not how its answers start")
 
         return answer + closer
 
     def _compare_chunks(self, conversation: Sequence[Message], turns: list[int], chunks: list[str]) -> None:
-        """Compare the chunks with the texts between the turns of the whole conversation. Rewritten: they differ."""
+        """Check that each chunk stands before its turn in the text of the whole conversation. Rewritten: one does
+        not."""
         marks = {turn: f"{MARK}{number}\ue002" for number, turn in enumerate(turns)}
-        marked = [self._writer.marked(m, marks[i]) if i in marks else m for i, m in enumerate(conversation)]
-        # The text of the whole conversation, chunk by chunk between its marks.
+        marked = [
+            self._writer.marked(message, marks[index]) if index in marks else message
+            for index, message in enumerate(conversation)
+        ]
+
+        # The text of the whole conversation, read from one mark to the next; the chunk after the last turn is not read.
         remaining = self._render(marked)
         for turn, chunk in zip(turns, chunks, strict=False):
-            words, present, remaining = remaining.partition(marks[turn])
-            if not present or not words.startswith(_OPENING.sub("", chunk)):
+            before_turn, mark, remaining = remaining.partition(marks[turn])
+            if not mark or not before_turn.startswith(_OPENING.sub("", chunk)):
                 raise Rewritten(f"message {turn + 1}: the chat template renders its context differently")
             if (end := self.end(remaining)) is None:
                 raise Rewritten(f"message {turn + 1}: the chat template does not end its turn with a special token")

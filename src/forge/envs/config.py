@@ -41,19 +41,20 @@ class EpisodeConfig(Section):
             raise ValueError("episode.template must be true, a name, a jinja template or a file: turns need one")
 
     def limits(self) -> dict[str, Any]:
-        """Arguments of `forge_envs.rollout`."""
+        """Return the limits of an episode as arguments of `forge_envs.rollout`."""
         return {name: self[name] for name in ("max_turns", "max_tokens", "step_timeout", "retries")}
 
     @property
     def files(self) -> list[str]:
-        """Return settings that may be local files."""
+        """Return the paths in this section that may be local files: the template, unless it is a built-in one."""
         return [self.template] if isinstance(self.template, str) and self.template not in BUILT_IN else []
 
     def dialogue(self, model: str) -> Any:
-        """Return the `forge_envs.Dialogue` of a model's folder, and its errors."""
+        """Return the `forge_envs.Dialogue` of this section, which turns messages into tokens with the tokenizer in the
+        folder `model`. ValueError: the chat template does not fit the settings."""
+        # Imported here, as it takes seconds, and only episodes of several turns need it.
         from ..models.tokenizer import open_tokenizer
 
-        # Heavy imports only where episodes are played.
         tokenizer: Any = open_tokenizer(model)
         make_dialogue = resolve("forge_envs.dialogue:Dialogue", "episode")
         return make_dialogue(tokenizer, self.template, self.syntax, self.chat_options, self.thoughts)

@@ -1,7 +1,7 @@
 """Environments as recipes use them: groups of scored episodes, and evaluation on held-out tasks.
 
-One verb, `rollout`, plays a prompt with a reward function (`SingleTurnEnv`) or a dialogue (`forge_envs.MultiTurnEnv`).
-Evaluation is the same verb with greedy decoding.
+`rollout` plays a group of episodes of a prompt: single answers that a reward scores (`SingleTurnEnv`), or dialogues
+(`forge_envs.MultiTurnEnv`). `evaluate` plays the same episodes, by default with greedy decoding.
 """
 
 import asyncio
@@ -17,15 +17,16 @@ from ..observability import phase, record_metric
 from ..rewards.rules.math import final_answer
 from ..types import Episode, Sample
 
-MAX_UNSCORED_GROUPS = 64
+MAX_UNSCORED_GROUPS = 64  # groups in succession without any score, after which a run fails
 
 
 class PolicyService(Protocol):
-    """A service of generators, each episode in a `session()` of it, or any object with such an endpoint."""
+    """A service of generators, or any object with such an endpoint."""
 
     @property
     def generate(self) -> Any:
-        """`await generate.route(token_ids, max_tokens=, stop_token_ids=, seed=, **sampling) -> Completion`"""
+        """Return the endpoint that samples: `await generate.route(token_ids, max_tokens=, stop_token_ids=, seed=,
+        **sampling)` returns a `Completion`, or a list of n completions with `n`."""
 
 
 class GroupEnv(ABC):
@@ -38,29 +39,37 @@ class GroupEnv(ABC):
     async def play(
         self, policy: PolicyService, sample: Sample, n: int, seed: int, *, evaluation: bool, **sampling: Any
     ) -> list[Episode]:
-        """n episodes; `reward` is None where unscored, `info["correct"]` is None where unknown. With `evaluation`,
-        rewards that learn must not learn from them."""
+        """Return n scored episodes of a sample.
+
+        The `reward` of an episode is None if it is unscored, and its `info["correct"]` is None if it is unknown whether
+        it is right.
+
+        Args:
+            seed: of the environment and of sampling.
+            evaluation: whether the episodes are for an evaluation, from which rewards that learn must not learn.
+            sampling: fields of `forge.types.Sampling` that differ from the policy's defaults.
+        """
 
     async def rollout(
         self, policy: PolicyService, sample: Sample, n: int = 1, seed: int = 0, **sampling: Any
     ) -> list[Episode]:
-        """n scored episodes of the same sample, from the same start.
+        """Return n scored episodes of the same sample for training, from the same start of the environment.
 
         Args:
             policy: a service with `generate`, see `PolicyService`.
-            seed: of the environment and of what the policy draws.
+            seed: of the environment and of sampling.
             sampling: fields of `forge.types.Sampling` that differ from the policy's defaults.
 
         Raises:
-            NothingScored: all episodes of `MAX_UNSCORED_GROUPS` groups in a row are unscored: the run would never end.
+            NothingScored: all episodes of `MAX_UNSCORED_GROUPS` groups in succession are unscored.
         """
         episodes = await self.play(policy, sample, n, seed, evaluation=False, **sampling)
         for episode in episodes:
             if not episode.had_no_turn:
                 record_metric("episode/unscored", episode.outcome is None)
-        # A reward that scores nothing would let the run wait forever.
-        scored = any(episode.outcome is not None for episode in episodes)
-        self._unscored_groups = 0 if scored else self._unscored_groups + 1
+        # Unscored groups are not trained on, so a reward that never scores would let the run wait forever.
+        is_scored = any(episode.outcome is not None for episode in episodes)
+        self._unscored_groups = 0 if is_scored else self._unscored_groups + 1
         if self._unscored_groups == MAX_UNSCORED_GROUPS:
             info = {name: value for name, value in episodes[0].info.items() if name != "messages"}
             raise NothingScored(
@@ -79,18 +88,18 @@ class GroupEnv(ABC):
         prefix: str = "eval",
         **sampling: Any,
     ) -> dict[str, float]:
-        """`eval/accuracy` and more of n answers to each sample, see `forge.envs.group.summarise_answers`; empty without
-        samples.
+        """Return the metrics of n answers to each sample, such as `eval/accuracy`; empty without samples.
 
         Args:
-            keep: gets the episodes with their samples, each sample n times.
-            sampling: fields of `forge.types.Sampling`; without a temperature one answer is greedy, and several are
-                sampled at 1.
+            keep: called with the samples, each n times, and their episodes in the same order; None: they are dropped.
+            n: answers to each sample.
+            prefix: of the metrics, which `forge.envs.group.summarise_answers` describes.
+            sampling: fields of `forge.types.Sampling`. The default temperature is 0 for one answer, and 1 for several.
         """
         if not samples:
             return {}
         settings = {"temperature": 0.0 if n == 1 else 1.0, **sampling}
-        # The number of a problem is its seed: an evaluation draws the same answers each time.
+        # The seed of a problem is its number, so that each evaluation samples with the same seeds.
         with phase("evaluate"):
             plays = (
                 self.play(policy, task, n, number, evaluation=True, **settings) for number, task in enumerate(samples)
@@ -102,12 +111,12 @@ class GroupEnv(ABC):
 
 
 class SingleTurnEnv(GroupEnv):
-    """A reward as an environment of one step.
+    """An environment of one turn: the policy answers a prompt, and a reward scores the answer.
 
     Args:
         reward: a service of `forge.actors.RewardActor`.
-        tokenizer: the policy's, needed if the reward scores steps, to find the tokens at which they end.
-        with_tokens: the reward gets whole completions, with tokens and log-probabilities, not only their texts.
+        tokenizer: the policy's; needed only if the reward scores steps, to find the tokens at which they end.
+        with_tokens: whether the reward gets completions with tokens and log-probabilities, and not only texts.
     """
 
     def __init__(self, reward: Any, tokenizer: Any = None, *, with_tokens: bool = False) -> None:
@@ -117,13 +126,13 @@ class SingleTurnEnv(GroupEnv):
     async def play(
         self, policy: PolicyService, sample: Sample, n: int, seed: int, *, evaluation: bool, **sampling: Any
     ) -> list[Episode]:
-        """Sample n responses and score them together."""
+        """Return n episodes: responses to a prompt, which the reward scores together."""
         prompt, target = sample
-        # One request samples all responses: the prompt is computed once.
+        # One request for all responses, so that the prompt is computed once.
         completions = await policy.generate.route(prompt.bare, n=n, seed=seed, **sampling)
         texts = [completion.text for completion in completions]
 
-        # Tokens travel only where something reads them; experts are only for the trainer.
+        # Tokens are sent only if the reward reads them; the recorded experts are only for the trainer.
         given = [replace(completion, experts=None) for completion in completions] if self.with_tokens else None
         scores = await self.reward.score.route(prompt, texts, target, evaluation, given)
         episodes = []
@@ -134,18 +143,19 @@ class SingleTurnEnv(GroupEnv):
             info |= {"extras": score.extras} if score.extras else {}
             episodes.append(Episode(completion, score.reward, info=info))
             if score.steps and self.tokenizer is not None:
+                # A step ends at a character of the response's text; an episode needs the position of its token.
                 context, ids = len(completion.prompt_ids), completion.token_ids
                 episodes[-1].steps = tuple((context + self._tokens_to(end, ids), earned) for end, earned in score.steps)
 
         return episodes
 
     def _tokens_to(self, end: int, ids: list[int]) -> int:
-        """Return the number of tokens up to the character `end` of their text."""
+        """Return the smallest number of tokens whose text has at least `end` characters."""
 
-        def characters(count: int) -> int:
+        def count_characters(count: int) -> int:
             return len(self.tokenizer.decode(ids[:count], skip_special_tokens=True))
 
-        return bisect.bisect_left(range(len(ids)), end, lo=1, key=characters)
+        return bisect.bisect_left(range(len(ids)), end, lo=1, key=count_characters)
 
 
 Z = 1.96  # standard errors of a 95 % interval
@@ -156,19 +166,22 @@ class NothingScored(RuntimeError):
 
 
 def summarise_answers(groups: Sequence[Sequence[Episode]], n: int) -> dict[str, float]:
-    """Return what the answers to problems say.
+    """Return the metrics of the answers to problems.
+
+    - `accuracy`: the mean share of right answers to a problem.
+    - `pass@k`, for n > 1 and k of 1, 2, 4, ... and n: the probability that at least one of k answers is right, unbiased
+      as in Chen et al. 2021 (arXiv 2107.03374).
+    - `maj@n`, for n > 1: the share of problems whose most frequent answer is right.
+    - `NAME/margin` of each of these: half of its 95 % interval over problems (Wilson's, which is not 0 if all are
+      equal).
+    - `reward` and `turns`: means over the episodes.
+    - `unscored`: the share of answers that are left out above, since it is unknown whether they are right.
 
     Args:
-        groups: the n episodes of each problem. Those of which it is unknown whether they are right are left out.
-
-    Returns:
-        accuracy: the mean share of right answers; for n > 1 also pass@k, the probability that one of k answers is
-        right, for powers of 2 and n, unbiased as of Chen et al. 2021 (arXiv 2107.03374), and maj@n, whether the most
-        frequent answer is right. Each with `/margin`, half of its 95 % interval over problems (Wilson's, which is not
-        0 where all are equal). `reward`, the mean; `turns`; `unscored`, the share of answers that were left out.
+        groups: the n episodes of each problem.
 
     Raises:
-        NothingScored: none could be scored.
+        NothingScored: of no episode it is known whether it is right.
     """
     episodes = [episode for group in groups for episode in group]
     judged = [[episode for episode in group if episode.info["correct"] is not None] for group in groups]
@@ -180,7 +193,7 @@ def summarise_answers(groups: Sequence[Sequence[Episode]], n: int) -> dict[str, 
 
     if n > 1:
         for k in sorted({*(1 << power for power in range(1, n.bit_length())), n}):
-            # Of a problem with fewer scored answers it is not known.
+            # A problem with fewer than k scored answers does not count.
             values[f"pass@{k}"] = [pass_at(k, total, right) for total, right in counts if total >= k]
         values[f"maj@{n}"] = [is_majority_right(group) for group in judged if len(group) == n]
 
@@ -200,7 +213,8 @@ def summarise_answers(groups: Sequence[Sequence[Episode]], n: int) -> dict[str, 
 
 
 def pass_at(k: int, total: int, right: int) -> float:
-    """Return the probability that of k of `total` answers, drawn without replacement, one is among the `right` ones.
+    """Return the probability that at least one of k answers, drawn without replacement from `total` answers, is one of
+    the `right` ones.
 
     >>> pass_at(1, total=4, right=1)
     0.25
@@ -209,12 +223,12 @@ def pass_at(k: int, total: int, right: int) -> float:
 
 
 def is_majority_right(group: Sequence[Episode]) -> float:
-    """Return whether the most frequent answer to a problem is right; of answers that are equally frequent, the
-    share."""
+    """Return 1.0 if the most frequent answer to a problem is right, else 0.0; if several answers are equally frequent,
+    their mean."""
     answers = [final_answer(episode.text) or episode.text.strip() for episode in group]
     votes = Counter(answers)
     most = max(votes.values())
-    # One answer may be scored in several ways, as its response also counts: its mean.
+    # Responses with the same answer may be scored differently, so an answer counts with their mean.
     right = Counter[str]()
     for answer, episode in zip(answers, group, strict=True):
         right[answer] += bool(episode.info["correct"])
@@ -223,7 +237,7 @@ def is_majority_right(group: Sequence[Episode]) -> float:
 
 
 def half_interval(share: float, count: int) -> float:
-    """Return half of Wilson's 95 % interval of a share over `count` problems.
+    """Return half of the width of Wilson's 95 % interval, for a share of right answers over `count` problems.
 
     >>> round(half_interval(0.5, 100), 3)
     0.096

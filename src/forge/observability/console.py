@@ -1,7 +1,7 @@
 """Console output: log lines, and a progress bar on a terminal or progress lines in a log.
 
 The library logs through loggers below `forge`. `configure_logging` gives them one handler, in the controller and in
-every process that it starts: messages go to stderr as `forge: message`, `forge.run`'s unprefixed to stdout.
+every process that it starts: messages go to stderr as `forge: message`, those of `forge.run` to stdout without prefix.
 """
 
 import asyncio
@@ -16,8 +16,8 @@ from tqdm import tqdm
 from ..system.masking import mask_secrets
 
 LOG_INTERVAL = 10.0  # seconds between progress lines
-RECENT = 50  # steps whose mean duration the remaining time is estimated from
-MIN_STEPS = 4  # steps before the first estimate: the first ones also warm up
+RECENT = 50  # number of last steps from whose mean duration the remaining time is estimated
+MIN_STEPS = 4  # steps before the first estimate, since the first ones also warm up
 
 log = logging.getLogger("forge.run")
 
@@ -40,7 +40,7 @@ class ConsoleHandler(logging.Handler):
 
 
 def configure_logging() -> None:
-    """Show the library's messages of level INFO and above; does nothing if the logger `forge` has a handler."""
+    """Show the library's messages of level INFO and above; do nothing if the logger `forge` already has a handler."""
     logger = logging.getLogger("forge")
     if not logger.handlers:
         logger.addHandler(ConsoleHandler())
@@ -50,7 +50,7 @@ def configure_logging() -> None:
 
 
 def log_failure(task: asyncio.Task) -> None:
-    """Done-callback that logs the exception of a background task."""
+    """Log the exception of a background task that has ended, if it raised one; for `task.add_done_callback`."""
     error = None if task.cancelled() else task.exception()
     if error is not None:
         name = task.get_coro().__qualname__  # type: ignore[union-attr]
@@ -64,14 +64,17 @@ class Progress:
         self.steps = steps
         self._live = sys.stderr.isatty()
         self._bar = tqdm(total=steps, initial=start, desc=name, disable=not self._live, dynamic_ncols=True, unit="step")
-        # The latest steps and when each ended. The start of the processes and step 0, an evaluation, are left out: no
-        # later step takes as long.
+        # (step, time of its end) of the last steps, without step 0, before which processes start.
         self._ends: deque[tuple[int, float]] = deque(maxlen=RECENT + 1)
         self._logged = 0.0
 
     def update(self, step: int, row: dict[str, float]) -> None:
-        """Show a step with its most important metrics: as a bar on a terminal, otherwise as a line every few
-        seconds."""
+        """Show a step with its most important metrics: in the bar on a terminal, otherwise as a line of the log every
+        few seconds.
+
+        Args:
+            row: all metrics of the step.
+        """
         now = time.perf_counter()
         if step > 0:
             self._ends.append((step, now))
@@ -85,7 +88,7 @@ class Progress:
             "tok/s": ("generation/tokens_per_second", ".0f"),
             "age": ("policy_age", ".1f"),
         }
-        if "reward" in row:  # it tells more than the loss
+        if "reward" in row:  # it says more than the loss
             del metrics["loss"]
         if not row["generation/tokens_per_second"]:  # nothing is sampled
             del metrics["tok/s"]
@@ -102,7 +105,7 @@ class Progress:
             log.info("%s", "  ".join(part for part in parts if part))
 
     def _time_left(self, step: int) -> str:
-        """Return the time that is left as text; empty until enough steps were measured."""
+        """Return the remaining time as text, such as "120 s left"; "" until enough steps are measured."""
         first, started = self._ends[0]
         if step - first < MIN_STEPS and step < self.steps:
             return ""
@@ -110,5 +113,5 @@ class Progress:
         return f"{rate * (self.steps - step):.0f} s left"
 
     def close(self) -> None:
-        """Keep the last state on the screen."""
+        """End the progress bar, whose last state stays on the screen."""
         self._bar.close()

@@ -22,15 +22,14 @@ log = logging.getLogger(__name__)
 
 MARK = "metrics.jsonl"  # its presence makes a folder a run directory
 CONFIG = "config.yaml"
-# Only a run that came to its end has this file.
-FINISHED = "finished"
+FINISHED = "finished"  # an empty file of a run that came to its end
 LOGS = "logs.txt"
 MAX_REASON = 500  # characters of the reason why a run ended
 ENDED = "ended.txt"  # of an unfinished run: "failed: " or "stopped: " with the reason; then the traceback
 
 
 def hash_file(path: Path, size: int | None = None) -> xxhash.xxh3_128:
-    """Hash the first bytes of a file, or all."""
+    """Return the hash of a file's first `size` bytes (None: of all), to which more bytes may be added."""
     state = xxhash.xxh3_128()
     remaining = path.stat().st_size if size is None else size
     with path.open("rb") as file:
@@ -41,7 +40,11 @@ def hash_file(path: Path, size: int | None = None) -> xxhash.xxh3_128:
 
 
 def check_free(folder: Path, overwrite: bool) -> None:
-    """Raise FileExistsError if the folder holds an earlier run that made a step; others are not a loss."""
+    """Check that a new run may use a folder.
+
+    Raises:
+        FileExistsError: it holds an earlier run that made a step, and `overwrite` is False.
+    """
     if (folder / MARK).exists() and not overwrite and not made_no_step(folder):
         raise FileExistsError(
             f"{folder} holds an earlier run: resume it with --resume {folder}, choose another run.name, or set "
@@ -50,15 +53,19 @@ def check_free(folder: Path, overwrite: bool) -> None:
 
 
 def made_no_step(folder: Path) -> bool:
-    """Return whether the run in this folder ended before its first step: no checkpoint, and at most the row of step
-    0."""
-    rows = (folder / MARK).read_text().splitlines()
-    return not any((folder / "checkpoints").glob("*")) and all(row.startswith('{"step": 0.0,') for row in rows)
+    """Return whether the run in this folder ended before its first step: it has no checkpoint, and at most the row of
+    step 0, the evaluation before training."""
+    if any((folder / "checkpoints").glob("*")):
+        return False
+    return all(row.startswith('{"step": 0.0,') for row in (folder / MARK).read_text().splitlines())
 
 
 def clear_run(folder: Path) -> None:
-    """Remove an earlier run, but not the lock on its folder. The mark is removed last: after a kill the folder either
-    still counts as a run or is clean. Checkpoints are renamed first, so that none is incomplete."""
+    """Remove an earlier run from its folder, except for the lock.
+
+    After a kill at any point the folder is either clean or still counts as a run, since MARK is removed last, and its
+    checkpoints are complete, since their folder is renamed before its files are removed.
+    """
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path.rename(path.with_suffix(".removed")))
@@ -70,9 +77,10 @@ def clear_run(folder: Path) -> None:
 
 
 def cut_lines(path: Path, last: int) -> list[Row]:
-    """Remove the lines of steps after `last` from a file of JSON lines, and return the others.
+    """Remove the lines of steps after `last` from a file of JSON lines, and return the rows of the remaining ones.
 
-    Damaged lines are removed too: a killed process leaves a truncated last one, any other is a warning."""
+    Damaged lines are removed too. A truncated last line is what a killed process leaves; any other is a warning.
+    """
     complete: list[tuple[str, Row]] = []
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     for number, line in enumerate(lines, 1):
@@ -86,36 +94,36 @@ def cut_lines(path: Path, last: int) -> list[Row]:
             continue
         complete.append((line, row))
 
-    # Written aside and renamed: a kill leaves the former file.
+    # Written as another file and renamed, so that a kill leaves either file complete.
     write_atomic(path, "".join(f"{line}\n" for line, _ in complete), durable=True)
     return [row for _, row in complete]
 
 
 def last_state(folder: Path) -> str:
-    """Return the `state` of a run whose lock is free."""
+    """Return how a run ended that no process holds the lock of: "finished", "failed" or "stopped"."""
     if (folder / FINISHED).is_file():
         return "finished"
     return "failed" if read_ending(folder).startswith("failed") else "stopped"
 
 
 def read_ending(folder: Path) -> str:
-    """Return why a run ended before its last step, as "failed: KeyError: 'answer'"; empty if it is not recorded."""
+    """Return why a run ended before its last step, such as "failed: KeyError: 'answer'"; "" if it is not recorded."""
     path = folder / ENDED
     return path.read_text(errors="replace").partition("\n")[0].strip()[:MAX_REASON] if path.is_file() else ""
 
 
 class RunLock:
-    """Locks a run's folder, created if missing, for as long as a process of this run lives.
+    """Locks a run's folder, which is created if missing, until `close` or until the last process of the run has ended.
 
-    Child processes inherit the lock: after a kill -9 of the controller it is released once the last of them has ended,
-    so that none of them still writes into the folder.
+    Child processes inherit the lock. So after a kill -9 of the controller it is free only when none of them still
+    writes into the folder.
 
     Args:
-        patience: seconds to wait for the processes of a dead controller.
+        patience: seconds to wait for the processes of a dead controller to end.
 
     Raises:
-        BlockingIOError: another process holds it; names the process.
-        OSError: the folder cannot be created or written; names the setting.
+        BlockingIOError: another process holds the lock; names the process.
+        OSError: the folder cannot be created or written; names the setting to change.
     """
 
     def __init__(self, folder: str | Path, patience: float = 20.0) -> None:
@@ -125,7 +133,7 @@ class RunLock:
         while (handle := self._acquire_lock()) is None:
             owner = self.path.read_text()
             is_alive = owner not in ("", str(os.getpid())) and Path(f"/proc/{owner}").exists()
-            # The processes of a dead controller end soon; a living owner does not.
+            # Wait only if the owner, the controller that took the lock, is dead: its processes end soon.
             if is_alive or time.monotonic() > deadline:
                 raise BlockingIOError(f"{folder} is being run by process {owner}: wait for it, or stop it first")
             time.sleep(0.1)
@@ -151,11 +159,11 @@ class RunLock:
         return handle
 
     def close(self) -> None:
-        """Release the lock, and remove the folder if this lock created it and it stayed empty."""
+        """Release the lock, and remove the folder if this object created it and nothing else was written to it."""
         with suppress(FileNotFoundError):  # the folder was removed
             if self._is_new and [path.name for path in self.path.parent.iterdir()] == [self.path.name]:
                 self.path.unlink()
                 self.path.parent.rmdir()
-        # Also for processes that a reward has forked and left running: they hold the same lock.
+        # Unlock explicitly: processes that a reward has forked and left running hold the same lock.
         fcntl.flock(self._handle, fcntl.LOCK_UN)
         os.close(self._handle)

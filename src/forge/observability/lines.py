@@ -12,8 +12,12 @@ TAIL = 1 << 20  # bytes at the end of a file that `last_rows` reads
 
 
 def appended_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Yield the complete lines from a byte on, each with the offset of its end; an incomplete last line waits. A path
-    that is not a file has no lines."""
+    """Yield (offset of its end, line) of each complete line of a file, without a last line that has no line break yet.
+    A path that is not a file has no lines.
+
+    Args:
+        start: offset of the first line, in bytes.
+    """
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -26,11 +30,10 @@ def appended_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
 
 
 class Lines:
-    """Reader of a growing file, which continues where the last call ended."""
+    """Reader of a growing file of JSON lines; each call of `read` continues where the last one ended."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.offset = 0
+        self.path, self.offset = path, 0
 
     def read(self) -> Iterator[Row]:
         """Yield the rows that were appended since the last call; damaged lines are skipped."""
@@ -42,19 +45,19 @@ class Lines:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Read all rows of a file; none where it does not exist."""
+    """Return all rows of a file, without damaged lines; none if it does not exist."""
     return list(Lines(path).read())
 
 
 def last_rows(path: Path) -> list[Row]:
-    """Read the rows at the end of a file, the last first, without reading all of it."""
+    """Return the rows in the last MiB of a file, the last row first."""
     size = path.stat().st_size if path.is_file() else 0
     rows = [parse_line(line) for _, line in appended_lines(path, max(0, size - TAIL))]
     return [row for row in reversed(rows) if row is not None]
 
 
 def parse_line(line: bytes) -> Row | None:
-    """Parse the JSON object of a line, which may start with a comma; None if it is damaged.
+    """Return the JSON object of a line, which may start with a comma; None if it is damaged.
 
     Example:
         >>> parse_line(b',{"step": 1}')

@@ -4,13 +4,20 @@ import importlib.util
 import os
 import shutil
 import time
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 
 class Usage(NamedTuple):
-    """CPU-seconds and average cores of a process since the last call, and its resident bytes now."""
+    """The CPU and memory that a process used since its last measurement.
+
+    process, pid: its name and number.
+    time: of the measurement, in seconds since the epoch.
+    cpu_seconds, cores: since the last measurement, in total and on average.
+    memory: resident bytes now.
+    """
 
     process: str
     pid: int
@@ -24,13 +31,12 @@ _last = (time.time(), time.process_time())
 
 
 def measure_usage(process: str) -> Usage:
-    """Measure this process, without its children."""
+    """Return the usage of this process, without its children, since the last call; `process` is its name."""
     global _last
-    now = time.time()
-    cpu = time.process_time()
+    now, cpu = time.time(), time.process_time()
     before, spent = _last
     _last = now, cpu
-    if cpu < spent:  # the clock of a fork starts at zero
+    if cpu < spent:  # this process was forked since then, so its CPU clock started anew
         spent = 0.0
     try:
         memory = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -40,19 +46,18 @@ def measure_usage(process: str) -> Usage:
 
 
 def measure_room(folder: Path) -> dict[str, float]:
-    """Return the free disk of a folder and the available memory of this machine, in GB."""
+    """Return the metrics of free disk space at a folder and of available memory on this machine, in GB."""
     free = {"machine/disk_free_gb": shutil.disk_usage(folder).free / 1e9}
-    try:
+    with suppress(FileNotFoundError, KeyError):  # not Linux
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         free["machine/memory_free_gb"] = int(lines["MemAvailable"].split()[0]) * 1024 / 1e9
-    except (FileNotFoundError, KeyError):  # not Linux
-        pass
     return free
 
 
 @cache
 def open_nvml() -> Any:
-    """Return NVIDIA's library with its devices opened; None without it (`pip install nvidia-ml-py`) or its driver."""
+    """Return NVIDIA's initialised library pynvml; None if it is not installed (`pip install nvidia-ml-py`), or there is
+    no driver."""
     if importlib.util.find_spec("pynvml") is None:
         return None
     import pynvml
@@ -65,7 +70,8 @@ def open_nvml() -> Any:
 
 
 def measure_gpus() -> dict[str, float]:
-    """Return memory in use and utilisation of each GPU of this machine. Untested: needs an NVIDIA driver."""
+    """Return the metrics of each GPU of this machine: `gpu/N/memory_gb` in use, and `gpu/N/utilisation` from 0 to 1.
+    Empty without a driver; with one it is untested."""
     metrics: dict[str, float] = {}
     library = open_nvml()
     if library is not None:
@@ -77,7 +83,7 @@ def measure_gpus() -> dict[str, float]:
 
 
 def gpu_name() -> str | None:
-    """Return name of the first GPU of this machine."""
+    """Return the name of this machine's first GPU, such as "NVIDIA H100 80GB HBM3"; None without one."""
     library = open_nvml()
     if library is None or not library.nvmlDeviceGetCount():
         return None

@@ -41,7 +41,8 @@ class Moments:
     high: float = -math.inf
 
     def merge(self, moments: Moments) -> None:
-        """Add other values, by the method of Chan et al. (1979): exact under any split of the values."""
+        """Add the statistics of other values, by the method of Chan et al. (1979): the result is the same however the
+        values are split."""
         if not moments.count:
             return
         if self.count:
@@ -54,7 +55,7 @@ class Moments:
         self.high = max(self.high, moments.high)
 
     def reduce(self, reduction: Reduce) -> float:
-        """Reduce all recorded values to one number."""
+        """Return the reduction of all recorded values, such as their mean, as one number."""
         match reduction:
             case Reduce.MEAN:
                 return self.total / self.count
@@ -88,29 +89,32 @@ class Snapshot:
     usage: list[Usage] = field(default_factory=list)
 
     def merge(self, snapshot: Snapshot) -> None:
-        """Add the metrics and spans of another process."""
+        """Add the metrics, spans and usage of another snapshot to this one."""
         for key, moments in snapshot.moments.items():
             self.moments.setdefault(key, Moments()).merge(moments)
         self.spans.extend(snapshot.spans)
         self.usage.extend(snapshot.usage)
 
     def values(self) -> dict[str, float]:
-        """Return metric names and numbers. A name recorded with STD reads `name/std`, MAX `name/max`, MIN
-        `name/min`."""
+        """Return {metric: number}. A metric recorded with STD is called `name/std`, with MAX `name/max`, with MIN
+        `name/min`, and otherwise `name`."""
         suffix = {Reduce.STD: "/std", Reduce.MAX: "/max", Reduce.MIN: "/min"}
-        return {name + suffix.get(reduction, ""): m.reduce(reduction) for (name, reduction), m in self.moments.items()}
+        return {
+            name + suffix.get(reduction, ""): moments.reduce(reduction)
+            for (name, reduction), moments in self.moments.items()
+        }
 
 
 _lock = threading.Lock()
 _current = Snapshot()
 PROCESS_NAME = "FORGE_PROCESS"  # environment variable: the process's name in traces, set by the controller
-METRICS_OF = "FORGE_METRICS_OF"  # environment variable: what the names of this process's metrics start with
+METRICS_OF = "FORGE_METRICS_OF"  # environment variable: the policy with which names of this process's metrics start
 _label: ContextVar[str | None] = ContextVar("forge_metrics_of", default=None)
 
 
 @contextmanager
 def metrics_of(policy: str) -> Iterator[None]:
-    """Put the name of a policy before all metrics of a block, `policy/reward`; "" for none."""
+    """Within a block, record all metrics under the name of a policy, such as `rival/reward`; "" for no policy."""
     token = _label.set(policy)
     try:
         yield
@@ -119,7 +123,7 @@ def metrics_of(policy: str) -> Iterator[None]:
 
 
 def add_label(name: str) -> str:
-    """Return the full name of a metric, with the policy of the block or of the process before it.
+    """Return the full name of a metric, `policy/name` if the block (`metrics_of`) or the process has a policy.
 
     >>> add_label("reward")
     'reward'
@@ -134,10 +138,13 @@ def record_metric(name: str, value: float, reduce: Reduce = Reduce.MEAN, weight:
     """Add one value to this process's collector.
 
     Args:
-        weight: number of observations of the value (a mean over 100 tokens has weight 100); SUM ignores it.
+        name: of the metric.
+        reduce: how values of this metric are combined.
+        weight: number of observations that the value stands for (a mean over 100 tokens has weight 100); SUM ignores
+            it.
 
     Raises:
-        ValueError: the value is not finite: averaging over a NaN would hide a bug.
+        ValueError: the value is not finite; averaging over it would hide a bug.
     """
     name = add_label(name)
     value = float(value)
@@ -150,7 +157,7 @@ def record_metric(name: str, value: float, reduce: Reduce = Reduce.MEAN, weight:
 
 
 class Clock:
-    """Splits the time of one task by the phases and calls that it is in, each second in one of them."""
+    """Measures how long one task is in each of its phases; each second counts for only one of them."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -158,21 +165,19 @@ class Clock:
         self.thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Count the current task's time from now on, but not its child tasks'."""
-        self.task = asyncio.current_task()
-        self.thread = threading.current_thread()
+        """Measure the current task from now on, without its child tasks."""
+        self.task, self.thread = asyncio.current_task(), threading.current_thread()
         _clock.set(self)
 
     def take(self) -> dict[str, float]:
-        """Return seconds by name since the last call."""
-        seconds = self._seconds
-        self._seconds = {}
+        """Return {phase: seconds} since the last call."""
+        seconds, self._seconds = self._seconds, {}
         return seconds
 
     @contextmanager
     def within(self, name: str) -> Iterator[None]:
-        """Count a block under this name, including nested ones."""
-        # Nested blocks do not count: each second belongs to one name.
+        """Count the time of a block for this phase, including that of nested phases."""
+        # Without a clock, nested phases count nothing: each second belongs to one phase.
         token = _clock.set(None)
         began = time.perf_counter()
         try:
@@ -186,16 +191,21 @@ _clock: ContextVar[Clock | None] = ContextVar("forge_clock", default=None)
 
 
 def on_the_clock(name: str) -> AbstractContextManager[None]:
-    """Count a block on the current task's clock, if it has one."""
+    """Return a context that counts its time for a phase, if the current task has a clock."""
     clock = _clock.get()
-    if clock is None or threading.current_thread() is not clock.thread:
+    # Child tasks and threads inherit the clock of the task that started them, but are not measured.
+    if clock is None or threading.current_thread() is not clock.thread or asyncio.current_task() is not clock.task:
         return nullcontext()
-    return clock.within(name) if clock.task is asyncio.current_task() else nullcontext()
+    return clock.within(name)
 
 
 def record_span(name: str, start: float, duration: float) -> None:
-    """Record a block that started at `start`, seconds since the epoch, in the metric `seconds/<name>` and in the
-    trace."""
+    """Record a timed block in the metric `seconds/<name>` and in the trace.
+
+    Args:
+        start: when it started, in seconds since the epoch.
+        duration: in seconds.
+    """
     record_metric(f"seconds/{name}", duration, Reduce.SUM)
     span = Span(name, process_name(), os.getpid(), start, duration)
     with _lock:
@@ -203,28 +213,26 @@ def record_span(name: str, start: float, duration: float) -> None:
 
 
 def process_name() -> str:
-    """Return name of this process in traces."""
+    """Return the name of this process in traces."""
     return os.environ.get(PROCESS_NAME, "controller")
 
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Yield time a block: adds to the metric `seconds/<name>` (summed), to the trace and to the current task's
+    """Time a block, and add its duration to the metric `seconds/<name>`, to the trace and to the current task's
     clock."""
-    with on_the_clock(name):  # around the bookkeeping too, so that the phases of a task leave no gap
-        start = time.time()
-        tick = time.perf_counter()
+    with on_the_clock(name):  # it includes recording the span, so that the phases of a task leave no gap
+        start, started = time.time(), time.perf_counter()  # the time of day, and a clock for durations
         try:
             yield
         finally:
-            record_span(name, start, time.perf_counter() - tick)
+            record_span(name, start, time.perf_counter() - started)
 
 
 def drain() -> Snapshot:
-    """Return all that was recorded in this process, and clear it."""
+    """Return what was recorded in this process since the last call, with its CPU and memory, and clear it."""
     global _current
     with _lock:
-        snapshot = _current
-        _current = Snapshot()
+        snapshot, _current = _current, Snapshot()
     snapshot.usage.append(measure_usage(process_name()))
     return snapshot

@@ -8,13 +8,15 @@ _running: tuple[Any, Path] | None = None
 
 
 def profile_next(path: str | None, process: str) -> None:
-    """End the profile of this process, if one runs, and write it; start another if a path is given.
+    """End and write the profile of this process that is running, if any, and start the next one if a path is given.
 
-    `<path>/<process>.json` is a trace for ui.perfetto.dev of the operators of all threads, with shapes and memory. With
-    a GPU `<process>.pickle` is a snapshot of its memory for pytorch.org/memory_viz; that part is untested.
+    The profile `<path>/<process>.json` is a trace for ui.perfetto.dev of the operators of all threads, with shapes and
+    memory. With a GPU there is also `<path>/<process>.pickle`, a snapshot of its memory for pytorch.org/memory_viz;
+    that part is untested.
 
     Args:
-        path: a folder, which is created.
+        path: folder of the next profile, which is created; None: profile nothing from now on.
+        process: name of this process.
     """
     global _running
     if _running is None and path is None:
@@ -22,8 +24,8 @@ def profile_next(path: str | None, process: str) -> None:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    gpu = torch.cuda.is_available()
-    # Written aside and renamed, so that a profile that exists is complete.
+    has_gpu = torch.cuda.is_available()
+    # Written under another name first, so that a profile that exists is complete.
     if _running is not None:
         profiler, folder = _running
         _running = None
@@ -32,16 +34,16 @@ def profile_next(path: str | None, process: str) -> None:
         aside = folder / f"{process}.unfinished"
         profiler.export_chrome_trace(str(aside))
         os.replace(aside, folder / f"{process}.json")
-        if gpu:
+        if has_gpu:
             torch.cuda.memory._dump_snapshot(str(folder / f"{process}.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
 
     if path is not None:
-        if gpu:
+        if has_gpu:
             torch.cuda.memory._record_memory_history()
         # Endpoints run in other threads than the event loop, which calls this function.
         every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if has_gpu else [])]
         profiler = profile(
             activities=activities, record_shapes=True, profile_memory=True, experimental_config=every_thread
         )

@@ -1,8 +1,8 @@
 """Recorded rollouts with all data of their tokens: `rollouts.arrow` in the run's folder.
 
 The file is an Arrow IPC stream, one record batch for each step. pandas, polars and `datasets` open it. Each batch is
-appended in one write; a process that is killed during it leaves an incomplete message at the end, which `batches` skips
-and a resumed run removes.
+appended in one write; a process that is killed during it leaves an incomplete message at the end, which `read_batches`
+skips and a resumed run removes.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from .lines import Row
 if TYPE_CHECKING:
     import pyarrow
 
-# A stream of Arrow record batches in the folder of a run, one for each step.
 ROLLOUTS = "rollouts.arrow"
 CHUNK = 1 << 22  # bytes that are copied at once
-END = 8  # bytes of the mark at the end of a stream
+END = 8  # bytes of the mark at the end of an Arrow stream
 IDLE = "zero_advantage"  # the reason of a sequence whose tokens all have advantage 0: the batch does not contain it
 TEXT = ("prompt", "response", "target")
 # Numbers of each token; unknown ones are NaN.
@@ -43,22 +42,22 @@ log = logging.getLogger(__name__)
 
 @cache
 def make_schema() -> pyarrow.Schema:
-    """Return the columns. A row is one token sequence: an episode, or an earlier branch of one whose conversation was
-    rewritten."""
+    """Return the schema of `rollouts.arrow`, where a row is one token sequence: an episode, or an earlier branch of an
+    episode whose conversation was rewritten."""
     import pyarrow as pa
 
     numbers = {name: pa.list_(pa.float32()) for name in (*ENGINE, *BATCH, *TRAINER)}
     return pa.schema(
         {
-            "step": pa.int32(),  # that trained it, or would have been the next one to
+            "step": pa.int32(),  # that trained it; of a dropped group the next step
             "group": pa.int64(),  # index of its prompt
             "sample": pa.int32(),  # number among the samples of the prompt
-            "branch": pa.int32(),  # 0 is the last one, with the end of the episode
+            "branch": pa.int32(),  # counted from the end of the episode: 0 is the last one
             **{name: pa.string() for name in TEXT},
             "reward": pa.float64(),  # of the whole episode; null: unscored
-            "parts": pa.string(),  # JSON object: its functions and verifiers
+            "parts": pa.string(),  # JSON object: what each function and verifier adds to the reward
             "advantage": pa.float32(),
-            "version": pa.int64(),  # the oldest that sampled a token
+            "version": pa.int64(),  # of the oldest weights that sampled a token
             "origins": pa.string(),  # JSON list of [version, identity of its weights, sampler]
             "finish": pa.string(),
             "turns": pa.string(),  # JSON list of [first token, end, version, finish, reward]
@@ -78,7 +77,8 @@ class RolloutLog:
     """Appends rollouts to `rollouts.arrow`.
 
     Args:
-        write: appends bytes to the file; the schema is written first if it is empty.
+        path: of the file, whose size is read.
+        write: appends bytes to it.
         groups: number of groups of each step that are recorded.
         max_bytes: size of the file after which recording stops, with one warning.
         spell: returns the text of a token.
@@ -92,20 +92,18 @@ class RolloutLog:
         max_bytes: float = math.inf,
         spell: Callable[[int], str] | None = None,
     ) -> None:
-        self._path = path
-        self._write = write
-        self._max_bytes = max_bytes
-        self._spell = spell
-        self.groups = groups
+        self._path, self._write, self._spell = path, write, spell
+        self.groups, self._max_bytes = groups, max_bytes
         self._schema = make_schema()  # Arrow's import takes most of a second, which no step should include
         self._texts: dict[int, str] = {}
         self._size = path.stat().st_size if path.exists() else 0
 
     def pick(self, groups: Sequence[Group]) -> list[Group]:
-        """Return the groups of a step that are recorded, in the order of the data; none once the file is full."""
+        """Return those of a step's groups that are recorded, in the order of the data; none once the file is full."""
         if self.groups == 0 or self._size >= self._max_bytes:
             return []
-        return sorted(groups if self.groups == "all" else groups[: self.groups], key=lambda group: group.index)
+        recorded = groups if self.groups == "all" else groups[: self.groups]
+        return sorted(recorded, key=lambda group: group.index)
 
     def add(
         self,
@@ -121,14 +119,14 @@ class RolloutLog:
             groups: from `pick`; with `batch`, those whose tokens are numbered by its `recorded`.
             batch: the batch that was trained, with token-level advantages.
             trained: the trainer's numbers by the names of `TRAINER`, each [recorded].
-            dropped: groups with the reason; as many are written as of each step.
+            dropped: (reason, group) of each dropped group, of which at most the configured number is written.
         """
         import pyarrow as pa
 
         if self.groups != "all":
             dropped = dropped[: self.groups]
 
-        # A row for each branch of each episode, in the order in which they are trained; branch 0 is the last.
+        # A row for each branch of each episode, in the order in which they are trained: branch 0 comes last.
         rows: list[Row] = []
         episodes: list[Episode] = []
         for reason, group in [*((None, group) for group in groups), *dropped]:
@@ -136,13 +134,13 @@ class RolloutLog:
                 branches = (*last.branches, last)
                 for branch, episode in enumerate(reversed(branches)):
                     row = _make_row(step, group, sample, branch, episode, last, reason)
-                    rows.insert(len(rows) - branch, row)
+                    rows.insert(len(rows) - branch, row)  # before the later branches of the episode
                 episodes += branches
 
         if not rows:
             return
 
-        # Numbers of tokens are flat arrays over all rows; `ends` divides them.
+        # Numbers of tokens are flat arrays over all rows; row i is [ends[i]:ends[i + 1]].
         ends = np.concatenate([[0], np.cumsum([len(episode.tokens) for episode in episodes])])
         flat = {name: np.full(ends[-1], np.nan, np.float32) for name in (*ENGINE, *BATCH, *TRAINER)}
         mask = _flatten_rows([episode.mask for episode in episodes], np.bool_)
@@ -169,9 +167,9 @@ class RolloutLog:
             "tokens": tokens,
             "texts": self._texts_of(tokens),
             "mask": mask,
+            "versions": _flatten_rows([episode.versions for episode in episodes], np.int64),
             **flat,
         }
-        lists["versions"] = _flatten_rows([episode.versions for episode in episodes], np.int64)
         offsets = pa.array(ends, pa.int32())
         arrays = [
             pa.ListArray.from_arrays(offsets, pa.array(lists[field.name], field.type.value_type))
@@ -184,8 +182,9 @@ class RolloutLog:
         with pa.ipc.new_stream(sink, self._schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
             writer.write_batch(pa.record_batch(arrays, schema=self._schema))
 
-        # The file starts with the schema, once, and has no mark of its end: more batches may follow.
-        message = sink.getvalue().to_pybytes()[len(self._schema.serialize()) if self._size else 0 : -END]
+        # The file has the schema only once, at its start, and no mark of its end, since more batches may follow.
+        schema_bytes = len(self._schema.serialize())
+        message = sink.getvalue().to_pybytes()[schema_bytes if self._size else 0 : -END]
         self._write(message)
         self._size += len(message)
 
@@ -208,7 +207,7 @@ class RolloutLog:
 
 
 def escape_surrogates(text: str) -> str:
-    r"""Return text that UTF-8 can encode: lone surrogates become escapes.
+    r"""Return the text with lone surrogates, which UTF-8 cannot encode, as escapes.
 
     >>> escape_surrogates("a\ud800")
     'a\\ud800'
@@ -219,7 +218,15 @@ def escape_surrogates(text: str) -> str:
 def _make_row(
     step: int, group: Group, sample: int, branch: int, episode: Episode, last: Episode, reason: str | None
 ) -> Row:
-    """Return the row of a token sequence, but for its tokens. `last` is the branch that the episode ended with."""
+    """Return the row of a token sequence without its columns of tokens.
+
+    Args:
+        sample: number of the episode in its group.
+        branch: number of the sequence, counted from the end of the episode.
+        episode: the sequence.
+        last: the sequence that the episode ended with.
+        reason: why the group was dropped; None if it trained.
+    """
     info = episode.info
 
     return {
@@ -232,7 +239,7 @@ def _make_row(
         "target": escape_surrogates(str(group.target)),
         "reward": last.outcome,
         "parts": json.dumps(parts) if (parts := info.get("parts")) else "{}",
-        # A dropped episode has no advantage, though one was computed for its group.
+        # A dropped episode has no advantage here, even if one was computed for its group.
         "advantage": None if reason is not None else _mean_advantage(episode.advantage),
         "version": episode.version,
         "origins": json.dumps(sorted(episode.origins)),
@@ -245,7 +252,7 @@ def _make_row(
 
 
 def _mean_advantage(advantage: float | Sequence[float] | None) -> float | None:
-    """Return the advantage of an episode: the mean, where each token has one."""
+    """Return an episode's advantage as one number: the mean if each token has its own."""
     return float(np.mean(advantage)) if isinstance(advantage, Sequence) else advantage
 
 
@@ -256,11 +263,13 @@ def _flatten_rows(rows: Sequence[Sequence[float]], dtype: type) -> np.ndarray:
 def read_batches(
     path: Path, columns: Sequence[str] | None = None, after: int = 0
 ) -> Iterator[tuple[int, pyarrow.RecordBatch]]:
-    """Yield (end in the file, rows) of each step, as far as the file is complete. Only the requested columns are
-    decompressed. A file that does not exist has no steps.
+    """Yield (offset of its end in the file, rows) of the batch of each step, as far as the file is undamaged.
+
+    A file that does not exist has no steps.
 
     Args:
-        after: the end of the last batch that was read.
+        columns: names of the columns to decompress; None: all.
+        after: the offset after which to read, such as the end of the last batch that was read.
 
     Raises:
         ValueError: the file is not of this format.
@@ -287,19 +296,22 @@ def read_batches(
             try:
                 message = header + pa.ipc.read_message(file).serialize().to_pybytes()
                 batch = pa.ipc.open_stream(message, options=options).read_next_batch()
-            except (StopIteration, EOFError, OSError, pa.ArrowException):  # its end, or it is damaged from here on
+            except (StopIteration, EOFError, OSError, pa.ArrowException):  # the end, or damage from here on
                 return
             yield file.tell(), batch
 
 
 def count_rows(path: Path) -> int:
-    """Count the rows of a file; 0 where it does not exist. ValueError: as of `batches`."""
+    """Return the number of rows of a file of rollouts, 0 if it does not exist. ValueError: as in `read_batches`."""
     return sum(len(batch) for _, batch in read_batches(path, ["step"]))
 
 
 def cut_rollouts(path: Path, last: int) -> None:
-    """Remove the steps after `last`, and damaged ones. The remaining steps become another file: processes that have
-    mapped the former one into memory may continue to read it."""
+    """Remove the steps after `last`, and all from the first damaged one on, from a file of rollouts.
+
+    The remaining steps are copied to a new file, since truncating would end processes that have mapped the old one into
+    memory, by SIGBUS.
+    """
     end = 0
     try:
         for position, batch in read_batches(path, ["step"]):
@@ -309,7 +321,6 @@ def cut_rollouts(path: Path, last: int) -> None:
     except ValueError as error:
         log.warning("%s; it is removed", error)
 
-    # Copied to another file, not truncated: that would end the processes that read it, by SIGBUS.
     if path.exists() and path.stat().st_size > end:
         with written_aside(path) as aside, path.open("rb") as old, aside.open("wb") as new:
             while data := old.read(min(end - new.tell(), CHUNK)):
@@ -319,27 +330,34 @@ def cut_rollouts(path: Path, last: int) -> None:
 
 
 def texts_by_group(batch: pyarrow.RecordBatch) -> list[Row]:
-    """Return a dict for each group that trained: its prompt, the first response, the target and all rewards."""
+    """Return a dict for each group of a batch that trained: its prompt, its first response, the target, all rewards and
+    the oldest version that sampled it."""
     groups: dict[int, Row] = {}
     names = ["step", "group", "branch", "version", *TEXT, "reward", "dropped"]
     for row in batch.select(names).to_pylist():
         if row["branch"] or row["dropped"] not in (None, IDLE):
             continue
-        line = {"step": row["step"], "index": row["group"], **{name: row[name] for name in ("version", *TEXT)}}
-        line = groups.setdefault(row["group"], line | {"rewards": []})
+        first = {"step": row["step"], "index": row["group"], **{name: row[name] for name in ("version", *TEXT)}}
+        line = groups.setdefault(row["group"], first | {"rewards": []})
         line["version"] = min(line["version"], row["version"])
         line["rewards"].append(row["reward"])
     return list(groups.values())
 
 
-# A file of JSON lines in the folder of a run.
 HELD_OUT = "held_out.jsonl"
 
 
 def held_out_lines(step: int, samples: Sequence[Sample], episodes: Sequence[Episode], name: str = "") -> bytes:
-    """Write one line of JSON for each answer: step, set (its name, where it is not the first one), problem (its number
-    in the set), prompt, target, response, reward, correct, tokens (sampled) and finish. `reward` and
-    `correct` are null where they are not known. Several answers to a problem are neighbours."""
+    """Return the lines of `held_out.jsonl`, one JSON object for each answer to a held-out problem.
+
+    Its keys are step, set (only if the set has a name), problem (its number in the set), prompt, target, response,
+    reward, correct, tokens (number that were sampled) and finish. `reward` and `correct` are null if unknown.
+
+    Args:
+        samples: the problem of each answer; those of one problem are the same object, one after the other.
+        episodes: the answers.
+        name: of the set; "" for the section `eval` itself.
+    """
     numbers: dict[int, int] = {}  # of problems, by the identity of their samples
     for sample in samples:
         numbers.setdefault(id(sample), len(numbers))

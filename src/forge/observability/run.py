@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -30,24 +29,32 @@ from .rollouts import cut_rollouts as cut_rollouts
 from .schedule import NUMBERS, SCHEDULE, GroupEntry, StepEntry, header_line, published_line
 from .trace import TRACE, Trace
 
-# Functions of extensions that are called with the directory of a run that ends, and how ("finished", "failed: why").
+# Entry points of extensions, `f(folder, state)`, called when a run ends; the state is finished, failed or stopped.
 RUN_END = "forge.run_end"
-Evaluated = tuple[Sequence[Sample], Sequence[Episode], str]  # with the name of their set
+Evaluated = tuple[Sequence[Sample], Sequence[Episode], str]  # problems, the answers to them, and the name of the set
 FLAT_STEPS = 20  # steps with a reward of 0 throughout, after which a warning names the probable cause
 
 
 class Run:
-    """`<root>/<name>/`: config.yaml, metrics.jsonl, rollouts.arrow, schedule.jsonl, trace.json, report.html; the
-    trainer adds checkpoints/ and model/, and trackers their own files.
+    """Writes the folder of a run, `<root>/<name>/`: config.yaml, metrics.jsonl, rollouts.arrow, schedule.jsonl,
+    trace.json, report.html; the trainer adds checkpoints/ and model/, and trackers their own files.
 
     Args:
         config: the resolved configuration, plain data. Its section `metrics` names the trackers. Secrets are removed
             before it is written.
-        steps: training steps, for the progress bar.
+        steps: number of training steps, for the progress bar.
         overwrite: remove an earlier run of this name.
-        resume: the checkpoint that the run resumes from: records after it are removed, whatever `overwrite` is.
+        resume: the checkpoint that the run resumes from: records after it are removed, whatever `overwrite` is. None:
+            the run starts anew.
         start: the step of that checkpoint.
         peak: TFLOP/s of one device, see `forge.models.flops`; None if unknown.
+
+    Attributes:
+        folder: the run's folder.
+        history: the rows of metrics.jsonl so far.
+        checkpoints: path of the checkpoints' folder.
+        model: path of the exported model.
+        best: path of the model that was best by `eval.best`.
 
     Raises:
         FileExistsError: the folder holds an earlier run, and neither `overwrite` nor `resume` is given.
@@ -66,29 +73,28 @@ class Run:
         peak: float | None = None,
     ) -> None:
         self.folder = Path(root) / name
-        self.resume = resume
-        self.start = start
-        self.peak = peak
-        if resume is None:
-            check_free(self.folder, overwrite)
-            if (self.folder / MARK).exists():
-                clear_run(self.folder)
-
+        self.resume, self.start, self.peak = resume, start, peak
+        self.history: list[dict[str, float]] = []
         if resume:
             self._check_logs()
-        else:
-            make_private(self.folder)
-
-        # Records after the checkpoint are removed: these steps are computed again.
-        self.history: list[dict[str, float]] = cut_lines(self.folder / MARK, start) if resume else []
-        if resume:
+            # Records after the checkpoint are removed, since these steps are computed again.
+            self.history = cut_lines(self.folder / MARK, start)
             cut_rollouts(self.folder / ROLLOUTS, start)
             cut_lines(self.folder / HELD_OUT, start)
             cut_lines(self.folder / SCHEDULE, start)
+        else:
+            check_free(self.folder, overwrite)
+            if (self.folder / MARK).exists():
+                clear_run(self.folder)
+            make_private(self.folder)
 
-        # What an earlier attempt has said about its end is no longer true.
-        for name in (FINISHED, ENDED):
-            (self.folder / name).unlink(missing_ok=True)
+        self.checkpoints = str(self.folder / "checkpoints")
+        self.model = str(self.folder / "model")
+        self.best = str(self.folder / "best")
+
+        # An earlier attempt of a resumed run has recorded how it ended.
+        for ending in (FINISHED, ENDED):
+            (self.folder / ending).unlink(missing_ok=True)
         write_sealed(self.folder / CONFIG, yaml.safe_dump(without_secrets(config), sort_keys=False))
         self._logs = {name: (self.folder / name).open("ab") for name in (MARK, ROLLOUTS, HELD_OUT, SCHEDULE)}
         self._digests = {name: hash_file(self.folder / name) for name in self._logs}
@@ -97,7 +103,7 @@ class Run:
 
         self._evaluated: list[Evaluated] = []
         if resume:
-            self.sync()  # the checksums may cover rows that were removed
+            self.sync()  # the last checksums may cover rows that were removed
         self._trackers: Any = None
         metrics = config.get("metrics", {})
         if any(map(metrics.get, ("tensorboard", "wandb", "tracker"))):
@@ -106,49 +112,37 @@ class Run:
         configure_logging()
 
         self._progress = Progress(name, steps, start)
-        self._finished = False
-        self._full = False
+        self._finished, self._full = False, False
         self._settings = flatten_config(config)
         self._clock = Clock()
         self._warned_flat = False
         self._last = time.perf_counter()
         self._started = self._last - (self.history[-1]["seconds"] if self.history else 0.0)
 
-    @property
-    def checkpoints(self) -> str:
-        """Return path of the checkpoints' folder."""
-        return str(self.folder / "checkpoints")
-
-    @property
-    def recovery(self) -> str:
-        """Return path of the folder from which replaced components recover their state; removed by `close`."""
-        return str((self.folder / "recovery").resolve())
-
-    @property
-    def model(self) -> str:
-        """Return path of the exported model."""
-        return str(self.folder / "model")
-
-    @property
-    def best(self) -> str:
-        """Return path of the model that was best by `eval.best`."""
-        return str(self.folder / "best")
-
     def model_of(self, policy: str) -> str:
-        """Return path of the exported model of one of several policies; the run's own is `model`."""
+        """Return the path of a policy's exported model, where a run has several; that of the policy "policy" is
+        `model`."""
         return self.model if policy == "policy" else str(self.folder / f"model-{policy}")
 
     def steps(self, end: int) -> Iterator[int]:
-        """Yield the remaining steps up to `end`, numbered by the version that each trains. Measures how long the
-        current task waits in each phase: `wall/<phase>`, in seconds."""
+        """Yield the version of the weights that each remaining step trains, up to `end` - 1.
+
+        From here on the run measures how long the current task is in each phase: the metrics `wall/<phase>`, in
+        seconds.
+        """
         self._clock.start()
-        if self.start:  # the start-up time belongs to no row
+        if self.start:  # the start-up time of a resumed run belongs to no row
             self._last = time.perf_counter()
         yield from range(self.start, end)
 
     def log(self, step: int, snapshot: Snapshot, **values: float) -> dict[str, float]:
-        """Write one row: everything recorded since the last one, `values`, and rates. `wall/accounted` is the share of
-        the time since the last row that the phases add up to."""
+        """Write the row of a step, with the answers to held-out problems that wait for it, and return the row.
+
+        Args:
+            snapshot: what all processes have recorded since the last row.
+            **values: additional metrics. Rates and resources are added to them; `wall/accounted` is the share of the
+                time since the last row that is spent in some phase.
+        """
         with phase("log"):
             now = time.perf_counter()
             seconds = now - self._last
@@ -156,7 +150,7 @@ class Run:
             row = {"step": float(step), "seconds": now - self._started, **snapshot.values(), **values}
             row["seconds/step"] = seconds
 
-            # The wall time of a step by phase; the rest of it is in no phase.
+            # The wall time of the step by phase, and rates.
             spent = self._clock.take()
             if spent:
                 row |= {f"wall/{name}": duration for name, duration in spent.items()}
@@ -166,21 +160,22 @@ class Run:
                 row["train/tokens_per_second"] = row.get("train/tokens", 0.0) / row["seconds/train"]
             row |= self._usage_metrics(snapshot, row) | measure_room(self.folder) | measure_gpus()
 
-            # A step exists once its line is in the file of metrics.
+            # First the file of metrics: a step counts as done once its line is there.
             self.history.append(row)
-            self._write_log(MARK, (json.dumps({k: float(f"{v:.8g}") for k, v in row.items()}) + "\n").encode())
+            rounded = {name: float(f"{value:.8g}") for name, value in row.items()}
+            self._write_log(MARK, f"{json.dumps(rounded)}\n".encode())
             for evaluated in self._evaluated:
                 self._write_log(HELD_OUT, held_out_lines(step, *evaluated))
             self._evaluated = []
             self._trace.write(snapshot, step, row)
             self._progress.update(step, row)
 
-            # A reward that never gives anything is a mistake of the setup, and would waste the whole run.
-            last = self.history[-FLAT_STEPS:]
-            flat = [r for r in last if r.get("reward") == 0 and r.get("reward/std") == 0]
-            if len(flat) == FLAT_STEPS and not self._warned_flat:
+            # A reward that is always 0 is a mistake of the setup, and would waste the whole run.
+            last_rows = self.history[-FLAT_STEPS:]
+            flat_rows = [past for past in last_rows if past.get("reward") == 0 and past.get("reward/std") == 0]
+            if len(flat_rows) == FLAT_STEPS and not self._warned_flat:
                 self._warned_flat = True
-                truncated = sum(r["generation/truncated"] for r in flat) / FLAT_STEPS
+                truncated = sum(past["generation/truncated"] for past in flat_rows) / FLAT_STEPS
                 cause = "the reward may expect another format, or a target that responses never equal"
                 if truncated > 0.5:
                     cause = f"{truncated:.0%} of the completions were cut at max_tokens: raise it"
@@ -194,10 +189,11 @@ class Run:
             return row
 
     def _usage_metrics(self, snapshot: Snapshot, row: dict[str, float]) -> dict[str, float]:
-        """Return CPU-seconds so far, CPU-seconds and memory by service, FLOP/s and MFU."""
+        """Return the metrics of resources: CPU-seconds of the run so far, CPU-seconds and MB of each service in this
+        step, TFLOP/s and MFU."""
         metrics = {"cpu_seconds": self.history[-1].get("cpu_seconds", 0.0) if self.history else 0.0}
         for use in snapshot.usage:
-            # Replicas of a service are numbered: their names are the service's with a number.
+            # The process of a replica has the service's name with a number, such as generator_1.
             service = use.process.rstrip("0123456789").rstrip("_")
             cpu = f"cpu_seconds/{service}"
             memory = f"memory_mb/{service}"
@@ -224,16 +220,27 @@ class Run:
         return self._settings.get(f"services.{service}.{key}") or 1
 
     def keep_evaluation(self, samples: Sequence[Sample], episodes: Sequence[Episode], name: str = "") -> None:
-        """Have `log` write the answers to held-out problems, of the set of this name, with its row."""
+        """Keep the answers to held-out problems until `log` writes them with the row of their step.
+
+        Args:
+            samples: the problems, one for each of `episodes`.
+            name: of their set; "" for the section `eval` itself.
+        """
         self._evaluated.append((samples, episodes, name))
 
     def record(self, groups: int | Literal["all"], max_bytes: float, spell: Callable[[int], str]) -> None:
-        """Record rollouts: `groups` of each step, up to `max_bytes`; `spell` returns the text of a token."""
+        """Start recording rollouts.
+
+        Args:
+            groups: number of groups of each step that are recorded.
+            max_bytes: size of the file at which recording stops.
+            spell: returns the text of a token.
+        """
         path = self.folder / ROLLOUTS
         self._rollouts = RolloutLog(path, lambda data: self._write_log(ROLLOUTS, data), groups, max_bytes, spell)
 
     def pick(self, groups: Sequence[Group]) -> list[Group]:
-        """Return the groups of a step whose tokens are recorded."""
+        """Return those of a step's groups whose tokens are recorded."""
         return [] if self._rollouts is None else self._rollouts.pick(groups)
 
     def log_rollouts(
@@ -244,34 +251,40 @@ class Run:
         trained: Mapping[str, np.ndarray] | None = None,
         dropped: Sequence[tuple[str, Group]] = (),
     ) -> None:
-        """Write the rollouts of a step, see `RolloutLog.add`."""
+        """Append the rollouts of a step to rollouts.arrow; the arguments are those of `RolloutLog.add`."""
         with phase("log_rollouts"):
             if self._rollouts is not None:
                 self._rollouts.add(step, groups, batch, trained, dropped)
 
     def begin_schedule(self, recipe: str, by_hand: Sequence[str]) -> None:
-        """Write what ran, if the schedule does not have it from before a resume.
+        """Write the first line of the schedule, unless the run was resumed and has it.
 
         Args:
             recipe: the loop, "module:class".
-            by_hand: what was passed from Python, which no file has.
+            by_hand: names of the objects that were passed from Python, which a replay cannot read from a file.
         """
         if not (self.folder / SCHEDULE).stat().st_size:
             self._write_log(SCHEDULE, f"{header_line(recipe, by_hand)}\n".encode())
 
     def schedule_entry(self, step: int, groups: Sequence[Group]) -> StepEntry:
-        """Return the entry of a step for `log_schedule`: before penalties change the rewards of its groups."""
+        """Return the entry of a step for `log_schedule`. It is made before penalties change the groups' rewards."""
         with phase("log_rollouts"):
             return StepEntry(step, tuple(map(GroupEntry.from_group, groups)))
 
     def log_published(self, version: int, identity: str) -> None:
-        """Write that generators get these weights."""
+        """Write to the schedule that the weights of a version are published; `identity` is their digest."""
         self._write_log(SCHEDULE, f"{published_line(version, identity)}\n".encode())
 
     def log_schedule(
         self, entry: StepEntry, dropped: Sequence[tuple[str, Group]], metrics: Mapping[str, float]
     ) -> StepEntry:
-        """Write the entry of a step, with what was dropped since the one before, and what the trainer returned."""
+        """Write the entry of a step to the schedule, and return it complete.
+
+        Args:
+            entry: from `schedule_entry`.
+            dropped: (reason, group) of each group that was dropped since the last step.
+            metrics: of the step, from the trainer.
+        """
         with phase("log_rollouts"):
             numbers = {name: float(metrics[name]) for name in NUMBERS if name in metrics}
             dropped_groups = tuple(GroupEntry.from_group(group, reason) for reason, group in dropped)
@@ -280,7 +293,8 @@ class Run:
         return whole_entry
 
     def sync(self) -> None:
-        """fsync the logs, which must have all steps of a checkpoint after a power cut, and write their checksums."""
+        """Write the logs through to the disk (fsync), with a file of their checksums: after a power cut they must have
+        all steps of a checkpoint."""
         for file in self._logs.values():
             os.fsync(file.fileno())
         sizes = {name: os.fstat(file.fileno()).st_size for name, file in self._logs.items()}
@@ -294,8 +308,8 @@ class Run:
         self._digests[name].update(data)
 
     def _check_logs(self) -> None:
-        """Compare the logs with their checksums at the last checkpoint. Training does not read them: damage is a
-        warning."""
+        """Compare the logs with their checksums at the last checkpoint. Damage is only a warning, since training does
+        not read them."""
         try:
             rows = [line.split(" ", 2) for line in read_sealed(self.folder / LOGS).splitlines()]
         except DamagedFile as error:
@@ -307,52 +321,50 @@ class Run:
                 log.warning("%s is damaged: its first %s bytes are not what the run wrote", self.folder / name, size)
 
     def finish(self) -> None:
-        """Have `close` mark the run as finished."""
+        """Note that the run has reached its end, so that `close` marks it as finished."""
         self._finished = True
 
     def fail(self, reason: str, text: str = "", *, stopped: bool = False, full: bool = False) -> None:
-        """Record why the run ends before its last step.
+        """Write to the run's folder why it ends before its last step.
 
         Args:
             reason: one line.
-            text: details, such as a traceback.
-            stopped: it was interrupted, and did not fail.
-            full: the reason is a full disk; later failures to write are not reported.
+            text: details, such as a traceback; "" for none.
+            stopped: whether the run was interrupted, and did not fail.
+            full: whether the reason is a full disk; then later failures to write are not reported.
         """
         self._full = full
         line = f"{'stopped' if stopped else 'failed'}: {mask_secrets(' '.join(reason.split()))}"
         text = mask_secrets(text)
         try:
             write_atomic(self.folder / ENDED, f"{line}\n\n{text}" if text else f"{line}\n")
-        except OSError as error:  # a full disk, or a folder that was removed; the run's own error is more important
+        except OSError as error:  # only a warning: the run's own error is more important
             if not full:
                 log.warning("%s could not be written: %s", self.folder / ENDED, error)
 
     def close(self) -> None:
-        """Write the report, also after an interruption."""
+        """Close all files, and write the report; also after an interruption."""
         self._progress.close()
-        shutil.rmtree(self.recovery, ignore_errors=True)
         evaluated = [row for row in self.history if "eval/accuracy" in row]
 
         if evaluated:
-            first = evaluated[0]
-            last = evaluated[-1]
+            first, last = evaluated[0], evaluated[-1]
             log.info(
                 f"held-out accuracy {first['eval/accuracy']:.3f} at step {first['step']:.0f}, "
                 f"{last['eval/accuracy']:.3f} at step {last['step']:.0f}; results in {self.folder}"
             )
 
         for file in self._logs.values():
-            with suppress(OSError):  # a full disk, which `_write` has raised
+            with suppress(OSError):  # of a full disk, which writing has raised already
                 file.close()
 
-        # The error of a full disk must not hide the run's own, which is why all of this is caught.
+        # A full disk here is only a warning, since its error would hide the run's own.
         try:
             self._trace.close()
             state = "finished" if self._finished else last_state(self.folder)
             for point in entry_points(group=RUN_END) if self.history else ():
                 point.load()(self.folder, state)
-        except OSError as error:  # a full disk; the run's own error is more important
+        except OSError as error:
             if not self._full:
                 log.warning("trace and report of %s could not be written: %s", self.folder, error)
 

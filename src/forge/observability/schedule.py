@@ -19,12 +19,17 @@ from ..types import Episode, Group, Spans
 
 SCHEDULE = "schedule.jsonl"
 FORMAT = 1
-NUMBERS = ("train/loss", "train/grad_norm", "critic/loss")  # of a step, as the trainer returned them
+NUMBERS = ("train/loss", "train/grad_norm", "critic/loss")  # the metrics of a step that a replay must reproduce
 
 
 @dataclass(frozen=True)
 class SampleEntry:
-    """One episode of a group: who drew its tokens, its reward, and a digest of tokens and log-probabilities."""
+    """One episode of a group.
+
+    spans: (version, tokens) of each stretch of sampled tokens, the weights and the number of tokens that they drew.
+    reward: None if it is unscored.
+    digest: of its tokens and log-probabilities.
+    """
 
     spans: Spans
     reward: float | None
@@ -32,11 +37,11 @@ class SampleEntry:
 
     @classmethod
     def from_episode(cls, episode: Episode) -> SampleEntry:
-        """Return the entry of an episode, its branches included."""
+        """Return the entry of an episode with all its branches."""
         digest = blake2b(digest_size=8)
         versions: list[int] = []
         for branch in (*episode.branches, episode):
-            # Not numpy: of some ten tokens it takes twice as long.
+            # array instead of numpy, which takes twice as long for some ten tokens.
             digest.update(array("q", branch.tokens))
             digest.update(array("d", branch.logprobs or ()))
             versions += compress(branch.versions, branch.mask)
@@ -49,7 +54,12 @@ class SampleEntry:
 
 @dataclass(frozen=True)
 class GroupEntry:
-    """The episodes of a prompt by their numbers; `reason` says why they were dropped, "" that they trained."""
+    """The episodes of one prompt.
+
+    index: of the prompt.
+    samples: the episodes, by their numbers.
+    reason: why they were dropped; "" if they trained.
+    """
 
     index: int
     samples: Mapping[int, SampleEntry]
@@ -57,8 +67,8 @@ class GroupEntry:
 
     @classmethod
     def from_group(cls, group: Group, reason: str = "") -> GroupEntry:
-        """Return the entry of a group, before anything changes its rewards."""
-        # Of a group with unscored episodes a part trains: its samples keep their numbers.
+        """Return the entry of a group; to be called before penalties change its rewards."""
+        # Unscored episodes were removed from the group; `group.samples` has the numbers of the remaining ones.
         numbers = group.samples or range(len(group.episodes))
         entries = zip(numbers, map(SampleEntry.from_episode, group.episodes), strict=True)
         return cls(group.index, dict(entries), reason)
@@ -66,7 +76,7 @@ class GroupEntry:
 
 @dataclass(frozen=True)
 class StepEntry:
-    """One step: the groups of its batch in their order, those dropped since the step before, and numbers of it."""
+    """One step: the groups of its batch in their order, those dropped since the last step, and metrics of NUMBERS."""
 
     step: int
     groups: tuple[GroupEntry, ...]
@@ -74,30 +84,38 @@ class StepEntry:
     numbers: Mapping[str, float] = field(default_factory=dict)
 
     def line(self) -> str:
-        """Return the entry as a line of JSON, in which floats keep all their bits."""
+        """Return the entry as a line of JSON with a checksum, in which floats keep all their bits."""
         lists = {"groups": _by_column(self.groups), "dropped": _by_column(self.dropped)}
         return seal_line({"step": self.step, **lists, "numbers": dict(self.numbers)})
 
 
 def header_line(recipe: str, by_hand: Sequence[str]) -> str:
-    """Return the first line of a schedule."""
+    """Return the first line of a schedule, which names its loop and the objects that were passed from Python."""
     return seal_line({"step": 0, "format": FORMAT, "recipe": recipe, "by_hand": list(by_hand)})
 
 
 def published_line(version: int, identity: str) -> str:
-    """Return the line of a version that generators get."""
+    """Return the line for the publication of weights to the generators.
+
+    Args:
+        version: of the weights.
+        identity: their digest.
+    """
     return seal_line({"step": version, "published": identity})
 
 
 def seal_line(line: dict[str, Any]) -> str:
-    """Return a line of JSON with a checksum of itself: the order of a batch, say, may change no bit, and is checked
-    too."""
+    """Return an object as a line of JSON whose last key is a checksum of the rest.
+
+    >>> seal_line({"step": 1})
+    '{"step":1,"checksum":"70fe9426c227d3b5"}'
+    """
     text = json.dumps(line, separators=(",", ":"))
     return f'{text[:-1]},"checksum":"{checksum_of(text)}"}}'
 
 
 def checksum_of(text: str) -> str:
-    """Return the checksum that :func:`seal_line` writes, as hexadecimal digits."""
+    """Return the checksum of a line's text, as 16 hexadecimal digits."""
     return xxh3_64_hexdigest(text.encode())
 
 

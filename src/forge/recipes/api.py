@@ -1,8 +1,8 @@
-"""The Python front door: `forge.train(model, dataset=..., reward=...)` and its kin run the recipes of `forge.recipes`.
+"""The Python API: `forge.train(model, dataset=..., reward=...)` and similar functions run recipes of `forge.recipes`.
 
 Rewards, environments and algorithms are names or Python objects, closures and lambdas included. A call checks
-everything before it starts a process, runs to the end, and leaves `runs/<name>/`. It works in a script, and in a
-notebook whose event loop runs.
+everything before it starts a process, runs to the end, and leaves its results in `runs/<name>/`. It also works in a
+notebook, where an event loop is running already.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ if TYPE_CHECKING:
     from .schema import TrainingRecipe
 
 T = TypeVar("T")
-# Names that mean something else in TRL, where RL is configured without their section.
+# Single keys that are errors for RL, since they mean something else in TRL.
 AMBIGUOUS = {
     "epochs": "epochs are passes over each batch here: say steps, or training={'epochs': ...}",
     "epsilon": "epsilon is Adam's here: TRL's epsilon is clip_low; Adam's is training={'epsilon': ...}",
 }
-# The sections whose keys `train` accepts by themselves.
+# The sections whose keys `train` accepts without the section. Those about one matter, such as `episode` or `critic`,
+# are given as a whole.
 SHARED = ("training", "grpo", "dpo", "dataset", "generator", "async", "eval", "checkpoint", "run")
 
 
@@ -55,7 +56,7 @@ def train(
     on_rollouts: OnRollouts | None = None,
     **settings: Any,
 ) -> Result:
-    """Reinforcement learning of a model with a reward, or in an environment.
+    """Train a model by reinforcement learning with a reward or in an environment, and return the run's results.
 
     Args:
         model: folder or hub id; None with `from_scratch={...}`.
@@ -63,7 +64,7 @@ def train(
         reward: a function of what its parameters name, such as `f(response, target) -> float | None`
             (docs/rewards.md), a verifier, a name, or a list of these.
         reward_weights: what each of several rewards is multiplied by.
-        environment: what makes an environment for each episode, instead of `reward`.
+        environment: a callable or its name that makes an environment for each episode, instead of `reward`.
         algorithm: a name ("grpo", "dapo", ...), a mapping of the name and settings, an `Algorithm`, a loss function or
             `nn.Module` over named tensors.
         eval_dataset: held-out rows or a path of them; None: no evaluation, unless `eval={...}` says otherwise.
@@ -71,31 +72,35 @@ def train(
         resume: "auto" resumes the run of this name if there is something to resume.
         recipe: a subclass of `forge.recipes.rl.Loop`, whose attribute `config` may be a subclass of `RLConfig`, or
             `async def recipe(cfg, job)`, instead of the library's loop.
-        on_step: `f(step, metrics)` after each step; True ends the training. See `forge.recipes.hooks.Hooks`.
-        on_rollouts: `f(step, groups)` before each step, with the groups that it trains on.
+        on_step: `f(step, metrics)`, called after each step; True ends the training. See `forge.recipes.hooks.Hooks`.
+        on_rollouts: `f(step, groups)`, called before each step with the groups that it trains on.
         settings: sections of the configuration as dicts (`training={"steps": 50}`), or single keys where only one
             section has them (`steps=50`, `n_samples=4`, `learning_rate=1e-5`); docs/configuration.md lists all.
 
     Raises:
-        ConfigError: a setting is unknown or out of range. BadInput: the model or the data do not allow the run.
-        Whatever the reward, the environment or a component raises; nothing of the run is left running.
+        ConfigError: a setting is unknown or out of range.
+        BadInput: the model or the data do not allow the run.
+        Exception: whatever the reward, the environment or a component raises; nothing of the run is left running.
     """
     from .rl_config import RLConfig
 
     values: dict[str, Any] = {"algorithm": algorithm}
-    if reward is not None:
-        single = isinstance(reward, str) or not isinstance(reward, Sequence | Mapping)
-        values["reward"] = reward if isinstance(reward, Mapping) else {"functions": [reward] if single else [*reward]}
+    if isinstance(reward, Mapping):
+        values["reward"] = reward
+    elif reward is not None:
+        is_single = isinstance(reward, str) or not isinstance(reward, Sequence)
+        values["reward"] = {"functions": [reward] if is_single else [*reward]}
     if reward_weights is not None:
         values["reward"] = {**values.get("reward", {}), "weights": [float(weight) for weight in reward_weights]}
     if environment is not None:
         values["environment"] = environment
+
     hooks = Hooks(on_step, on_rollouts)
 
-    # A loop of several policies has a configuration that lets them train.
+    # A loop may have a configuration of its own, such as one with several policies that train.
     config_type = getattr(recipe, "config", RLConfig)
     return _run_recipe(
-        _recipe_of(recipe), config_type, "rl", values, model, dataset, eval_dataset, name, resume, settings, hooks
+        _recipe_of(recipe), config_type, "rl", values, hooks, model, dataset, eval_dataset, name, resume, settings
     )
 
 
@@ -109,13 +114,13 @@ def sft(
     on_step: OnStep | None = None,
     **settings: Any,
 ) -> Result:
-    """Supervised fine-tuning on conversations, prompts with answers, or plain text. Arguments as of `train`."""
+    """Fine-tune a model on demonstrations, and return the run's results. The arguments are those of `train`."""
     from . import sft as recipe
 
     values = {"eval": {"accuracy": False}}
     hooks = Hooks(on_step)
     return _run_recipe(
-        recipe.train, recipe.SFTConfig, "sft", values, model, dataset, eval_dataset, name, resume, settings, hooks
+        recipe.train, recipe.SFTConfig, "sft", values, hooks, model, dataset, eval_dataset, name, resume, settings
     )
 
 
@@ -129,12 +134,11 @@ def dpo(
     on_step: OnStep | None = None,
     **settings: Any,
 ) -> Result:
-    """Direct preference optimisation on pairs of answers. Arguments as of `train`."""
+    """Train a model by DPO on pairs of answers, and return the run's results. The arguments are those of `train`."""
     from . import dpo as recipe
 
-    hooks = Hooks(on_step)
     return _run_recipe(
-        recipe.train, recipe.DPOConfig, "dpo", {}, model, dataset, eval_dataset, name, resume, settings, hooks
+        recipe.train, recipe.DPOConfig, "dpo", {}, Hooks(on_step), model, dataset, eval_dataset, name, resume, settings
     )
 
 
@@ -147,13 +151,15 @@ def evaluate(
     generator: Mapping[str, Any] | None = None,
     **sampling: Any,
 ) -> dict[str, float]:
-    """Return the metrics of greedy answers to `problems` items of the dataset (default: all rows that were given), such
-    as `{"eval/accuracy": ..., "eval/reward": ...}`.
+    """Return the metrics of a model's greedy answers, such as `{"eval/accuracy": ..., "eval/reward": ...}`.
 
     Args:
+        model: folder or hub id.
         dataset, reward: as of `train`.
+        problems: how many items of the dataset are answered, from its start; None: all rows of a list or a local file,
+            256 otherwise.
         generator: settings of `forge.engines.EngineSettings`.
-        sampling: what differs from greedy decoding, such as `max_tokens`.
+        sampling: settings that differ from greedy decoding, such as `max_tokens`.
     """
     from ..data.config import DatasetConfig
     from ..data.load import load_data
@@ -189,10 +195,13 @@ def generate(
     generator: Mapping[str, Any] | None = None,
     **sampling: Any,
 ) -> Any:
-    """Return completions of one prompt or of several, in order: `forge.types.Completion` with text, token ids and
-    log-probabilities; with `n`, a list of n for each prompt.
+    """Return the completion of a prompt, or a list of them for several prompts, in their order.
+
+    A completion is a `forge.types.Completion`, with text, token ids and log-probabilities; with `n` there is a list of
+    n completions for each prompt.
 
     Args:
+        model: folder or hub id.
         chat: render each prompt as a user message with the model's chat template.
         generator: settings of `forge.engines.EngineSettings`.
         sampling: fields of `forge.types.Sampling`, such as `n`, `max_tokens` and `temperature`.
@@ -210,11 +219,13 @@ def generate(
         from ..data.chat import ChatFormat
 
         tokenizer: Any = open_tokenizer(folder)
-        form = ChatFormat(tokenizer)
-        rendered = [form.render([{"role": "user", "content": t}], add_generation_prompt=True) for t in texts]
-        # As tokens: the template has written bos already.
+        chat_format = ChatFormat(tokenizer)
+        rendered = [
+            chat_format.render([{"role": "user", "content": text}], add_generation_prompt=True) for text in texts
+        ]
+        # Prompts go as tokens, since the template has already written bos, which the generator would write again.
         inputs = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in rendered]
-        sampling.setdefault("stop_token_ids", form.stop_ids)
+        sampling.setdefault("stop_token_ids", chat_format.stop_ids)
 
     async def generate_texts(policy: Any) -> list[Any]:
         return await asyncio.gather(*(policy.generate.route(prompt, **sampling) for prompt in inputs))
@@ -228,15 +239,20 @@ def _run_recipe(
     config_type: type[TrainingRecipe],
     kind: str,
     values: dict[str, Any],
+    hooks: Hooks,
     model: str | None,
     dataset: Any,
     eval_dataset: Any,
     name: str | None,
     resume: str | None,
     settings: dict[str, Any],
-    hooks: Hooks,
 ) -> Result:
-    """Build the configuration of a recipe from Python values, and run it."""
+    """Build the configuration of a recipe from the arguments of `train`, run it, and return its results.
+
+    Args:
+        kind: starts the name of a run for which the user gives none.
+        values: sections and keys of the configuration, which `settings` of the user override.
+    """
     from .launch import run_recipe
 
     values = {"dataset": _dataset_section(dataset), **values} | ({} if model is None else {"model": model})
@@ -249,18 +265,18 @@ def _run_recipe(
 
     values["eval"] = {**values.get("eval", {}), **held_out}
     for key, value in settings.items():
-        for section, part in _place_setting(config_type, key, value, values.get("algorithm")).items():
-            values[section] = {**values.get(section, {}), **part} if isinstance(part, Mapping) else part
+        for section, placed in _place_setting(config_type, key, value, values.get("algorithm")).items():
+            values[section] = {**values.get(section, {}), **placed} if isinstance(placed, Mapping) else placed
 
     cfg = build(config_type, values)
     return Result(_run_anywhere(partial(run_recipe, recipe, cfg, resume=resume, hooks=hooks)))
 
 
 def _recipe_of(recipe: Any) -> Callable[..., Any]:
-    """Return the RL recipe that a user names.
+    """Return a recipe, `async def recipe(cfg, job)`, for the argument of `train`.
 
     Args:
-        recipe: None for the library's, a subclass of `forge.recipes.rl.Loop`, or `async def recipe(cfg, job)`.
+        recipe: None for the library's, a subclass of `forge.recipes.rl.Loop`, or a recipe.
 
     Raises:
         ConfigError: it is none of these.
@@ -270,7 +286,7 @@ def _recipe_of(recipe: Any) -> Callable[..., Any]:
     if recipe is None:
         return rl.train
     if isinstance(recipe, type) and issubclass(recipe, rl.Loop):
-        # The card of the model names the recipe by its module.
+        # `partial` has no __module__, by which the model's card names the recipe.
         return update_wrapper(partial(rl.train, loop=recipe), rl.train)
     if inspect.iscoroutinefunction(recipe):
         return cast(Callable[..., Any], recipe)
@@ -280,11 +296,11 @@ def _recipe_of(recipe: Any) -> Callable[..., Any]:
 
 
 def _place_setting(config_type: type[Section], key: str, value: Any, algorithm: Any) -> dict[str, Any]:
-    """Return a setting in its place in the configuration: a section or a top-level key as it is, any other key in the
-    one section that has it.
+    """Return {section: {key: value}} for a key that one section has, and {key: value} for a section or a key at the top
+    of the configuration. `algorithm` is the setting, whose own settings are keys of the section `grpo`.
 
     Raises:
-        ConfigError: no section has it, or several do.
+        ConfigError: no section has the key, or several do.
     """
     sections = keys_of(config_type)
     if key in sections:
@@ -293,16 +309,15 @@ def _place_setting(config_type: type[Section], key: str, value: Any, algorithm: 
         raise ConfigError(AMBIGUOUS[key])
     inner = {name: section_in(field.annotation) for name, field in sections.items()}
 
-    # Sections about one matter, such as `episode` or `critic`, are given whole.
     inner_keys = {name: keys_of(section) for name, section in inner.items() if section is not None and name in SHARED}
     owners = [name for name, keys in inner_keys.items() if key in keys]
-    everything = [*sections, *(inner for keys in inner_keys.values() for inner in keys)]
+    everything = [*sections, *(name for keys in inner_keys.values() for name in keys)]
 
     if not owners and "grpo" in sections:
         misspelt = difflib.get_close_matches(key, everything, n=1, cutoff=0.8)
         from ..algorithms import setting_names
 
-        # A setting of the algorithm, such as beta, before the misspelling of another, such as beta2.
+        # A key that the algorithm has, such as beta, is not a misspelling of a similar one, such as beta2.
         if key in setting_names(algorithm) or not (misspelt or explain_names([key])):
             owners = ["grpo"]
 
@@ -317,17 +332,16 @@ def _place_setting(config_type: type[Section], key: str, value: Any, algorithm: 
 
 
 def check_sampling(sampling: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a name that is not a field of `forge.types.Sampling`; names the nearest."""
+    """Check that all names are fields of `forge.types.Sampling`. ConfigError: one is not; suggests the most similar."""
     known = [field.name for field in fields(Sampling)]
     for name in sampling:
         if name not in known:
-            raise ConfigError(
-                explain_names([name], python=True) or f"unknown setting {name!r}{hint_nearest(name, known)}"
-            )
+            explanation = explain_names([name], python=True)
+            raise ConfigError(explanation or f"unknown setting {name!r}{hint_nearest(name, known)}")
 
 
 def _dataset_section(dataset: Any) -> dict[str, Any]:
-    """Return the section `dataset` of a path, a task, rows, or the section itself."""
+    """Return the section `dataset` for the argument of `train`: the section itself, a path, a task's name, or rows."""
     if isinstance(dataset, Mapping):
         return dict(dataset)
     if isinstance(dataset, str | Path):
@@ -339,11 +353,13 @@ def _dataset_section(dataset: Any) -> dict[str, Any]:
 
 
 def _count_rows(rows: Any, problems: int | None, limit: int | None = None) -> int:
+    """Return how many of the rows, or of those at a path, to evaluate on: `problems` if it is given, else at most
+    `limit`, which is by default 256 for a path and no bound for rows."""
     from ..data.files import open_rows
 
     if problems is not None:
         return problems
-    # All rows of a small file: who names one does not count them. Its faults are named when it is read.
+    # A local file is counted. Its faults are ignored here, and reported when its rows are read.
     if isinstance(rows, str) and Path(rows).is_file():
         with suppress(ValueError, OSError, ImportError):
             return min(limit or 256, len(open_rows(rows, split="")))
@@ -353,7 +369,7 @@ def _count_rows(rows: Any, problems: int | None, limit: int | None = None) -> in
 
 
 def _with_policy(model: str, generator: Mapping[str, Any] | None, work: Callable[[Any], Any]) -> Any:
-    """Await `work(policy)` with a generator of this model, in a separate run."""
+    """Return what `work(policy)` returns, called with a started generator of this model, which ends afterwards."""
     from ..actors import Generator
     from ..engines import EngineSettings
     from ..engines.weights import load_config
@@ -369,13 +385,11 @@ def _with_policy(model: str, generator: Mapping[str, Any] | None, work: Callable
 
 
 def _run_anywhere(work: Callable[[], T]) -> T:
-    """Call `work`, which runs an event loop: in this thread, or in another if this one has a loop (a notebook)."""
+    """Return what `work`, which runs an event loop, returns. It is called in this thread, or in another one if a loop
+    is already running here, as in a notebook."""
     from ..runtime.controller import run_in_thread
 
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        has_loop = False
-    else:
-        has_loop = True
+    has_loop = False
+    with suppress(RuntimeError):  # no loop is running here
+        has_loop = asyncio.get_running_loop().is_running()
     return run_in_thread(work) if has_loop else work()

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class RLComponents:
-    """The components of the RL recipe. `reference` and `critic` are None where the algorithm needs none."""
+    """The started components of the RL recipe. `reference` and `critic` are None where the algorithm needs none."""
 
     algorithm: Algorithm
     dataset: Handle
@@ -45,9 +45,9 @@ class RLComponents:
     evaluation: Evaluation
 
     async def advance(self, version: int) -> None:
-        """Admit the rollouts that may start with these weights."""
-        # The data first learns what came of the ones before: a sampler draws by it.
-        await self.state.tell()
+        """Admit the rollouts that may start once generators have the weights of this version."""
+        # First the rewards so far go to the data, whose sampler draws the next rows by them.
+        await self.state.report_outcomes()
         await self.buffer.advance.route(version)
 
 
@@ -57,11 +57,12 @@ MakeEnv = Callable[["RLConfig", Job], Coroutine[Any, Any, GroupEnv]]
 
 
 async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: MakeEnv | None = None) -> RLComponents:
-    """Start all components of the RL recipe and restore the checkpoint it resumes from.
+    """Start all components of the RL recipe, and restore the checkpoint that the run resumes from, if any.
 
     Args:
-        make_env: makes the environment from the configuration; None: the reward of the configuration, or its
-            `environment`.
+        algorithm: `cfg.load_algorithm()`.
+        make_env: makes the environment from the configuration; None: it follows from the configuration, a single turn
+            with its reward or the episodes of its `environment` or agent.
     """
     has_reference = cfg.starts_reference(algorithm)
     if algorithm.needs_reference and not has_reference:
@@ -76,7 +77,7 @@ async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: Make
         job.record.record(cfg.metrics.rollouts, max_bytes, lambda token: spell_token(token_texts, token)[0])
     single_turn = make_env is None and not cfg.multi_turn
 
-    # All at once: each starts processes, loads a model or opens data, which takes seconds.
+    # All at the same time: each starts processes, loads a model or opens data, which takes seconds.
     reference = cfg.grpo.reference or job.model
     samples, buffer, (policy, policy_trainer), reward_service, reference_model, value_model = await asyncio.gather(
         start_dataset(cfg, job),
@@ -98,12 +99,12 @@ async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: Make
     else:
         env = await make_env(cfg, job) if make_env is not None else await start_environment(cfg, job, policy)
 
-    # Trainers besides the policy's: its critic, and additional policies' that an environment has started.
-    further = {"critic": value_model} if value_model is not None else {}
-    further |= getattr(env, "trainers", {})
+    # The critic, and the trainers of additional policies, which an environment has started.
+    other_trainers = {"critic": value_model} if value_model is not None else {}
+    other_trainers |= getattr(env, "trainers", {})
     learning_reward = reward_service if cfg.reward.learns else None
     has_sampler = cfg.dataset.sampler is not None
-    state = RunState(policy_trainer, samples, buffer, further, learning_reward, has_sampler)
+    state = RunState(policy_trainer, samples, buffer, other_trainers, learning_reward, has_sampler)
     await state.resume(job.record)
     evaluation = plan_evaluation(cfg, job.held_out, job.sets, job.record, env)
 
@@ -113,7 +114,12 @@ async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: Make
 
 
 async def start_rl_policy(cfg: RLConfig, job: Job, name: str = POLICY, **placed: Any) -> Handle:
-    """Start the generators of a policy, under the name of its weights. `placed`: see `start_generator`."""
+    """Start the generators of a policy, which sample as the section `grpo` says.
+
+    Args:
+        name: of the policy's weights in the run's store.
+        **placed: additional arguments of `start_generator`, such as `options`.
+    """
     return await start_generator(
         cfg,
         job.model,
@@ -127,7 +133,12 @@ async def start_rl_policy(cfg: RLConfig, job: Job, name: str = POLICY, **placed:
 
 
 async def start_rl_trainer(cfg: RLConfig, job: Job, algorithm: Algorithm, name: str = POLICY, **placed: Any) -> Handle:
-    """Start the trainer of a policy, under the name of its weights. `placed`: see `start_trainer`."""
+    """Start the trainer of a policy, with the loss of the algorithm.
+
+    Args:
+        name: of the policy's weights in the run's store.
+        **placed: additional arguments of `start_trainer`, such as `options` and `folder`.
+    """
     return await start_trainer(
         cfg,
         job,
@@ -143,10 +154,10 @@ async def start_rl_trainer(cfg: RLConfig, job: Job, algorithm: Algorithm, name: 
 async def start_in_turn(
     colocated: bool, start_policy: Callable[[], Awaitable[Handle]], start_trainer: Callable[[], Awaitable[Handle]]
 ) -> tuple[Handle, Handle]:
-    """Start policy and trainer together, or one after the other where they share a device.
+    """Start policy and trainer, and return both: at the same time, or one after the other if they share a device.
 
     vLLM takes a share of the device's memory, which must be free, and fails if another process changes what is free
-    while it measures. So it comes first, and has left the device when the trainer comes.
+    while it measures. So it starts first, and releases the device before the trainer starts.
     """
     if not colocated:
         policy, trained = await asyncio.gather(start_policy(), start_trainer())
@@ -162,24 +173,25 @@ async def start_if(is_needed: bool, start: Callable[[], Awaitable[Handle]]) -> A
 
 
 async def start_environment(cfg: RLConfig, job: Job, policy: Handle) -> GroupEnv:
-    """Make the environment that the configuration names, or its agent's."""
+    """Return the environment of episodes with several turns: the one of `episode.agent` if it is set, else one that
+    plays `environment`."""
     if cfg.episode.agent is not None:
         return await resolve(f"{AGENTS}:agent_env", "episode.agent")(cfg, job, policy)
     return cfg.multi_turn_env(job.model)
 
 
 async def start_dataset(cfg: TrainingRecipe, job: Job, *, in_turn: bool = False) -> Handle:
-    """Start the stream of data: in this process, or where `services.dataset` places it.
+    """Start the stream of training data: where `services.dataset` places it, or in this process if that is null.
 
     Args:
-        in_turn: what it hands out has been trained on whenever a checkpoint is written, so that nothing is ever handed
-            out again.
+        in_turn: the recipe takes data only when it trains on it at once. Then no sample is in flight when a checkpoint
+            is written, and the stream need not remember samples to return them again after a resume.
     """
     settings = {
         "kind": cfg.dataset.kind,
         "seed": cfg.seed,
         "remember": 0 if in_turn else cfg.checkpoint.remember,
-        "checked": True,  # by launch
+        "checked": True,  # by `prepare_run`
         **cfg.data(job.model),
     }
     if cfg.services.dataset is None:
@@ -188,8 +200,10 @@ async def start_dataset(cfg: TrainingRecipe, job: Job, *, in_turn: bool = False)
 
 
 async def start_buffer(cfg: RLConfig, job: Job, algorithm: Algorithm) -> Handle:
-    """Start the replay buffer, with room for two batches of each version that may be in flight: in this process, or
-    where `services.replay_buffer` places it."""
+    """Start the replay buffer: where `services.replay_buffer` places it, or in this process if that is null.
+
+    It holds at most two batches of each policy version that may be in flight.
+    """
     batch_size = cfg.training.batch_size
     settings = {
         "capacity": 2 * batch_size * (cfg.max_policy_age + 1),
@@ -201,7 +215,7 @@ async def start_buffer(cfg: RLConfig, job: Job, algorithm: Algorithm) -> Handle:
         "max_policy_age": cfg.max_policy_age,
         "order": cfg.async_.order,
         "keep_outcomes": cfg.dataset.sampler is not None,
-        # The schedule of a run has dropped groups as well; a loop that takes none must not fill the memory with them.
+        # The run's schedule also lists dropped groups. The bound is for a loop that never takes them from the buffer.
         "keep_dropped": sys.maxsize if cfg.metrics.rollouts == "all" else max(cfg.metrics.rollouts, 4 * batch_size),
     }
     if cfg.services.replay_buffer is None:
@@ -217,16 +231,19 @@ async def start_generator(
     store: Store | None = None,
     **settings: Any,
 ) -> Service:
-    """Start generators of a model by the section `generator`, which end answers where the data's turns end.
+    """Start generators of a model with the settings of the section `generator`.
+
+    Their answers end at the tokens that end a turn in the chat template of the data, and at the model's own eos.
 
     Args:
-        options: of their placement; default: `services.generator`.
-        store: has the weights of a run.
-        settings: of `forge.actors.Generator`, such as those of sampling.
+        model: folder of the model.
+        options: of their placement; None: those of `services.generator`.
+        store: holds the weights that the trainer publishes; None: the weights never change.
+        **settings: arguments of `forge.actors.Generator`, such as those of sampling.
     """
     if store is not None:
         settings["store"] = await share_store(store)
-    if cfg.dataset.chat_template or cfg.dataset.sources:  # a model's own eos is often not what ends a turn
+    if cfg.dataset.chat_template or cfg.dataset.sources:  # turns often end with another token than the model's eos
         from ..data.prompts import stop_ids
 
         settings["stop_token_ids"] = stop_ids(cfg.dataset, model_tokenizer(model))  # type: ignore
@@ -244,11 +261,15 @@ async def start_trainer(
     folder: str = "",
     **overrides: Any,
 ) -> Handle:
-    """Start a trainer under `services.<service>`; other settings belong to `forge.actors.Trainer`.
+    """Start a trainer of `job.model`, as the configuration says.
 
     Args:
+        loss: from named tensors to a loss, such as an algorithm.
+        service: the key of `services` that describes it.
         options: of its placement; None: the service's.
-        folder: of its checkpoints, below the run's: of a second trainer, such as a critic.
+        folder: of its checkpoints within the run's checkpoint folder; "" for the policy's trainer, whose checkpoints
+            lie directly in it.
+        **overrides: arguments of `forge.actors.Trainer` that differ from the configuration's.
     """
     settings = {
         "optimizer": cfg.training.only(OptimizerSettings),
@@ -267,13 +288,20 @@ async def start_trainer(
 
     placement = {**(cfg.placement(service) if options is None else options)}
     if placement["with_gpus"] and not settings["colocated"]:
-        # Every pack has another length: segments that grow leave no gaps. vLLM's sleep does not work with them.
+        # Every batch has another length, and fixed memory segments would leave gaps between them; these grow. With
+        # `colocated` they are off, since vLLM's sleep does not work with them.
         placement["env"] = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **placement["env"]}
     return await Trainer.options(**placement).as_actor(job.model, loss=loss, **(settings | overrides))
 
 
 async def start_critic(cfg: RLConfig, start: str, job: Job, folder: str = "critic", **placed: Any) -> Handle:
-    """Start a trainer of values alongside the policy's, from `critic.model` or the policy's own start."""
+    """Start the critic: a trainer of a model with a value head, with the settings of the section `critic`.
+
+    Args:
+        start: the model that it starts from where `critic.model` is null.
+        folder: of its checkpoints within the run's checkpoint folder.
+        **placed: additional arguments of `start_trainer`, such as `options`.
+    """
     return await start_trainer(
         cfg,
         job._replace(model=cfg.critic.model or start),
@@ -289,7 +317,7 @@ async def start_critic(cfg: RLConfig, start: str, job: Job, folder: str = "criti
 
 
 async def start_reward(cfg: RecipeConfig) -> Handle:
-    """Start the reward functions: where `services.reward` places them, or in this process."""
+    """Start the service of reward functions: where `services.reward` places it, or in this process if that is null."""
     if cfg.services.reward is None:
         return await RewardActor.as_local(**cfg.reward.settings())
     return await RewardActor.options(**cfg.placement("reward")).as_service(**cfg.reward.settings())
@@ -298,7 +326,12 @@ async def start_reward(cfg: RecipeConfig) -> Handle:
 async def start_reference(
     cfg: TrainingRecipe, model: str, temperature: float = 1.0, options: Mapping[str, Any] | None = None
 ) -> Handle:
-    """Start a frozen model that scores batches."""
+    """Start a frozen model that computes log-probabilities of batches, as a reference or a teacher.
+
+    Args:
+        temperature: at which they are computed.
+        options: of its placement; None: those of `services.ref_model`.
+    """
     passes = {name: cfg.training[name] for name in ("seq_len", "dtype", "weights_dtype")}
     sharded = cfg.placement("trainer")["procs"] > 1 or cfg.trainer.backend == "titan"
     placement = cfg.placement("ref_model") if options is None else options

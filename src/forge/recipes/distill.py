@@ -55,21 +55,19 @@ class DistillConfig(RecipeConfig):
     services: DistillServices = DistillServices()
 
     def others(self) -> dict[str, str]:
-        """Return the teacher."""
+        """Return the teacher, as {"distill.teacher": folder or hub id}."""
         return {"distill.teacher": self.distill.teacher}
 
     def reach(self, config: Any) -> int:
-        """Return the most tokens of a sequence that is trained, which the generator bounds as well."""
+        """Return the maximum number of tokens of a trained sequence, which is also bounded by the generator's."""
         return min(super().reach(config), check_length(config, self.generator.max_seq_len))
 
     @property
     def shares(self) -> dict[str, Any]:
-        """Return settings of `forge.data.packing.pack`: how tokens share the loss."""
+        """Return the arguments `aggregation` and `horizon` of `forge.data.packing.pack`: how tokens share the loss."""
         aggregation = self.training.aggregation or "token_mean"
-        return {
-            "aggregation": aggregation,
-            "horizon": self.distill.max_tokens if aggregation == "fixed_horizon" else None,
-        }
+        horizon = self.distill.max_tokens if aggregation == "fixed_horizon" else None
+        return {"aggregation": aggregation, "horizon": horizon}
 
     def _check(self) -> None:
         super()._check()
@@ -80,17 +78,18 @@ class DistillConfig(RecipeConfig):
         self.dataset.limit("max_prompt_tokens", room, together)
 
     def data(self, model: str) -> DatasetConfig:
-        """Return the data, whose prompts leave room for a completion. ConfigError: there is none."""
+        """Return a copy of the section `dataset` whose prompts leave space for a completion in the model's sequences.
+        ConfigError: there is none."""
         return self.reward.with_columns(with_room(self, "distill", model))
 
 
 async def train(cfg: DistillConfig, job: Job) -> None:
-    """Sample from the student, score its tokens with the teacher, and train (on-policy distillation)."""
+    """Train `job.model`, the student, on its own samples scored by the teacher, as a recipe of
+    `forge.recipes.launch`."""
     settings = cfg.distill
     loss = Distill(settings.clip_high, entropy_coef=cfg.training.entropy_coef)
-    temperature = settings.temperature
-    sampling: dict[str, Any] = {"temperature": temperature, "max_tokens": settings.max_tokens}
-    training: dict[str, Any] = {"temperature": temperature, "max_policy_age": 0}
+    sampling: dict[str, Any] = {"temperature": settings.temperature, "max_tokens": settings.max_tokens}
+    training: dict[str, Any] = {"temperature": settings.temperature, "max_policy_age": 0}
     dataset, (student, trainer), teacher, reward = await asyncio.gather(
         components.start_dataset(cfg, job, in_turn=True),
         components.start_in_turn(
@@ -98,7 +97,7 @@ async def train(cfg: DistillConfig, job: Job) -> None:
             lambda: components.start_generator(cfg, job.model, store=job.store, **sampling),
             lambda: components.start_trainer(cfg, job, loss, store=job.store, **training),
         ),
-        components.start_reference(cfg, settings.teacher, temperature),
+        components.start_reference(cfg, settings.teacher, settings.temperature),
         components.start_reward(cfg),
     )
     state = RunState(trainer, dataset)

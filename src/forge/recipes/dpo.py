@@ -1,6 +1,6 @@
-"""Direct preference optimisation: of two answers the preferred one becomes more likely than it was, against the other.
+"""Direct preference optimisation: training makes the preferred one of two answers more likely than the other.
 
-The reference is the model that training starts from. No reward model and no sampling: pairs in, a policy out.
+The reference is the model that training starts from. It needs no reward model and no sampling, only pairs of answers.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ class DPOConfig(TrainingRecipe):
 
 
 async def train(cfg: DPOConfig, job: Job) -> None:
-    """Train on pairs of answers against a frozen reference."""
+    """Train `job.model` on pairs of answers against a frozen reference, as a recipe of `forge.recipes.launch`."""
     loss = DPOLoss(**cfg.dpo)
     dataset, trainer, reference = await asyncio.gather(
         components.start_dataset(cfg, job, in_turn=True),

@@ -10,7 +10,7 @@ from ..config.sections import ConfigError, Section
 from ..data.files import PathOrRows
 from ..types import Sampling
 
-# Not of one answer, or decided by the evaluation itself.
+# Settings of sampling that are not of one answer, or that the evaluation decides.
 _FIXED = ("n", "seed", "top_logprobs", "grammar", "logprobs_of")
 _RESERVED = ("accuracy", "reward", "turns", "unscored", "loss")  # metrics of the first set
 
@@ -28,15 +28,16 @@ class EvalConfig(Section):
     """Of a folder or hub id."""
 
     def intervals(self) -> dict[str, int]:
-        """Return the steps between two evaluations of each set that has problems, by name; the first one's is ""."""
+        """Return {name of a set: steps between two of its evaluations}; the set of this section is "", and it is
+        missing if it has no problems."""
         return {"": self.every} if self.problems else {}
 
     def due(self, step: int) -> bool:
-        """Return whether a set is evaluated after this step, which is neither the first nor the last."""
+        """Return whether some set is due after this step, by its interval only."""
         return any(interval and step % interval == 0 for interval in self.intervals().values())
 
     def all_due(self, step: int) -> bool:
-        """Return whether every set is evaluated after this step, step 0 included."""
+        """Return whether every set is due after this step, as all are at step 0."""
         return step == 0 or all(interval and step % interval == 0 for interval in self.intervals().values())
 
 
@@ -88,13 +89,17 @@ class RLEvalConfig(EvalConfig):
                 raise ConfigError(f"eval.sets: {name!r} cannot be a name, for metrics are called eval/NAME/accuracy")
 
     def intervals(self) -> dict[str, int]:
-        """Return the steps between two evaluations, also of additional sets."""
-        every = {name: self.every if s.every is None else s.every for name, s in self.sets.items()}
-        return super().intervals() | every
+        """Return {name of a set: steps between two of its evaluations}, with the additional sets."""
+        own = {name: section.every for name, section in self.sets.items()}
+        return super().intervals() | {name: self.every if every is None else every for name, every in own.items()}
 
 
 def check_sampling(sampling: dict[str, Any], n: int) -> None:
-    """Raise ConfigError for unknown or invalid settings, or if all of n answers would be equal."""
+    """Check the settings with which n answers to a problem are sampled.
+
+    Raises:
+        ConfigError: a name is unknown, a value is invalid, or all of several answers would be equal.
+    """
     names = [field.name for field in fields(Sampling) if field.name not in _FIXED]
     for name in sampling:
         if name not in names:
@@ -103,6 +108,6 @@ def check_sampling(sampling: dict[str, Any], n: int) -> None:
         Sampling(**sampling)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"eval.sampling: {error}") from None
-    # It would cost n times as much, and pass@n would be pass@1.
+    # n greedy answers would cost n times as much, and pass@n would be pass@1.
     if n > 1 and sampling.get("temperature") == 0:
         raise ConfigError(f"eval.sampling.temperature is 0, at which all of n = {n} answers are equal: set n to 1")

@@ -20,7 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A set of held-out problems. `name` is "" for the first one, `every` 0 for the first and last step only."""
+    """A set of held-out problems, with the way in which it is evaluated.
+
+    name: of the set in metrics; "" for the section `eval` itself.
+    samples: its problems.
+    env: plays and scores the answers.
+    every: steps between two evaluations; 0: only before the first and after the last step.
+    n: answers to each problem.
+    sampling: settings of `forge.types.Sampling` with which they are sampled.
+    """
 
     name: str
     samples: Sequence[Sample]
@@ -31,27 +39,29 @@ class HeldOut:
 
 
 class Evaluation:
-    """Evaluates the sets that are due.
+    """Evaluates the sets of held-out problems that are due.
 
     Args:
+        sets: all of the run's sets.
         record: the run, which keeps the answers (`keep_evaluation`).
-        steps: of the run; all sets are evaluated before the first and after the last.
+        steps: number of steps of the run; all sets are evaluated before the first and after the last one.
     """
 
     def __init__(self, sets: Sequence[HeldOut], record: Any, steps: int) -> None:
-        self.sets = sets
-        self.record = record
-        self.steps = steps
+        self.sets, self.record, self.steps = sets, record, steps
         self._step = -1
         self._done: set[str] = set()  # sets that were evaluated at this step
 
     async def run(self, policy: Handle, step: int) -> dict[str, float]:
-        """Evaluate what is due after a step. Where nothing is, or was already, the run ends here: all the others."""
-        if step != self._step:
-            self._step = step
-            self._done = set()
+        """Return the metrics of the sets that are due after this step.
 
-        # A run that is stopped by a hook asks twice: for what was due, and for the rest.
+        If none is due, or those that are have already been evaluated after it, the run ends here: then all remaining
+        sets are evaluated.
+        """
+        if step != self._step:
+            self._step, self._done = step, set()
+
+        # Called twice after a step in which a hook ends the run: for the sets that are due, and for the remaining ones.
         pending = [held_out for held_out in self.sets if held_out.name not in self._done]
         is_end = step in (0, self.steps)
         due = [held_out for held_out in pending if is_end or (held_out.every and step % held_out.every == 0)]
@@ -70,13 +80,15 @@ class Evaluation:
 def plan_evaluation(
     cfg: RLConfig, first: Sequence[Sample], sets: Mapping[str, Sequence[Sample]], record: Any, env: GroupEnv
 ) -> Evaluation:
-    """Return the evaluation of a run.
+    """Return the evaluation of a run, which evaluates the sets in the order of the configuration.
 
     Args:
-        first: the problems of the section `eval` itself. `sets`: `eval.sets`.
+        first: the problems of the section `eval` itself.
+        sets: the problems of each of `eval.sets`, by name.
+        record: the run.
+        env: plays and scores the answers.
     """
     intervals = cfg.eval.intervals()
-    # Metrics keep the order of the configuration.
     plans: list[HeldOut] = []
     if first:
         plans.append(HeldOut("", first, env, intervals[""], cfg.eval.n, cfg.eval.sampling))
@@ -87,10 +99,12 @@ def plan_evaluation(
 
 
 def load_sets(dataset: Any, evaluation: Any, model: str, seed: int) -> dict[str, list[Sample]]:
-    """Return the problems of `eval.sets`, by name.
+    """Return {name: held-out problems} of `eval.sets`; empty for a recipe without sets.
 
     Args:
-        dataset: the section `dataset` of the training data.
+        dataset: the section `dataset` of the training data, from which each set differs in some keys.
+        evaluation: the section `eval`.
+        model: folder of the model, whose tokenizer reads the problems.
 
     Raises:
         ValueError, FileNotFoundError: a set cannot be read, or has too few problems; names the set.
@@ -101,9 +115,16 @@ def load_sets(dataset: Any, evaluation: Any, model: str, seed: int) -> dict[str,
     if not isinstance(evaluation, RLEvalConfig):
         return problems
     for name, settings in evaluation.sets.items():
-        # Held-out problems are the first ones in stored order, whatever the training data does.
-        fixed: dict[str, Any] = {"path": settings.path, "task": None, "sources": None, "split": settings.split}
-        fixed |= {"streaming": False, "shuffle": False, "sampler": None}
+        # Held-out problems are always the first rows in stored order.
+        fixed: dict[str, Any] = {
+            "path": settings.path,
+            "split": settings.split,
+            "task": None,
+            "sources": None,
+            "streaming": False,
+            "shuffle": False,
+            "sampler": None,
+        }
         location = f"eval.sets.{name}"
         section = build(type(dataset), {**dataset, **fixed, **settings.dataset}, f"{location}.dataset")
         try:

@@ -14,17 +14,18 @@ OnRollouts = Callable[[int, Sequence[Group]], Awaitable[None] | None]
 
 
 def log(name: str, value: float, reduce: str = "mean") -> None:
-    """Add a value to a metric of the current step, `name` in metrics.jsonl, the page and trackers.
+    """Add a value to the metric `name` of the current step, which appears in metrics.jsonl, on the page and in
+    trackers.
 
     It works in rewards, environments, losses and hooks, in whatever process they run.
 
     Args:
-        reduce: what becomes of several values in a step: "mean", "sum", "max", "min" or "std".
+        reduce: how several values of a step become one: "mean", "sum", "max", "min" or "std".
 
     Raises:
         ValueError: the value is not finite, or `reduce` is unknown.
     """
-    # Names instead of the enumeration: this function is for scripts.
+    # Reductions have names here, so that a script need not import the enumeration.
     reductions = {reduction.value: reduction for reduction in Reduce}
     if reduce not in reductions:
         raise ValueError(f"reduce must be one of {', '.join(reductions)}, got {reduce!r}")
@@ -33,12 +34,14 @@ def log(name: str, value: float, reduce: str = "mean") -> None:
 
 @dataclass(frozen=True)
 class Hooks:
-    """A user's functions, sync or async. What they raise ends the run.
+    """A user's functions, sync or async, that a run calls. An exception of theirs ends the run.
 
-    on_step: is called with the step and its metrics before these are written, so that what it logs with `forge.log`
-        is in the same row. True ends the training: the held-out problems are evaluated, and the checkpoint and the
-        model are written, as after the last step. Step 0 is the evaluation before training.
-    on_rollouts: is called with the step and the groups that it will train on, before it does.
+    Args:
+        on_step: called after each step with its number and metrics, before these are written, so that what it logs with
+            `forge.log` is in the same row. If it returns True, training ends as after the last step: the held-out
+            problems are evaluated, and the checkpoint and the model are written. Step 0 is the evaluation before
+            training.
+        on_rollouts: called before each step with its number and the groups that it trains on.
 
     Raises:
         ConfigError: one of them cannot be called.
@@ -54,26 +57,26 @@ class Hooks:
                 raise ConfigError(f"{name} must be a function of two arguments, got {hook!r:.80}")
 
     async def step(self, step: int, metrics: dict[str, float]) -> bool:
-        """Call `on_step`; returns whether the training ends.
+        """Call `on_step`, and return whether it ends the training.
 
         Raises:
-            TypeError: it returned something else than True, False or None, which might have been meant to end it.
+            TypeError: it returned something else than True, False or None.
         """
         if self.on_step is None:
             return False
-        # Not by truth: a hook that ends with a number, such as a loss, does not ask for the end of the run.
-        verdict = await _call_hook(self.on_step, step, metrics)
-        if not (verdict is None or isinstance(verdict, bool)):
-            raise TypeError(f"on_step must return True to end the training, or False or None, got {verdict!r:.80}")
-        return bool(verdict)
+        # Only True ends a run: another true value, such as a loss that the hook happens to return, is an error.
+        is_stopped = await _call_hook(self.on_step, step, metrics)
+        if is_stopped is not None and not isinstance(is_stopped, bool):
+            raise TypeError(f"on_step must return True to end the training, or False or None, got {is_stopped!r:.80}")
+        return is_stopped is True
 
     async def rollouts(self, step: int, groups: Sequence[Group]) -> None:
-        """Call `on_rollouts`."""
+        """Call `on_rollouts`, if there is one, with the step and the groups that it trains on."""
         if self.on_rollouts is not None:
             await _call_hook(self.on_rollouts, step, groups)
 
 
 async def _call_hook(function: Callable[..., Any], *arguments: Any) -> Any:
-    # In the event loop: what takes long belongs into a coroutine.
+    # A sync function runs in the event loop, and so holds up the run; what takes long should be a coroutine.
     result = function(*arguments)
     return await result if inspect.isawaitable(result) else result

@@ -44,11 +44,14 @@ class Job(NamedTuple):
         evaluate: Evaluate,
         is_done: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Evaluate, log and write a checkpoint, whichever is due after this step; step 0 is before the first. Return
-        whether training ends here.
+        """Do what is due after a step: evaluate, log its metrics, write a checkpoint. Return whether training ends.
 
         Args:
-            is_done: whether training ends here although steps are left; asked once the step is logged.
+            state: the components that a checkpoint saves.
+            step: its number; 0 stands for the evaluation before the first step.
+            metrics: of the step.
+            evaluate: returns the metrics of the held-out items that are due.
+            is_done: returns whether training ends although steps are left; called after the step is logged.
 
         Raises:
             Preempted: the run has to end before its last step; its checkpoint is written.
@@ -57,16 +60,17 @@ class Job(NamedTuple):
         if last or step == 0 or cfg.eval.due(step):
             metrics = metrics | await evaluate()
 
-        # The profile of the next step starts with it, so it is asked for at the end of this one.
+        # A profile covers a step from its start, so the one of the next step is requested here.
         profiles = {} if last else cfg.metrics.profiles(step + 1, self.record.folder)
         snapshot = await drain_metrics(profiles)
 
-        # Before the row is written, so that it has what the hook logs, and an evaluation if the run ends with it.
+        # The hook runs before the row is written, so that the row has what the hook logs, and also the evaluation if
+        # the hook ends the run.
         is_stopped = False
         if self.hooks.on_step is not None:
             with on_the_clock("on_step"):
                 is_stopped = await self.hooks.step(step, {**snapshot.values(), **metrics})
-                snapshot.merge(drain())  # what the hook has logged belongs to this step
+                snapshot.merge(drain())
 
         if is_stopped and not (last or cfg.eval.all_due(step)):
             metrics = metrics | await evaluate()
@@ -77,7 +81,7 @@ class Job(NamedTuple):
             await self.keep_best(state, best, row)
         await state.forget_done()
 
-        # A run that ends here anyway needs no early end.
+        # Preemption matters only for a run that would go on.
         ending = last or is_stopped or is_done()
         reason = self.preemption.reason() if self.preemption is not None and not ending else None
         if step and (reason or cfg.checkpoint.due(step, ending)):
@@ -100,7 +104,7 @@ class Job(NamedTuple):
         evaluate: Evaluate,
         is_done: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Train the steps that are left, with an evaluation before the first, and export the model.
+        """Evaluate before the first step, train the remaining steps, and export the model.
 
         Args:
             train_step: trains the step of this number and returns its metrics.
@@ -116,12 +120,20 @@ class Job(NamedTuple):
         await state.trainer.export_model.call(self.record.model)
 
     async def keep_best(self, state: RunState, metric: str, row: Mapping[str, float]) -> None:
-        """Export the model of a step whose metric exceeds all earlier steps'."""
-        if row["step"] == 0 and metric not in row:  # all sets are evaluated then
+        """Export the model to the run's folder `best` if its metric is higher than in all earlier steps.
+
+        Args:
+            metric: name of the metric, as `eval.best`.
+            row: the metrics of this step.
+
+        Raises:
+            ConfigError: the evaluation before training has no such metric.
+        """
+        if row["step"] == 0 and metric not in row:  # at step 0 all sets are evaluated
             names = ", ".join(name for name in row if name.startswith("eval/"))
             raise ConfigError(f"eval.best: no evaluation has the metric {metric!r}; there are {names}")
+        # Compared with all earlier rows of the run, so that a resumed one needs no additional state.
         values = [earlier[metric] for earlier in self.record.history[:-1] if metric in earlier]
         if metric in row and row[metric] > max(values, default=-math.inf):
-            # Compared with all rows of the run, so that a resumed one needs no additional state.
             await state.trainer.export_model.call(self.record.best)
             log.info("%s is the model of step %d, with %s %.3f", self.record.best, row["step"], metric, row[metric])

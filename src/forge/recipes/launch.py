@@ -47,10 +47,15 @@ docs/configuration.md describes them; `forge plan FILE` says what a run needs"""
 
 
 def launch(recipe: Recipe, config_type: type[Any], argv: list[str] | None = None) -> None:
-    """Read the configuration of a command line and run `recipe(cfg, job)`. Bad input ends the program with one line.
+    """Read the configuration from the command line and run `recipe(cfg, job)`. Bad input ends the program with one
+    line.
 
-    `--resume runs/x` resumes a run from its newest checkpoint, `--resume auto` the one that is configured if there is
-    something to resume. Afterwards `job.record.start` is the step to start at.
+    `--resume runs/x` resumes a run from its newest checkpoint. `--resume auto` resumes the configured run if there is
+    something to resume, and otherwise starts it. `job.record.start` is then the number of steps that are done.
+
+    Args:
+        config_type: class of the configuration.
+        argv: arguments of the command line; None: the program's.
     """
     fill_standard_files()
     end_at_signals()
@@ -66,30 +71,31 @@ def launch(recipe: Recipe, config_type: type[Any], argv: list[str] | None = None
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Within this context every way to end a run is one line and an exit code."""
+    """Turn exceptions of a run into SystemExit with one line. A preempted run has the exit code REQUEUE; of an error in
+    the user's own code, the traceback there is printed first."""
     try:
         yield
     except Preempted as preempted:
         log.warning("%s", preempted)
         raise SystemExit(REQUEUE) from preempted
-    except KeyboardInterrupt:  # before the run has handlers, or once more while it is being closed
+    except KeyboardInterrupt:  # before the run has its own handlers, or a second one while it is closed
         raise SystemExit(128 + signal.SIGINT) from None
     except (ConfigError, BadInput, ForgeError) as error:
-        if isinstance(error, RemoteError):  # a component's code ended its process, or what cannot be sent
+        if isinstance(error, RemoteError):  # a component ended its process, or raised what cannot be sent
             print_user_frames(error)
         raise SystemExit(mask_secrets(f"error: {error}")) from error
     except Exception as error:
-        # Imported here: checkpoints bring the trainer along, which this process does not need.
+        # Imported here, as checkpoints load all that a trainer needs, which this process is not.
         from ..envs.group import NothingScored
         from ..rewards.reward import BadScore
         from ..training.checkpoint import CheckpointFailed
 
-        # What the machine or a file is to blame for needs no traceback.
+        # Faults of the machine or of a file need no traceback.
         is_full_disk = isinstance(error, OSError) and error.errno in FULL
         if is_full_disk or isinstance(error, CheckpointFailed | DamagedFile | NoAccelerator):
             raise SystemExit(mask_secrets(f"error: {error}")) from error
 
-        # What user code raised shows the user's frames only.
+        # An error of the user's code shows only the user's frames, and one of the library its whole traceback.
         if not print_user_frames(error) and not isinstance(error, BadScore | NothingScored):
             raise
         lines = [f"error: {summarise_error(error)}", *getattr(error, "__notes__", ())]
@@ -97,7 +103,7 @@ def one_line_errors() -> Iterator[None]:
 
 
 def print_user_frames(error: BaseException) -> bool:
-    """Print the traceback of an exception as far as it is in the user's own code; whether there was any."""
+    """Print the frames of an exception that are in the user's own code, and return whether there are any."""
     frames = user_frames(error)
     if frames:
         print(mask_secrets("\n".join(["Traceback in your code (most recent call last):", *frames])), file=sys.stderr)
@@ -105,7 +111,7 @@ def print_user_frames(error: BaseException) -> bool:
 
 
 def _print_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an exception that ends the program, without secrets."""
+    """Print the traceback of an exception that ends the program, with secrets masked; for `sys.excepthook`."""
     print(mask_secrets("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
 
 
@@ -114,19 +120,19 @@ class BadInput(ValueError):
 
 
 def run_recipe(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None, hooks: Hooks | None = None) -> Path:
-    """Check everything, run a recipe to its end, and close everything that it has opened.
+    """Check everything, run a recipe to its end, and return the run's folder.
+
+    Whatever the run has opened or started is closed, also after an error.
 
     Args:
         recipe: `async def recipe(cfg, job)`.
-        resume: "auto" or the run's folder: continue from its last checkpoint.
-        hooks: a user's functions, which are called as the run goes.
-
-    Returns:
-        the run's folder.
+        resume: "auto" or the run's folder: continue from its last checkpoint; None: start anew.
+        hooks: a user's functions, which the run calls.
 
     Raises:
         BadInput: the model, the data or the folder do not allow the run; nothing was started.
-        ForgeError, CheckpointFailed, OSError: what the run ended with. Whatever else the recipe raises.
+        ForgeError, CheckpointFailed, OSError: the run ended with this error.
+        Exception: whatever else the recipe raises.
     """
     configure_logging()
     folder = Path(cfg.run.root) / cfg.run.name
@@ -134,12 +140,13 @@ def run_recipe(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None
 
     with ExitStack() as closing:
         if cfg.checkpoint.every and threading.current_thread() is threading.main_thread():
-            # Until the run has its own handlers: the default action would end it without its exit code.
+            # Handled from here on until the run has its own handlers: the default action would end the program with
+            # another exit code than REQUEUE.
             before = signal.signal(signal.SIGUSR1, lambda *_: preemption.request("SIGUSR1"))
             closing.callback(signal.signal, signal.SIGUSR1, before)
 
         try:
-            # The lock comes before the folder is read: two starts at once must not both resume it.
+            # Locked before the folder is read, so that of two starts at the same time only one resumes it.
             closing.callback(RunLock(folder).close)
             start = find_start(cfg, resume)
             if start.finished:
@@ -155,7 +162,7 @@ def run_recipe(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None
         except ValueError as error:
             raise BadInput(str(error)) from error
 
-        # Everything was checked. From here on processes and shared memory exist, and are closed in reverse order.
+        # Everything is checked. From here on there are processes and shared memory, which are closed in reverse order.
         closing.enter_context(forked_processes())
         store = VersionStore.create()
         os.environ[STORE] = str(store.root)  # where rewards and environments of a run find it
@@ -191,10 +198,10 @@ def run_recipe(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None
 
 
 def write_ending(record: Run, error: BaseException) -> None:
-    """Record in a run's folder why it ended; an exception gets a note with the step."""
+    """Record in a run's folder why it ended. The exception also gets a note that names the step."""
     if isinstance(error, Preempted):
         record.fail(str(error), stopped=True)
-    elif isinstance(error, SystemExit) and isinstance(error.code, int) and error.code > 128:
+    elif isinstance(error, SystemExit) and isinstance(error.code, int) and error.code > 128:  # by a signal
         record.fail(signal.Signals(error.code - 128).name, stopped=True)
     elif isinstance(error, Exception):
         step = int(record.history[-1]["step"]) + 1 if record.history else 0
@@ -205,10 +212,11 @@ def write_ending(record: Run, error: BaseException) -> None:
 
 
 def upload_model(model: Path, repository: str) -> None:
-    """Upload a finished run's model. ForgeError: it could not be; the run stays finished, with its model."""
+    """Upload a finished run's model to the hub. ForgeError: it could not be uploaded; the run is complete without
+    it."""
     try:
         log.info("uploaded %s to %s", model, upload_folder(model, repository))
-    except Exception as error:  # of the hub, its HTTP client or the network: there is no common class
+    except Exception as error:  # errors of the hub, its HTTP client and the network have no common class
         raise ForgeError(
             f"{model} could not be uploaded ({' '.join(str(error).split())}); the run is complete. "
             f"Try again: hf upload {repository} {model}"
@@ -221,13 +229,21 @@ _LIBRARIES = [Path(__file__).parents[2], *(Path(sysconfig.get_path(n)) for n in 
 
 
 def summarise_error(error: BaseException) -> str:
-    """Return an exception in one line, as "KeyError: 'answer'"."""
-    return " ".join("".join(traceback.format_exception_only(type(error), error)).partition("\n")[0].split())
+    """Return the class and the message of an exception in one line.
+
+    >>> summarise_error(KeyError("answer"))
+    "KeyError: 'answer'"
+    """
+    first_line = "".join(traceback.format_exception_only(type(error), error)).partition("\n")[0]
+    return " ".join(first_line.split())
 
 
 def user_frames(error: BaseException) -> list[str]:
-    """Return the frames of an exception and of its causes that are neither of this library, nor of installed packages,
-    nor of Python, in the form of a traceback; another process's first."""
+    """Return the frames of an exception and its causes that are in the user's own code, as lines of a traceback.
+
+    Frames of this library, of installed packages and of Python are left out. Those of the first cause come first, which
+    may be in another process.
+    """
     frames: list[str] = []
     cause: BaseException | None = error
     while cause is not None:
@@ -239,6 +255,8 @@ def user_frames(error: BaseException) -> list[str]:
 
 
 def _is_users(file: str) -> bool:
-    if file.startswith("<") and file != "<dynamic-code>":  # of a function that was sent by value
+    """Return whether a file of a frame is the user's own code."""
+    # Functions that were sent to another process by value have the file <dynamic-code>.
+    if file.startswith("<") and file != "<dynamic-code>":
         return False
     return not any(Path(file).is_relative_to(library) for library in _LIBRARIES)

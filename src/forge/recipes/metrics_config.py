@@ -53,7 +53,11 @@ class MetricsConfig(Section):
         return bool(self.tensorboard or self.wandb or self.tracker)
 
     def profiles(self, step: int, folder: Path) -> dict[str, str]:
-        """Return the folders of a step's profiles, by service; empty if it is not profiled."""
+        """Return {service: folder of its profile} of a step; empty if the step is not profiled.
+
+        Args:
+            folder: of the run.
+        """
         if self.profile is None or step not in self.profile.steps:
             return {}
         return dict.fromkeys(self.profile.services, str((folder / "profile" / f"step_{step:06d}").absolute()))

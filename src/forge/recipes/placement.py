@@ -1,4 +1,4 @@
-"""The machines of a run: their section, and whether its services have room there, before anything starts."""
+"""The machines of a run: their section, and the checks that its services fit on them, before anything starts."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def check_hosts(cfg: TrainingRecipe) -> None:
-    """Reject services that do not fit on the hosts of the run, or on this machine.
+    """Check that all services fit on the hosts of the run, or on this machine if it has no others.
 
     Raises:
-        ValueError: lists the room of each host.
+        ValueError: lists what each host has free.
     """
     hosts = cfg.cluster.configured_hosts
     if hosts is None:
@@ -33,7 +33,7 @@ def check_hosts(cfg: TrainingRecipe) -> None:
 
 
 def check_shared(cfg: TrainingRecipe, model: str) -> None:
-    """Reject hosts that do not see the model, or the folder of all runs where trainers on them write checkpoints.
+    """Check that all hosts see the model's folder, and also `run.root` if a trainer on a host writes checkpoints there.
 
     Raises:
         ValueError: names the host and the folder.
@@ -48,7 +48,7 @@ def check_shared(cfg: TrainingRecipe, model: str) -> None:
     root = Path(cfg.run.root).absolute()
     root.mkdir(parents=True, exist_ok=True)
 
-    # A file with a random text says whether a host sees this folder, and not another one of that name.
+    # A file with a random text shows whether a host sees this folder, and not another one with the same path.
     with NamedTemporaryFile("w", dir=root, prefix=".forge-", suffix=".tmp") as mark:
         token = token_hex(8)
         mark.write(token)
@@ -60,10 +60,10 @@ def check_shared(cfg: TrainingRecipe, model: str) -> None:
 
 
 def gpus_needed(cfg: TrainingRecipe) -> dict[str, int]:
-    """Return the number of GPUs that each component of a configuration takes, by the setting that places it, without
-    `services.`.
+    """Return the number of GPUs that each component of a run takes, by its placement setting without `services.`, as
+    {"trainer": 2, "models.rival.trainer": 1}. Components without GPUs are left out.
 
-    Services that share processes share their GPUs, which count for the first of them. Simulated hosts add none.
+    Services that share processes share their GPUs, which count for the first of them.
     """
     needed: dict[str, int] = {}
     shares: set[str] = set()
@@ -81,7 +81,7 @@ def gpus_needed(cfg: TrainingRecipe) -> dict[str, int]:
 
 
 def check_gpus(cfg: TrainingRecipe) -> None:
-    """Reject services that take more GPUs than this machine has.
+    """Check that this machine has as many GPUs as the services take.
 
     Raises:
         ValueError: names the services and the settings to change.
@@ -94,9 +94,9 @@ def check_gpus(cfg: TrainingRecipe) -> None:
 
     settings = {name: name if "." in name else f"services.{name}" for name in needed}
     counts = ", ".join(f"{settings[name]} {count}" for name, count in needed.items())
+    # Which environment variable hides GPUs, such as CUDA_VISIBLE_DEVICES.
     limit = next((f" ({name}={os.environ[name]})" for name in VISIBLE if os.environ.get(name)), "")
-    can_share = len(needed) > 1 and "colocated" in type(cfg).model_fields
-    share = "set colocated to true, " if can_share else ""
+    share = "set colocated to true, " if len(needed) > 1 and "colocated" in type(cfg).model_fields else ""
     without_gpus = " ".join(f"--{setting}.with_gpus false" for setting in settings.values())
     raise ValueError(
         f"{total} GPUs are needed ({counts}) and this machine has {available}{limit}: lower procs or num_replicas, "
@@ -116,5 +116,5 @@ class ClusterConfig(Section):
 
     @property
     def configured_hosts(self) -> list[str] | str | None:
-        """Return the hosts of this run, if any."""
+        """Return the hosts of this run, as in `hosts`; None if this machine is the only one."""
         return self.hosts or os.environ.get(HOSTS) or None

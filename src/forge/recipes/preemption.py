@@ -1,4 +1,4 @@
-"""A run that has to end before its last step: it writes a checkpoint, and its exit code asks to be started again.
+"""Preemption: a run that has to end before its last step writes a checkpoint, and exits with a code for "start again".
 
 The reasons are SIGTERM and SIGUSR1, which schedulers send, and a deadline. `--resume auto` continues the run.
 """
@@ -11,7 +11,7 @@ from datetime import datetime
 from ..runtime.controller import ForgeError
 
 SLURM_END = "SLURM_JOB_END_TIME"  # environment variable: when the job is killed, in seconds since the epoch
-RECENT = 16  # steps and checkpoints whose longest is expected to come again
+RECENT = 16  # number of last steps and checkpoints, the longest of which is expected to recur
 RESERVE = 10.0  # seconds, to end the processes
 
 
@@ -20,7 +20,11 @@ class Preempted(ForgeError):
 
 
 def deadline_of(save_before: float | str | None) -> float | None:
-    """Return the time at which a run has to have ended, in seconds since the epoch.
+    """Return the time by which a run has to end, in seconds since the epoch; None if it has no deadline.
+
+    Args:
+        save_before: the setting `run.save_before`: seconds from now, or a date and time. None: the end of the Slurm
+            job, if there is one.
 
     Raises:
         ValueError: it is neither a number of seconds nor a date and time.
@@ -40,10 +44,10 @@ def deadline_of(save_before: float | str | None) -> float | None:
 
 
 class Preemption:
-    """Whether a run has to end, asked after every step.
+    """Decides after every step whether a run has to end.
 
     Args:
-        deadline: in seconds since the epoch.
+        deadline: when the run has to have ended, in seconds since the epoch; None: no deadline.
     """
 
     def __init__(self, deadline: float | None = None) -> None:
@@ -54,16 +58,19 @@ class Preemption:
         self._previous_time: float | None = None
 
     def request(self, signal: str) -> None:
-        """End after the step that is being done."""
+        """Have the run end after its current step; `signal`, such as "SIGTERM", is the reason."""
         self._signal = signal
 
     def saved(self, seconds: float) -> None:
-        """Record how long a checkpoint took."""
+        """Record how many seconds a checkpoint took, for the estimate of the next one."""
         self._saves.append(seconds)
 
     def reason(self) -> str | None:
-        """Return the reason to stop now, or None. Call it once after every step. The deadline counts from the second
-        call on: every start makes progress, and its own duration is not a step's."""
+        """Return the reason to stop now, or None. It is called exactly once after every step.
+
+        The deadline counts only from the second call on: so every start of a run makes progress, and the time of the
+        start is not taken for a step's.
+        """
         now = time.monotonic()
         if self._previous_time is not None:
             self._steps.append(now - self._previous_time)

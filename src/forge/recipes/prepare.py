@@ -1,6 +1,7 @@
 """Preparing a run: its model, data and folder are opened and checked before the first process starts."""
 
 import logging
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +32,10 @@ NOUNS = {"prompts": "prompt", "supervised": "row", "preferences": "pair"}  # of 
 
 
 def prepare_run(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], dict[str, list[Sample]], Run]:
-    """Return the model, the held-out problems, also of `eval.sets`, and the run's folder, once everything is checked.
+    """Check all that a run needs, and open its folder.
+
+    Returns:
+        The folder of its model, the held-out items of `eval`, those of `eval.sets` by the set's name, and the run.
 
     Raises:
         ValueError, OSError, ImportError: the fault, in one line.
@@ -39,12 +43,13 @@ def prepare_run(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], dict
     folder = Path(cfg.run.root) / cfg.run.name
     initial = Path(f"{cfg.run.root}/{cfg.run.name}-initial")
     overwrite = start.checkpoint is None and (cfg.run.overwrite or start.restart)
-    settings = to_dict(cfg)  # before the data bounds the steps, in which a resumed run would differ
+    # Copied before the number of rows bounds training.steps: a resumed run is compared with the settings as written.
+    settings = to_dict(cfg)
 
-    # It prints a line for each retry; the error that it raises is enough.
+    # The hub's client prints a line for each retry; the error that it raises is enough.
     logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
 
-    # What needs only the configuration comes first: a mistake there is an answer within a second.
+    # What needs only the configuration comes first, so that a mistake there is reported within a second.
     if cfg.metrics.tracks:
         resolve("forge_trackers:check_trackers", "metrics")(to_dict(cfg.metrics))
     if cfg.checkpoint.push_to_hub is not None:
@@ -54,7 +59,7 @@ def prepare_run(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], dict
     # Architectures are checked before weights are downloaded.
     for name in filter(None, (cfg.model, *cfg.others().values())):
         check_family(name)
-    further_models = [resolve_model(name) for name in cfg.others().values()]
+    other_models = [resolve_model(name) for name in cfg.others().values()]
     if start.checkpoint is None:
         check_free(folder, overwrite)
         if cfg.from_scratch is not None:
@@ -64,18 +69,18 @@ def prepare_run(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], dict
     else:
         # A resumed run continues with the model and data that it started with, wherever they are now.
         model = resolve_model(cfg.model or str(initial))
-        check_origin(folder, [model, *further_models], local_paths(cfg.files))
+        check_origin(folder, [model, *other_models], local_paths(cfg.files))
 
     # Models before data: reading all rows may take minutes.
     check_model(cfg, model)
     check_shared(cfg, model)
-    check_others(cfg, model, dict(zip(cfg.others(), further_models, strict=True)))
+    check_others(cfg, model, dict(zip(cfg.others(), other_models, strict=True)))
     cfg.check_tokenizer(model)
     cfg.check_reward()
     items, held_out = check_data(cfg.data(model), cfg.eval, model, cfg.seed, cfg.scorers)
     sets = load_sets(cfg.data(model), cfg.eval, model, cfg.seed)
 
-    steps = cfg.training.steps if items is None else -(-items // cfg.training.batch_size)
+    steps = cfg.training.steps if items is None else math.ceil(items / cfg.training.batch_size)
     if steps < cfg.training.steps:
         log.info(
             "the data ends after its epochs, %d %ss or %d steps of %d: so does the run, before training.steps = %d",
@@ -100,7 +105,7 @@ def prepare_run(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], dict
         peak=cfg.metrics.peak_tflops or peak_tflops(gpu_name()),
     )
     if start.checkpoint is None:
-        write_origin(folder, [model, *further_models], local_paths(cfg.files))
+        write_origin(folder, [model, *other_models], local_paths(cfg.files))
     else:
         log.info("resuming from %s", start.checkpoint)
 
@@ -108,7 +113,8 @@ def prepare_run(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], dict
 
 
 def check_space(cfg: TrainingRecipe, model: str, folder: Path) -> None:
-    """Reject a run whose disk or shared memory has no room for what it is certain to write.
+    """Check that the disk and the shared memory have space for what the run is certain to write: a checkpoint or the
+    exported model, and two versions of published weights.
 
     Raises:
         ValueError: names the path, the bytes that are needed and those that are free.
@@ -126,9 +132,14 @@ def check_space(cfg: TrainingRecipe, model: str, folder: Path) -> None:
 
 
 def warn_of_settings(cfg: TrainingRecipe, held_out: list[Any]) -> None:
-    """Warn of settings that are allowed, and rarely meant."""
+    """Log a warning of settings that are allowed and probably a mistake: targets that are whole solutions, and keys
+    that nothing reads.
+
+    Args:
+        held_out: items of the data.
+    """
     if isinstance(cfg.dataset, DatasetConfig) and cfg.dataset.target_pattern is None:
-        # The marks of a final answer in GSM8K and MATH: responses would be compared with the whole solution.
+        # Solutions of GSM8K and MATH mark their final answer so; responses would be compared with the whole solution.
         solutions = [sample.target for sample in held_out if re.search(r"####|\\boxed\{", sample.target or "")]
         if 2 * len(solutions) > len(held_out):
             log.warning(
@@ -142,10 +153,14 @@ def warn_of_settings(cfg: TrainingRecipe, held_out: list[Any]) -> None:
 
 
 def check_model(cfg: TrainingRecipe, model: str) -> None:
-    """Reject a model that the trainer, an engine or a critic cannot have, or cannot divide as configured.
+    """Check that the trainer, the engine and a critic can load this model, and divide it over ranks as configured.
+
+    Args:
+        model: its folder.
 
     Raises:
-        ValueError: names what does not fit. ImportError: the trainer's backend is not installed.
+        ValueError: names what does not fit.
+        ImportError: the trainer's backend is not installed.
     """
     from ..engines.weights import check_head, load_config
 
@@ -172,10 +187,13 @@ def check_model(cfg: TrainingRecipe, model: str) -> None:
 
 
 def check_others(cfg: TrainingRecipe, model: str, models: dict[str, str]) -> None:
-    """Reject additional models that do not go with the one that is trained.
+    """Check that additional models have the vocabulary of the trained model, and take sequences as long as it.
+
+    Models that an agent only asks (`models.NAME`) read and write text, and are not checked.
 
     Args:
-        models: folders, by the key that names them.
+        model: folder of the trained model.
+        models: folders, by the configuration key that names them, such as {"grpo.reference": folder}.
 
     Raises:
         ValueError: names what does not fit.
@@ -217,10 +235,10 @@ def local_paths(paths: list[str]) -> list[str]:
 
 
 def check_overwrite(cfg: TrainingRecipe, model: str) -> None:
-    """Reject a run that would overwrite its own input.
+    """Check that no input of a run lies in the run's folder, which is about to be removed.
 
     Raises:
-        ValueError: the model or the data lie in the folder that would be removed.
+        ValueError: names the model or the data file that lies in it.
     """
     folder = (Path(cfg.run.root) / cfg.run.name).resolve()
     for name in (model, *local_paths(cfg.files), cfg.eval.path, *cfg.others().values()):
@@ -231,17 +249,21 @@ def check_overwrite(cfg: TrainingRecipe, model: str) -> None:
 def check_data(
     dataset: RowsConfig, evaluation: EvalConfig, model: str, seed: int, scorers: Sequence[Any] = ()
 ) -> tuple[int | None, list[Any]]:
-    """Open the data once to check it.
-
-    Returns:
-        how many items its epochs have, None if it is endless; and the held-out items: samples, episodes or pairs.
+    """Open the training data and the held-out data once, which checks them.
 
     Args:
-        scorers: their `warning(targets)`, of those that have it, is logged.
+        dataset: the section of the training data.
+        evaluation: the section that says which items are held out.
+        model: folder of the model, whose tokenizer reads the data.
+        scorers: of responses. If one has `warning(targets)`, the text that it returns is logged.
+
+    Returns:
+        The number of training items in all epochs, None if they are endless; and the held-out items: samples, episodes
+        or pairs.
 
     Raises:
-        ValueError, FileNotFoundError: see `forge.data.load.load_data`; or there is nothing to hold out, or epochs of
-            unknown length.
+        ValueError, FileNotFoundError: as in `forge.data.load.load_data`; or `eval` names no held-out data, or epochs
+            are set for a stream, whose length is unknown.
     """
     from ..data.load import Mixture, load_data
     from ..data.prompts import PromptDataset
@@ -285,7 +307,7 @@ def check_data(
         settings["epochs"] = None
     held_out = load_data(tokenizer, kind=dataset.kind, seed=seed, **settings).held_out(evaluation.problems)
 
-    # Held-out rows that training sees as well measure memory.
+    # Results on rows that are also trained on would measure memory.
     shared = sum(training.has(item) for item in held_out)
     if shared:
         log.warning(

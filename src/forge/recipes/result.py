@@ -15,34 +15,34 @@ class Result:
     folder: Path
 
     def __post_init__(self) -> None:
-        # Of a run of another day one knows the path as text.
+        # Users may give the path of an earlier run as text.
         object.__setattr__(self, "folder", Path(self.folder))
 
     @property
     def model(self) -> str:
-        """Return the trained model's folder, in Hugging Face format."""
+        """Return the path of the trained model's folder, which is in Hugging Face format."""
         return str(self.folder / "model")
 
     @property
     def report(self) -> str:
-        """Return the HTML report."""
+        """Return the path of the HTML report."""
         return str(self.folder / "report.html")
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Return one row per step, as in metrics.jsonl; the row of step 0 is the evaluation before training."""
+        """Return the metrics of each step as a dict, as in metrics.jsonl; step 0 is the evaluation before training."""
         return _read_lines(self.folder / "metrics.jsonl")
 
     @property
     def rollouts(self) -> list[dict[str, Any]]:
-        """Return the groups that were recorded: prompt, first response, target, rewards, step. `rollouts.arrow` has all
-        samples with their tokens."""
+        """Return a dict for each recorded group, with its prompt, first response, target, rewards and step. The file
+        `rollouts.arrow` has all its samples with their tokens."""
         return [line for _, batch in read_batches(self.folder / ROLLOUTS) for line in texts_by_group(batch)]
 
     @property
     def held_out(self) -> list[dict[str, Any]]:
-        """Return the answers to held-out problems at each evaluation: step, problem, prompt, target, response, reward,
-        correct, tokens, finish."""
+        """Return a dict for each answer to a held-out problem at each evaluation, with the keys step, problem, prompt,
+        target, response, reward, correct, tokens and finish."""
         return _read_lines(self.folder / HELD_OUT)
 
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", bound="TrainingRecipe")
 
-# All else would make it another run. `model` may move: its content is compared.
+# The settings that a resumed run may change; any other change would make it another run. A name with a dot at its end
+# stands for a whole section. `model` may move, since its content is compared.
 MAY_CHANGE = (
     "model",
     "training.steps",
@@ -41,19 +42,23 @@ MAY_CHANGE = (
     "run.",
 )
 
-# What gives a finished run something to do again.
+# The settings whose change gives a finished run something to do again.
 GOALS = ("training.steps", "eval.stop_at")
 ORIGIN = "origin.json"
 MODEL_FILES = (".json", ".safetensors", ".bin", ".txt", ".model", ".jinja")
-# A file is known by its size and as many bytes of it, evenly spread: of a model's weights, training changes all.
+# A file's digest covers its size and 256 samples of 64 KiB, evenly spread: enough, as training changes all weights.
 SAMPLES, SAMPLE = 256, 1 << 16
 
 
 @dataclass(frozen=True)
 class Start:
-    """The start of a run: a checkpoint and its step, or the beginning.
+    """Where a run starts.
 
-    `finished`: there is nothing to do. `restart`: the same run ended before its first checkpoint and is overwritten.
+    Attributes:
+        checkpoint: the folder of the checkpoint that it resumes from; None: it starts with its first step.
+        step: of the checkpoint.
+        finished: whether the run is complete, so that there is nothing to do.
+        restart: whether the same run ended before its first checkpoint, and is overwritten.
     """
 
     checkpoint: str | None = None
@@ -63,10 +68,15 @@ class Start:
 
 
 def read_config(cls: type[C], arguments: Arguments) -> C:
-    """Return the configuration of a command line: `--config`'s, otherwise the one saved by the run that is resumed.
+    """Return the configuration of a command line: the file of `--config`, or without it the one that the resumed run
+    has saved, with the settings of the command line.
+
+    Args:
+        cls: class of the configuration.
 
     Raises:
-        ConfigError: as `forge.config.read`; or there is no such run, or another one is configured.
+        ConfigError: it is invalid, as in `forge.config.read`; the run to resume does not exist, or is not the
+            configured one.
     """
     if arguments.resume in (None, "auto"):
         if arguments.config is None:
@@ -81,7 +91,7 @@ def read_config(cls: type[C], arguments: Arguments) -> C:
     cfg = read(cls, arguments.config or folder / "config.yaml", arguments.overrides)
 
     if arguments.config is None and not any(name.startswith("run.") for name, _ in arguments.overrides):
-        # It may have been moved since, or be called from elsewhere.
+        # The folder may have been moved since, or be named relative to another directory.
         cfg.run.root = str(folder.parent)
         cfg.run.name = folder.name
     elif (Path(cfg.run.root) / cfg.run.name).resolve() != folder.resolve():
@@ -94,11 +104,15 @@ def read_config(cls: type[C], arguments: Arguments) -> C:
 
 
 def find_start(cfg: TrainingRecipe, resume: str | None) -> Start:
-    """Return the start of the run of this configuration.
+    """Return where the run of this configuration starts, and set damaged checkpoints aside if it resumes.
+
+    Args:
+        resume: the run's folder: continue from its newest checkpoint; "auto": likewise if the folder exists; None:
+            start anew.
 
     Raises:
-        ConfigError: there is no undamaged checkpoint to resume from; the folder holds another run, or one beyond
-            `training.steps`.
+        ConfigError: there is no undamaged checkpoint to resume from, the folder holds another run, or its newest
+            checkpoint is beyond `training.steps`.
     """
     folder = Path(cfg.run.root) / cfg.run.name
     if resume not in (None, "auto") and Path(str(resume)).absolute() != folder.absolute():
@@ -110,9 +124,9 @@ def find_start(cfg: TrainingRecipe, resume: str | None) -> Start:
         raise ConfigError("--resume auto needs checkpoint.every: there would never be a checkpoint to resume from")
     if resume is None or (resume == "auto" and not (folder / MARK).exists()):
         return Start()
-    from ..training import checkpoint  # imports all that a trainer does
+    from ..training import checkpoint  # imported here, as it loads all that a trainer needs
 
-    # The newest checkpoint that is whole; damaged ones are renamed once it is clear that the run resumes.
+    # Find the newest undamaged checkpoint. Damaged ones are renamed only once it is clear that the run resumes.
     newest: Path | None = None
     damaged: dict[Path, str] = {}
     for path in reversed(checkpoint.list_checkpoints(folder / "checkpoints")):
@@ -127,13 +141,13 @@ def find_start(cfg: TrainingRecipe, resume: str | None) -> Start:
     if newest is None:
         if resume != "auto":
             raise ConfigError(f"--resume {folder}: it has no checkpoint to resume from")
-        if not (cfg.run.overwrite or made_no_step(folder) or _ended_early(cfg, folder)):
-            raise ConfigError(
-                f"{folder} holds an earlier run without a checkpoint to resume from: choose another run.name, or set "
-                "run.overwrite to true"
-            )
-        log.info("%s has no checkpoint yet: starting again", folder)
-        return Start(restart=True)
+        if cfg.run.overwrite or made_no_step(folder) or _ended_early(cfg, folder):
+            log.info("%s has no checkpoint yet: starting again", folder)
+            return Start(restart=True)
+        raise ConfigError(
+            f"{folder} holds an earlier run without a checkpoint to resume from: choose another run.name, or set "
+            "run.overwrite to true"
+        )
 
     if not cfg.checkpoint.every:
         raise ConfigError(
@@ -143,11 +157,12 @@ def find_start(cfg: TrainingRecipe, resume: str | None) -> Start:
     # Settings that would make it another run are an error; the others take effect from here on.
     before = _read_previous(folder)
     changed = find_changes(before, cfg)
-    for name, was, now in changed:
-        if not name.startswith(MAY_CHANGE):
-            if name.startswith("from_scratch."):  # which a model replaces: the user has set that one
-                name, was, now = next((change for change in changed if change[0] == "model"), (name, was, now))
-            raise ConfigError(f"--resume {folder}: {name} was {was!r} and is {now!r}, which would make it another run")
+    forbidden = next((change for change in changed if not change[0].startswith(MAY_CHANGE)), None)
+    if forbidden is not None:
+        # If the user sets `model`, from_scratch changes as well: the message then names the model.
+        of_model = next((change for change in changed if change[0] == "model"), forbidden)
+        name, was, now = of_model if forbidden[0].startswith("from_scratch.") else forbidden
+        raise ConfigError(f"--resume {folder}: {name} was {was!r} and is {now!r}, which would make it another run")
 
     step = checkpoint.step_of(newest)
     if step > cfg.training.steps:
@@ -155,7 +170,7 @@ def find_start(cfg: TrainingRecipe, resume: str | None) -> Start:
             f"--resume {folder}: it is at step {step} already, and training.steps is {cfg.training.steps}"
         )
 
-    # A finished run resumes only where it has been given more to do.
+    # A finished run resumes only if a changed setting gives it more to do.
     has_new_goal = any(name in GOALS for name, _, _ in changed)
     has_model = (folder / "model" / "config.json").exists()
     finished = (folder / FINISHED).exists() and has_model and not has_new_goal
@@ -167,7 +182,8 @@ def find_start(cfg: TrainingRecipe, resume: str | None) -> Start:
 
 
 def _find_damage(checkpoint: Path) -> str | None:
-    """Return the damage of a checkpoint, or of the critic's of its step if the run has one; None if there is none."""
+    """Return what is damaged in a checkpoint, or in the critic's checkpoint of the same step if the run has a critic,
+    in one line; None if nothing is."""
     from ..training.checkpoint import list_checkpoints, step_of
 
     step = step_of(checkpoint)
@@ -183,8 +199,13 @@ def _find_damage(checkpoint: Path) -> str | None:
 
 
 def _read_previous(folder: Path) -> dict[str, Any]:
-    """Return the configuration that a run has left, plain and by dotted name. It is not built again: objects that were
-    passed from Python are in it by name, and secrets are masked."""
+    """Return the configuration that a run has saved, as {dotted key: plain value}.
+
+    It is not built again, since objects that were passed from Python are in it only by name, and secrets are masked.
+
+    Raises:
+        ConfigError: the folder has no configuration, or a damaged one.
+    """
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"--resume {folder}: not a run folder (no config.yaml)")
     try:
@@ -194,27 +215,31 @@ def _read_previous(folder: Path) -> dict[str, Any]:
 
 
 def _ended_early(cfg: TrainingRecipe, folder: Path) -> bool:
-    """Return whether the folder holds the same run, which ended before its first checkpoint."""
+    """Return whether the folder holds the same run, unfinished, with checkpoints enabled."""
     before = _read_previous(folder)
     is_same_run = all(name.startswith(MAY_CHANGE) for name, _, _ in find_changes(before, cfg))
     return is_same_run and before["checkpoint.every"] > 0 and not (folder / FINISHED).exists()
 
 
 def find_changes(before: dict[str, Any], cfg: TrainingRecipe) -> list[tuple[str, Any, Any]]:
-    """Return name, old and new value of what differs between the configuration that a run has left and this one. What
-    is masked there may be any secret."""
+    """Return (dotted key, old value, new value) of each setting that differs from a run's saved configuration.
+
+    Args:
+        before: {dotted key: value}, as saved; a masked value equals any new one.
+        cfg: the configuration now.
+    """
     now = flatten_config(without_secrets(to_dict(cfg)))
     pairs = {name: (before.get(name), now.get(name)) for name in {**before, **now}}
     return [(name, was, new) for name, (was, new) in pairs.items() if was not in (new, MASK)]
 
 
 def write_origin(folder: Path, models: list[str], data: list[str]) -> None:
-    """Write down what the run is made from: the models, and the data as far as they are local files."""
+    """Write digests of the files that a run is made from, for `check_origin`: its models, and its local data files."""
     write_sealed(folder / ORIGIN, json.dumps(_digest_files(models, data), indent=1) + "\n")
 
 
 def check_origin(folder: Path, models: list[str], data: list[str]) -> None:
-    """Compare with what the run was made from.
+    """Check that the files of the models and the data are those that the run was made from.
 
     Raises:
         ConfigError: names the file that has changed.
@@ -228,20 +253,21 @@ def check_origin(folder: Path, models: list[str], data: list[str]) -> None:
         raise ConfigError(f"--resume {folder}: {error}") from None
     for name in sorted({**before, **now}):
         if before.get(name) != now.get(name):
-            number, _, file = name.partition(" ")
+            number, _, file = name.partition(" ")  # as `_digest_files` writes them
             source = dict(enumerate([*models, *data])).get(int(number), "a place that is no longer read")
             raise ConfigError(f"--resume {folder}: {Path(source) / file} has changed since the run started")
 
 
 def _digest_files(models: list[str], data: list[str]) -> dict[str, str]:
-    """Return a digest of every file, by the number of its place and its name there: a folder may move."""
+    """Return {"NUMBER FILE": digest} of all files: NUMBER is the position of its folder among `models` and `data`, FILE
+    its path within that, so that a folder may move."""
     digests: dict[str, str] = {}
     for number, source in enumerate(map(Path, [*models, *data])):
         files = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.is_file())
         if number < len(models):
             # Of a model folder only what a model is made of: caches and notes in it may change.
-            files = [path for path in files if path.parent == source and path.suffix in MODEL_FILES]
-            files = [path for path in files if path.name != CHECKSUMS]
+            model_files = (path for path in files if path.parent == source and path.suffix in MODEL_FILES)
+            files = [path for path in model_files if path.name != CHECKSUMS]
         digests |= {
             f"{number} {path.relative_to(source) if path != source else ''}": _digest_file(path) for path in files
         }
@@ -252,7 +278,7 @@ def _digest_file(path: Path) -> str:
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:
-        # Evenly spread, first and last bytes included.
+        # Samples are evenly spread, and include the first and the last bytes.
         for number in range(SAMPLES):
             file.seek(max(0, size - SAMPLE) * number // (SAMPLES - 1))
             digest.update(file.read(SAMPLE))

@@ -40,7 +40,7 @@ class RewardConfig(Section):
             raise ValueError("reward.functions: only one of them may learn")
 
     def settings(self) -> dict[str, Any]:
-        """Return settings of `forge.actors.RewardActor`."""
+        """Return the section as arguments of `forge.actors.RewardActor`, with the default of `functions` filled in."""
         functions = self.functions
         if functions is None:
             functions = ["MathReward"] if self.verifiers is None else []
@@ -48,15 +48,16 @@ class RewardConfig(Section):
 
     @cached_property
     def plugins(self) -> list[Any]:
-        """Return the functions with settings, constructed but not opened. Each is constructed once, as it may hold a
-        seed, a file or a port."""
+        """Return those of `functions` that are written with settings, constructed but not opened. They are cached: each
+        is constructed only once, as it may hold a seed, a file or a port."""
         numbered = enumerate(self.functions or ())
         return [load_plugin(item, f"reward.functions[{n}]") for n, item in numbered if isinstance(item, dict)]
 
     @cached_property
     def calls(self) -> list[RewardCall]:
-        """Return how the functions are called. ValueError: a function does not exist, or takes other arguments."""
-        # Each object is made once, as it may hold a file: the settings' own are taken in order.
+        """Return how each function is called, `accuracy` last if it is set. ValueError: a function does not exist, or
+        takes other arguments than a reward."""
+        # Functions with settings were constructed by `plugins`, in the same order.
         plugins = iter(self.plugins)
         scorers = [next(plugins) if isinstance(item, dict) else item for item in self.settings()["functions"]]
         if self.accuracy is not None:
@@ -66,7 +67,7 @@ class RewardConfig(Section):
 
     @property
     def required_columns(self) -> list[str]:
-        """Return the columns without which a function cannot be called."""
+        """Return the names of the columns that a function takes and without which it cannot be called."""
         return list(dict.fromkeys(name for call in self.calls for name in call.columns))
 
     @property
@@ -75,8 +76,9 @@ class RewardConfig(Section):
         return any(call.reads_tokens for call in self.calls)
 
     def with_columns(self, data: DatasetConfig) -> DatasetConfig:
-        """Return the data, with the columns that the functions take, where its settings leave them open."""
-        # Verifiers are always given the target, functions where they name it.
+        """Return a copy of the section `dataset` with the columns that the functions take; settings that it has for
+        columns and target_required stay."""
+        # Verifiers always take the target, functions only if a parameter names it.
         calls = self.calls
         needs_target = self.verifiers is not None or any(call.needs_target for call in calls)
         required = dict.fromkeys((*data.required_columns, *self.required_columns))
@@ -90,27 +92,27 @@ class RewardConfig(Section):
 
     @property
     def decides(self) -> bool:
-        """Return whether something decides which answers are right."""
+        """Return whether `accuracy` or a function decides which answers are right."""
         scorers = (item for item in self.settings()["functions"] if not isinstance(item, dict))
         return self.accuracy is not None or any(not hasattr(item, "names") for item in scorers)
 
     @property
     def learns(self) -> bool:
-        """Return whether it has a state that checkpoints keep."""
+        """Return whether the reward learns, so that checkpoints have to keep its state."""
         return any(getattr(plugin, "learns", False) for plugin in self.plugins)
 
     @property
     def gives_steps(self) -> bool:
-        """Return whether it rewards the steps of a response."""
+        """Return whether a function rewards the single steps of a response."""
         return any(getattr(item, "gives_steps", False) for item in (*self.plugins, *(self.functions or ())))
 
     @property
     def files(self) -> list[str]:
-        """Return files whose content decides rewards."""
+        """Return the paths of files whose content decides rewards."""
         return [str(file) for plugin in self.plugins for file in getattr(plugin, "files", ())]
 
     def open(self) -> None:
-        """Open what it names, except for models.
+        """Load all functions and check the folders and files that the section names, without loading models.
 
         Raises:
             ValueError: a function, a folder or a file does not exist, or is invalid.

@@ -23,7 +23,8 @@ class ScoredPairsConfig(PreferencesConfig):
     as_scores: ClassVar[bool] = True
 
     def keys(self) -> Iterator[str]:
-        """Yield the dataset's settings besides what the user may set: all that open it unpack this section."""
+        """Yield the names of the settings, and `as_scores`, which a user cannot set: datasets are opened with all keys
+        of their section."""
         yield from super().keys()
         yield "as_scores"
 
@@ -44,7 +45,7 @@ class RewardModelConfig(TrainingRecipe):
     reward_model: RewardModelLossSettings = RewardModelLossSettings()
 
     def scalar(self, model: str) -> list[str]:
-        """Return the trained model itself."""
+        """Return the trained model itself, in a list."""
         return [model]
 
     def _check(self) -> None:
@@ -56,7 +57,7 @@ class RewardModelConfig(TrainingRecipe):
 
 
 async def train(cfg: RewardModelConfig, job: Job) -> None:
-    """Train a scalar head on pairs of answers."""
+    """Train `job.model` with a scalar head on pairs of answers, as a recipe of `forge.recipes.launch`."""
     loss = BradleyTerryLoss(**cfg.reward_model)
     dataset, trainer = await asyncio.gather(
         components.start_dataset(cfg, job, in_turn=True), components.start_trainer(cfg, job, loss, head="reward")

@@ -1,4 +1,4 @@
-"""RL with verifiable rewards: two loops that meet in a replay buffer. `algorithm` chooses the loss and its advantages.
+"""RL with verifiable rewards: two loops that share a replay buffer. `algorithm` chooses the loss and its advantages.
 
     prompts -> rollouts (policy + environment) -> replay buffer -> training -> new weights -> policy
 
@@ -30,35 +30,32 @@ class Loop:
         parts: the started components.
 
     Attributes:
-        version: of the trainer's weights.
-        published_version: of the generators'.
+        version: of the trainer's weights, the number of steps that they are trained for.
+        published_version: of the generators' weights; -1 before the first publication.
     """
 
     def __init__(self, cfg: RLConfig, job: Job, parts: RLComponents) -> None:
-        self.cfg = cfg
-        self.job = job
-        self.record = job.record
-        self.parts = parts
-        self.algorithm = parts.algorithm
+        self.cfg, self.job, self.parts = cfg, job, parts
+        self.record, self.algorithm = job.record, parts.algorithm
         self.version = self.record.start
         self.published_version = -1
 
     async def rollouts(self) -> None:
-        """Start a rollout for each prompt, as far ahead as the buffer admits."""
+        """Start a rollout for each prompt without end, as far ahead of the trainer as the buffer admits."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 await self.parts.buffer.admit.route()  # waits while max_policy_age versions ahead of the trainer
                 tasks.create_task(self.rollout(await self.parts.dataset.sample.route()))
 
     async def rollout(self, sample: Sample) -> None:
-        """Play the group of one prompt, and store it."""
+        """Sample a group of episodes for one prompt, and store it in the buffer."""
         prompt = sample.prompt
         seed = sample_seed(self.cfg.seed, prompt.index)
         episodes = await self.parts.env.rollout(self.parts.policy, sample, n=self.cfg.grpo.n_samples, seed=seed)
         await self.parts.buffer.add.route(Group(episodes, prompt.index, sample.target, prompt.text))
 
     async def training(self) -> None:
-        """Take the groups of each step from the buffer, and train on them."""
+        """Train on the buffer's groups step by step, and publish and checkpoint the weights when due."""
         for version in self.record.steps(self.cfg.training.steps):
             groups = await self.parts.buffer.sample.route(version, self.cfg.training.batch_size)
             await self.job.hooks.rollouts(version + 1, groups)
@@ -70,11 +67,15 @@ class Loop:
                 return
 
     def is_published(self, version: int) -> bool:
-        """Return whether generators get the weights of this version."""
+        """Return whether the weights of this version are published to the generators."""
         return version == self.cfg.training.steps or version % self.cfg.training.sync_interval == 0
 
     async def train_step(self, groups: list[Group], version: int) -> dict[str, float]:
-        """Train one step on groups; returns its metrics."""
+        """Train one step on groups, record them, and return the step's metrics.
+
+        Args:
+            version: of the weights before the step.
+        """
         entry = self.record.schedule_entry(version + 1, groups)
         credit.record_rollouts(episode for group in groups for episode in group.episodes)
         recorded_groups = self.record.pick(groups)
@@ -92,7 +93,13 @@ class Loop:
     async def make_batch(
         self, groups: list[Group], version: int, recorded_groups: list[Group], parts: Any = None
     ) -> Batch:
-        """Compute advantages, pack, and add what reference and critic say: the run's own, or `parts`'."""
+        """Return the groups packed as a batch, with advantages, reference log-probabilities and values.
+
+        Args:
+            version: of the weights in training.
+            recorded_groups: those of the groups whose tokens are recorded.
+            parts: has `reference` and `critic` of another policy; None: the run's own components.
+        """
         parts = parts or self.parts
         overlong_penalty(groups, self.cfg.grpo.max_tokens, self.cfg.grpo.overlong_buffer)
         shares = self.cfg.shares(self.algorithm)
@@ -109,7 +116,7 @@ class Loop:
         return batch
 
     async def publish(self, version: int) -> None:
-        """Hand the trainer's weights to the generators, and admit the rollouts that may start with them."""
+        """Publish the trainer's weights as this version to the generators, and admit the rollouts that may use them."""
         await self.parts.trainer.push_weights.call(version)
         await self.parts.policy.update_weights.fanout(version)
         await self.parts.advance(version)
@@ -118,31 +125,36 @@ class Loop:
             self.record.log_published(version, self.job.store.manifest(POLICY, version).digest)
 
     def log_schedule(self, entry: StepEntry, dropped: list[tuple[str, Group]], metrics: dict[str, float]) -> None:
-        """Write what a step trained on to the run's schedule."""
+        """Write to the run's schedule what a step trained on, and the groups that were dropped."""
         self.record.log_schedule(entry, dropped, metrics)
 
     async def evaluate(self) -> dict[str, float]:
-        """Return the metrics of the held-out problems that are due."""
-        # The run may end between two publications.
+        """Return the metrics of the held-out problems that are due, measured with the trainer's weights."""
+        # They differ from the generators' if the run ends between two publications.
         if self.published_version != self.version:
             await self.publish(self.version)
         return await self.parts.evaluation.run(self.parts.policy, self.version)
 
     async def run(self) -> None:
-        """Evaluate, train, and export the model."""
+        """Run from start to end: publish the first weights, evaluate, train, and export the model."""
         await self.publish(self.version)
         if self.version or not await self.job.end_step(self.cfg, self.parts.state, 0, {}, self.evaluate):
             await first_to_end(self.training(), self.rollouts())
         await self.export()
 
     async def export(self) -> None:
-        """Write the model in Hugging Face format."""
+        """Write the model in Hugging Face format to the run's folder."""
         await self.parts.trainer.export_model.call(self.record.model)
 
 
 async def train(cfg: RLConfig, job: Job, make_env: MakeEnv | None = None, loop: type[Loop] = Loop) -> None:
-    """Train `job.model` as configured. `make_env` makes the environment instead of what the configuration names."""
-    # What a replay needs, and no file has.
+    """Train `job.model` by reinforcement learning, as a recipe of `forge.recipes.launch`.
+
+    Args:
+        make_env: makes the environment, instead of the configuration.
+        loop: the class whose `run` is the run.
+    """
+    # Python objects that a replay would need and cannot read from a file.
     passed = {"an environment": make_env, "on_step": job.hooks.on_step, "on_rollouts": job.hooks.on_rollouts}
     by_hand = [name for name, value in passed.items() if value is not None]
     job.record.begin_schedule(f"{loop.__module__}:{loop.__qualname__}", by_hand)

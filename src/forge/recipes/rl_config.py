@@ -37,16 +37,21 @@ class RolloutSettings(Section):
 
     @property
     def excluding(self) -> list[str]:
-        """Return the settings by which tokens are drawn from something else than the policy's distribution."""
-        # Of the class: an algorithm's own defaults are this section's.
+        """Return the names of the settings that are set and exclude or reweight tokens, so that tokens are not drawn
+        from the policy's own distribution."""
+        # Subclasses may have other defaults.
         defaults = type(self)()
         return [name for name in self.BOUNDS if self[name] != defaults[name]]
 
     def sampling(self) -> dict[str, Any]:
-        """Return the fields of `forge.types.Sampling` that differ from its defaults."""
-        fields = {name: self[name] for name in (*self.excluding, *(["stop"] if self.stop else []))}
-        texts = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
-        return fields | texts | ({"logprobs_of": "policy"} if self.excluding else {})
+        """Return the arguments of `forge.types.Sampling` for these settings, as far as they differ from its
+        defaults."""
+        fields = {name: self[name] for name in self.excluding}
+        if self.stop:
+            fields["stop"] = tuple(self.stop)
+        if self.excluding:
+            fields["logprobs_of"] = "policy"
+        return fields
 
     def _check(self) -> None:
         if not all(self.stop):
@@ -87,7 +92,8 @@ class AlgorithmConfig(RolloutSettings):
     """Settings of an algorithm of your own whose names are taken here."""
 
     def settings(self) -> dict[str, Any]:
-        """Return settings of the algorithm's constructor, as far as they are set."""
+        """Return the arguments of the algorithm's constructor that are set, as {field: value}. ConfigError: one is set
+        twice, here and in `loss`."""
         extra = (self.model_extra or {}).items()
         # Null stands for the algorithm's own default, except where a setting can be switched off.
         settings = {name: value for name, value in extra if value is not None or name == "dual_clip"}
@@ -110,7 +116,7 @@ class CriticConfig(Section):
     """How far a value may move in one step; null: any."""
 
 
-# What an extension knows of the section `models`.
+# The module of the extension that checks and places the section `models`.
 MODELS = "forge_agents.models"
 
 
@@ -177,60 +183,63 @@ class RLConfig(RecipeConfig):
         return self.environment is not None or self.episode.agent is not None
 
     def make_environment(self) -> Any:
-        """Return the callable that makes an environment. ConfigError: the name is unknown, or not callable."""
+        """Return the callable that `environment` names, which makes an environment. ConfigError: the name is unknown,
+        or not callable."""
         make = resolve(self.environment, "environment") if isinstance(self.environment, str) else self.environment
         if not callable(make):
             raise ConfigError(f"environment {self.environment!r} is not callable: name what makes one")
         return make
 
     def others(self) -> dict[str, str]:
-        """Return the reference model, the critic's start and additional models, where they are set."""
+        """Return the reference model, the critic's start and additional models that are set, as {dotted key: folder or
+        hub id}."""
         models = {"grpo.reference": self.grpo.reference, "critic.model": self.critic.model}
-        models |= {f"models.{name}.model": further.model for name, further in self.models.items()}
+        models |= {f"models.{name}.model": section.model for name, section in self.models.items()}
         return {key: name for key, name in models.items() if name is not None}
 
     def placement(self, name: str) -> dict[str, Any]:
-        """Return options of a service, or of a part of an additional model, `models.rival.trainer`."""
+        """Return the placement options of a service, such as "trainer", or of a component of an additional model, such
+        as "models.rival.trainer"."""
         return self.placements()[name] if name.startswith("models.") else super().placement(name)
 
     def placements(self) -> dict[str, dict[str, Any]]:
-        """Return the options of services and of additional models."""
+        """Return the placement options of all services and of the components of additional models, by their dotted
+        setting."""
         placements = super().placements()
         return placements | resolve(f"{MODELS}:place_models", "models")(self) if self.models else placements
 
     def scalar(self, model: str) -> list[str]:
-        """Return the critic, where the algorithm has one."""
+        """Return the model that the critic starts from, in a list; empty if the algorithm has no critic."""
         return [self.critic.model or model] if self.load_algorithm().needs_critic else []
 
     def starts_reference(self, algorithm: Algorithm) -> bool:
-        """Return whether the run has a separate reference model."""
+        """Return whether the run starts a separate reference model for this algorithm."""
         return algorithm.needs_reference and self.services.ref_model is not None
 
     @property
     def max_policy_age(self) -> int:
-        """Return versions that a trained token may be old: `async.max_policy_age`, which is set by the time it is
-        read."""
-        assert self.async_.max_policy_age is not None
+        """Return the maximum age of a sampled token, in policy versions: `async.max_policy_age`, or its default."""
+        assert self.async_.max_policy_age is not None  # `_check` sets the default
         return self.async_.max_policy_age
 
     @property
     def max_training_age(self) -> int:
-        """Return versions that a token may be old for the trainer."""
+        """Return the maximum age of a token that the trainer accepts, in policy versions."""
         age = self.async_.max_training_age
         return self.max_policy_age if age is None else age
 
     @property
     def idle(self) -> frozenset[str]:
-        """Return the critic and the reference model, where the algorithm needs none."""
+        """Return the names of those of the services critic and ref_model that the algorithm does not need."""
         algorithm = self.load_algorithm()
         needed = {"critic": algorithm.needs_critic, "ref_model": self.starts_reference(algorithm)}
         return frozenset(name for name, is_needed in needed.items() if not is_needed)
 
     def load_algorithm(self) -> Algorithm:
-        """Return the algorithm that is named, with its settings.
+        """Return the algorithm that `algorithm` names, constructed with its settings.
 
         Raises:
-            ConfigError: there is no such algorithm, or a setting does nothing or is out of range.
+            ConfigError: there is no such algorithm, or it does not have a setting, or a value is out of range.
         """
         settings = self.grpo.settings()
         if self.training.entropy_coef:
@@ -243,7 +252,7 @@ class RLConfig(RecipeConfig):
             raise ConfigError(str(error)) from None
 
     def shares(self, algorithm: Algorithm) -> dict[str, Any]:
-        """Return settings of `forge.data.packing.pack`: how tokens share the loss."""
+        """Return the arguments `aggregation` and `horizon` of `forge.data.packing.pack`: how tokens share the loss."""
         aggregation = self.training.aggregation or algorithm.aggregation
         horizon = (self.grpo.horizon or self.grpo.max_tokens) if aggregation == "fixed_horizon" else None
         return {"aggregation": aggregation, "horizon": horizon}
@@ -270,7 +279,7 @@ class RLConfig(RecipeConfig):
             )
 
     def facts(self) -> rules.RLFacts:
-        """Return what the rules of this recipe are about."""
+        """Return the values that RL_RULES are about."""
         algorithm = self.load_algorithm()
         training = self.training
         return rules.RLFacts(
@@ -283,7 +292,7 @@ class RLConfig(RecipeConfig):
         )
 
     def unused(self) -> list[str]:
-        """Return the keys that are set and that nothing reads."""
+        """Return the dotted keys that are set although nothing reads them."""
         return super().unused() + self.facts().unused()
 
     def _check_multi_turn(self) -> None:
@@ -298,20 +307,25 @@ class RLConfig(RecipeConfig):
         rules.check_rules(rules.MULTI_TURN_RULES, self)
 
     def multi_turn_env(self, model: str) -> GroupEnv:
-        """Make what plays the episodes of `environment`. ValueError: the chat template does not fit `episode`."""
+        """Return the environment that plays episodes of `environment`, with the tokenizer in the folder `model`.
+        ValueError: the chat template does not fit the section `episode`."""
         make_env = resolve("forge_envs:MultiTurnEnv", "environment")
         return cast(GroupEnv, make_env(self.make_environment(), self.episode.dialogue(model), **self.limits()))
 
     def limits(self) -> dict[str, Any]:
-        """Return the limits of an episode, for `forge_envs.MultiTurnEnv`."""
+        """Return the limits of an episode, as arguments of `forge_envs.MultiTurnEnv`."""
         return {"max_turn_tokens": self.grpo.max_tokens, **self.episode.limits()}
 
     def reach(self, config: Any) -> int:
-        """Return the most tokens of a sequence that is trained, which the generator bounds as well."""
+        """Return the maximum number of tokens of a trained sequence, which is also bounded by the generator's."""
         return min(super().reach(config), check_length(config, self.generator.max_seq_len))
 
     def check_tokenizer(self, model: str) -> None:
-        """Raise ConfigError if the chat template does not fit `episode`, or generators take no episodes that long."""
+        """Check that the chat template fits the section `episode`, and episodes the sequences that generators take.
+
+        Raises:
+            ConfigError: one of them does not.
+        """
         longest = longest_sequence(self, model)
         if not self.multi_turn:
             if self.grpo.max_tokens >= longest and "max_tokens" not in self.grpo.model_fields_set:
@@ -327,13 +341,14 @@ class RLConfig(RecipeConfig):
             )
 
     def data(self, model: str) -> RowsConfig:
-        """Return the data, whose prompts leave room for a completion. ConfigError: there is none."""
+        """Return a copy of the section `dataset` whose prompts leave space for a completion in the model's sequences.
+        ConfigError: there is none."""
         if not self.multi_turn:
             return self.reward.with_columns(with_room(self, "grpo", model))
         return self.dataset.cap("max_prompt_tokens", longest_sequence(self, model) - 1)  # room for one token
 
     def check_reward(self) -> None:
-        """Raise ValueError if something that the reward names does not exist. An environment scores by itself."""
+        """Check that what the reward or the agent names exists. ValueError: it does not."""
         if self.episode.agent is not None:
             resolve("forge_agents.recipe:check_agent", "episode.agent")(self.episode.agent)
         if self.multi_turn:
@@ -347,5 +362,5 @@ class RLConfig(RecipeConfig):
 
     @property
     def files(self) -> list[str]:
-        """Return files of the data, the reward and the episode's template."""
+        """Return the paths of the data, the reward and the episode's template that may be local files."""
         return [*super().files, *(self.episode.files if self.multi_turn else ())]

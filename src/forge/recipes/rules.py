@@ -1,14 +1,13 @@
-"""The rules that a configuration must keep where they concern several sections: when one is broken, the fault and the
-fix in one line.
+"""The rules of a configuration that concern several sections; the error of a broken one names the fault and the fix.
 
-What concerns only one section is checked by that section; models and data by `forge.recipes.prepare`. A setting that
-nothing reads under the others is a warning: `unused_keys` lists it.
+A section checks by itself what concerns only it; `forge.recipes.prepare` checks models and data. A setting that nothing
+reads, given the values of the others, is only a warning: `unused_keys` lists it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..algorithms.base import Algorithm, OwnLoss
 from ..config.sections import ConfigError
@@ -18,29 +17,36 @@ if TYPE_CHECKING:
     from .rl_config import RLConfig
     from .schema import TrainingRecipe
 
-C = TypeVar("C")
-# When a rule is broken, and what its error says.
+# (whether a configuration breaks the rule, the message of its error)
 Rule = tuple[Callable[[Any], object], str | Callable[[Any], str]]
 
 
 def check_rules(rules: Iterable[Rule], config: object) -> None:
-    """Raise ConfigError with the message of the first rule that is broken."""
+    """Check all rules in order.
+
+    Args:
+        config: what the functions of the rules take, such as a recipe's configuration.
+
+    Raises:
+        ConfigError: the message of the first rule that is broken.
+    """
     for is_broken, message in rules:
         if is_broken(config):
             raise ConfigError(message if isinstance(message, str) else message(config))
 
 
 def unused_keys(conditions: Mapping[str, bool], cfg: Any) -> list[str]:
-    """Return the keys that are set and that nothing reads.
+    """Return the dotted keys that are set although nothing reads them.
 
     Args:
-        conditions: dotted keys, and whether nothing reads them in this configuration.
+        conditions: {dotted key: whether nothing reads it in this configuration}.
     """
     return [key for key, is_unused in conditions.items() if is_unused and is_set(cfg, key)]
 
 
 def is_set(cfg: Any, key: str) -> bool:
-    """Return whether the value of a dotted key differs from its default; a key that does not exist does not."""
+    """Return whether the value of a dotted key, such as "grpo.horizon", differs from its default; False for a key that
+    this configuration does not have."""
     *sections, name = key.split(".")
     for section in sections:
         cfg = getattr(cfg, section, None)
@@ -75,7 +81,7 @@ RECIPE_RULES: list[Rule] = [
 
 
 class PlacedService(NamedTuple):
-    """A service of a recipe and its options."""
+    """A service of a recipe with its placement options: the subject of SERVICE_RULES."""
 
     cfg: TrainingRecipe
     name: str
@@ -83,11 +89,12 @@ class PlacedService(NamedTuple):
 
     @property
     def trains(self) -> bool:
-        """Return whether it holds an optimiser, and so may have several ranks and no replicas."""
+        """Return whether the service holds an optimiser: it may have several ranks, but only one replica."""
         return self.name in ("trainer", "critic")
 
     def differing_option(self) -> str | None:
-        """Return an option of processes in which it differs from the trainer, whose processes it shares."""
+        """Return the name of the first process option in which the service differs from the trainer; None if it does
+        not, so that both can share processes."""
         trainer = self.cfg.services.trainer
         keys = ("with_gpus", "threads", "env")
         return next((key for key in keys if self.options[key] != trainer[key]), None)
@@ -170,25 +177,25 @@ OFFLINE_RULES: list[Rule] = [
 
 
 class RLFacts(NamedTuple):
-    """A configuration of the RL recipe, with what its rules derive from it."""
+    """A configuration of the RL recipe with values that follow from it: the subject of RL_RULES."""
 
     cfg: RLConfig
     algorithm: Algorithm
     aggregation: str
     updates: int  # optimizer updates of a step
     interval: int  # steps between two weight updates of the generators
-    age: int  # policy versions that a trained token may be old
+    age: int  # maximum age of a trained token, in policy versions
 
     @property
     def has_idle_kl(self) -> bool:
-        """Return whether the KL is to weights that are always those in training: the ones that the generator
-        recorded."""
-        regularised = self.algorithm.beta > 0 and not isinstance(self.algorithm, OwnLoss)
-        to_sampler = regularised and self.cfg.services.ref_model is None
-        return to_sampler and (self.algorithm.kl_in == "reward" or (self.age == 0 and self.updates == 1))
+        """Return whether `grpo.beta` has no effect: the KL is to the sampler's weights, which are those in training."""
+        has_kl = self.algorithm.beta > 0 and not isinstance(self.algorithm, OwnLoss)
+        is_to_sampler = has_kl and self.cfg.services.ref_model is None
+        # In the loss the KL has an effect once weights differ from the sampler's: with older samples or later updates.
+        return is_to_sampler and (self.algorithm.kl_in == "reward" or (self.age == 0 and self.updates == 1))
 
     def unused(self) -> list[str]:
-        """Return the keys that are set and that nothing reads."""
+        """Return the dotted keys of the RL recipe that are set although nothing reads them."""
         cfg, algorithm = self.cfg, self.algorithm
         correction = cfg.grpo.correction or "none"
         no_reference = not algorithm.needs_reference

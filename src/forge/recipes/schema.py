@@ -28,16 +28,15 @@ if TYPE_CHECKING:
     from .distill import DistillConfig
     from .rl_config import RLConfig
 
-# With `colocated`, those that live in the trainer's processes, on its devices.
+# The services that with `colocated` live in the trainer's processes, and take turns on its devices.
 TAKING_TURNS = ("trainer", "generator", "critic", "ref_model")
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """Return the seed of the completions of prompt `index` in a run of this seed; far apart for neighbouring
-    prompts.
+    """Return the seed with which the completions of prompt `index` are sampled in a run with this `seed`.
 
-    >>> sample_seed(0, 1) == sample_seed(0, 1)
-    True
+    >>> sample_seed(7, 0), sample_seed(7, 1)
+    (7, 1000010)
     """
     return seed + 1_000_003 * index
 
@@ -86,7 +85,8 @@ class TrainerConfig(Section):
     """`fsdp`: transformers' models, divided by this library; `titan`: TorchTitan's (`torchtitan==0.3.0`)."""
 
     def check_model(self, config: Any) -> None:
-        """Raise ValueError for a model that the backend does not have, ImportError if it is not installed."""
+        """Check that the backend can train a model with this transformers config. ValueError: it cannot. ImportError:
+        it is not installed."""
         if self.backend == "titan":
             resolve("forge_titan.setup:check_installed", "trainer.backend")()
             resolve("forge_titan.setup:check_model", "trainer.backend")(config)
@@ -108,11 +108,12 @@ class CheckpointConfig(Section):
 
     @property
     def remember(self) -> int:
-        """Return the number of samples that the data set keeps for a checkpoint, see `forge.actors.DatasetActor`."""
+        """Return how many of the last samples the dataset remembers, to return them again after a resume; 0 without
+        checkpoints."""
         return 1 << 16 if self.every else 0
 
     def due(self, step: int, last: bool) -> bool:
-        """Return whether a checkpoint is written after this step."""
+        """Return whether a checkpoint is written after this step; `last`: the run ends with it."""
         return self.every > 0 and (last or step % self.every == 0)
 
 
@@ -175,54 +176,55 @@ class TrainingRecipe(Section):
     """Random seed."""
 
     def others(self) -> dict[str, str]:
-        """Return additional models that the recipe reads, by the key that names them; they must share the model's
-        tokens."""
+        """Return the additional models of a run as {dotted key of the configuration: folder or hub id}, such as
+        {"grpo.reference": "Qwen/Qwen3-8B"}."""
         return {}
 
     def scalar(self, model: str) -> list[str]:
-        """Return the models that get a scalar head, of a run that trains `model`."""
+        """Return the folders or hub ids of the models that get a scalar head in a run that trains `model`."""
         return []
 
     @property
     def files(self) -> list[str]:
-        """Return all that is read and may be a file of this machine, models aside."""
+        """Return the paths and names in the configuration that may be local files which the run reads, without
+        models."""
         return self.dataset.files
 
     @property
     def scorers(self) -> list[Any]:
-        """Return the scorers of responses, constructed but not opened."""
+        """Return the functions and plugins that score responses, constructed but not opened."""
         return []
 
     @property
     def engine(self) -> EngineSettings | None:
-        """Return the settings of the engine that samples; None where nothing does."""
+        """Return the settings of the engine that samples; None if the recipe samples nothing."""
         return None
 
     def shares_device(self, name: str) -> bool:
-        """Return whether a service that is started lives in the trainer's processes, on its devices."""
+        """Return whether service `name` is started in the trainer's processes, on its devices."""
         return False
 
     def check_reward(self) -> None:
-        """Raise ValueError if something that the recipe's reward names does not exist."""
+        """Check that what the recipe's reward names exists. ValueError: it does not."""
 
     def reach(self, config: Any) -> int:
-        """Return the most tokens of a sequence that is trained, with a model of this transformers config."""
+        """Return the maximum number of tokens of a trained sequence, for a model with this transformers config."""
         return min(self.training.seq_len, max_length(config))
 
     def check_tokenizer(self, model: str) -> None:
-        """Raise ValueError if the tokenizer in a model's folder lacks something that the recipe needs."""
+        """Check that the tokenizer in the folder `model` has what the recipe needs. ValueError: it has not."""
 
     def data(self, model: str) -> RowsConfig:
-        """Return the data, whose rows are no longer than the model in this folder takes. ConfigError: they are set to
-        more."""
+        """Return a copy of the section `dataset` whose limit of tokens is at most the longest sequence of the model in
+        this folder."""
         return self.dataset.cap("max_tokens", max_length(model_config(model)))
 
     def placement(self, name: str) -> dict[str, Any]:
-        """Return options of service `name`, see `forge.runtime.controller.Options`."""
+        """Return the placement options of a service, the fields of `forge.runtime.controller.Options`."""
         return {**Options(**self.services[name])}
 
     def unused(self) -> list[str]:
-        """Return the keys that are set and that nothing reads under the others."""
+        """Return the dotted keys that are set although nothing reads them, given the values of the others."""
         conditions = {
             "checkpoint.async_write": not self.checkpoint.every,
             "eval.every": not self.eval.intervals(),
@@ -231,17 +233,18 @@ class TrainingRecipe(Section):
         return rules.unused_keys(conditions | dict.fromkeys(self.unread, True), self)
 
     def placements(self) -> dict[str, dict[str, Any]]:
-        """Return the options of all that a run places, by the settings that have them."""
+        """Return the placement options of each component of a run, by its dotted setting: {"services.trainer":
+        {"procs": 1, ...}}."""
         return {f"services.{name}": self.placement(name) for name in self.configured()}
 
     def _check(self) -> None:
         rules.check_rules(rules.RECIPE_RULES, self)
 
     def layout(self, name: str) -> Parallelism:
-        """Return the layout in which service `name` divides its model. Only the trainer divides experts.
+        """Return how service `name` divides its model over its ranks; only the trainer divides experts.
 
-        Over several hosts, each has a whole copy (HSDP) unless a degree is set: shards travel within hosts, gradients
-        only between them.
+        Unless a data-parallel degree is set, each of several hosts has a complete copy (HSDP): parameters are gathered
+        within a host, and only gradients travel between hosts.
         """
         layout = self.parallelism
         if name != "trainer":
@@ -256,20 +259,20 @@ class TrainingRecipe(Section):
 
     @property
     def idle(self) -> frozenset[str]:
-        """Return services that are configured and that the recipe does not start."""
+        """Return the names of services that are configured although the recipe does not start them."""
         return frozenset()
 
     def configured(self) -> list[str]:
-        """Return the services that are not null."""
+        """Return the names of the services that are not null."""
         return [name for name in type(self.services).model_fields if self.services[name] is not None]
 
     def service(self, name: str) -> Placement | None:
-        """Return the options of a service; None where the recipe has none of this name, or it is null."""
+        """Return the placement of service `name`; None if it is null, or the recipe has no such service."""
         return getattr(self.services, name, None)
 
     def check_services(self) -> None:
-        """Check the placement of all services: those that train may have several ranks, those that hold no state
-        several replicas. ConfigError: names the setting."""
+        """Check the placement of all services: only those that train may have several ranks, and only those without
+        state several replicas. ConfigError: one of them differs; names the setting."""
         for name in self.configured():
             service = rules.PlacedService(self, name, Options(**self.services[name]))
             rules.check_rules(rules.SERVICE_RULES, service)
@@ -278,8 +281,8 @@ class TrainingRecipe(Section):
                 self.layout(name).over(procs, f"services.{name}.procs = {procs}")
 
     def check_pairs(self, dataset: PreferencesConfig) -> None:
-        """Check training on pairs: every pair has the same weight, and fits into one micro-batch, which bounds its
-        length where that is not set."""
+        """Bound `max_tokens` of a dataset of pairs by half of training.seq_len, since both answers of a pair go into
+        one micro-batch. ConfigError: it is set to more."""
         half = self.training.seq_len // 2
         dataset.limit(
             "max_tokens",
@@ -300,7 +303,7 @@ class RecipeConfig(TrainingRecipe):
     services: SamplingServices = SamplingServices()
 
     def placement(self, name: str) -> dict[str, Any]:
-        """Return options of a service; with `colocated` in the trainer's processes."""
+        """Return the placement options of a service; with `colocated` they put it into the trainer's processes."""
         options = super().placement(name)
         if self.colocated and name in TAKING_TURNS:
             procs = super().placement("trainer")["procs"]
@@ -309,15 +312,15 @@ class RecipeConfig(TrainingRecipe):
 
     @property
     def engine(self) -> EngineSettings | None:
-        """Return the settings of the engine that samples."""
+        """Return the section `generator`, the settings of the engine that samples."""
         return self.generator
 
     def shares_device(self, name: str) -> bool:
-        """Return whether a service that is started lives in the trainer's processes, on its devices."""
+        """Return whether service `name` is started in the trainer's processes, on its devices."""
         return self.colocated and name in TAKING_TURNS and name in self.configured() and name not in self.idle
 
     def check_services(self) -> None:
-        """Check the placement of all services, and what `colocated` requires. ConfigError: names the setting."""
+        """Check the placement of all services, and what `colocated` requires. ConfigError: names a wrong setting."""
         super().check_services()
         try:
             self.generator.over(self.services.generator.procs)
@@ -344,35 +347,38 @@ class RecipeConfig(TrainingRecipe):
 
     @property
     def files(self) -> list[str]:
-        """Return files of the data and of the reward."""
+        """Return the paths of the data and of the reward that may be local files."""
         return [*super().files, *self.reward.files]
 
     @property
     def scorers(self) -> list[Any]:
-        """Return plugins and functions of the reward."""
+        """Return the plugins of the reward, constructed but not opened, and its functions."""
         return [*self.reward.plugins, *(self.reward.functions or ())]
 
     def check_reward(self) -> None:
-        """Raise ValueError if a function, a folder or a file of the reward does not exist."""
+        """Check that all functions, folders and files of the reward exist. ValueError: one does not."""
         self.reward.open()
 
 
 def longest_sequence(cfg: RecipeConfig, model: str) -> int:
-    """Return the most tokens of a prompt and its completion that generators of a model folder take."""
+    """Return the maximum number of tokens of a prompt with its completion, for generators of the model in a folder."""
     return check_length(model_config(model), cfg.generator.max_seq_len)
 
 
 def with_room(cfg: RLConfig | DistillConfig, section: str, model: str) -> DatasetConfig:
-    """Return the data, with prompts that leave room for the completions of a section in what generators take.
+    """Return a copy of the section `dataset` whose `max_prompt_tokens` leaves space for a completion in the sequences
+    that generators take.
 
-    It is a copy: a resumed run is compared with the configuration as it was written.
+    Args:
+        section: name of the section that sets the completions' `max_tokens`: "grpo" or "distill".
+        model: folder of the model.
 
     Raises:
-        ConfigError: the completions leave no room, or `dataset.max_prompt_tokens` is set to more than they leave.
+        ConfigError: completions leave no space, or `dataset.max_prompt_tokens` is set to more than they leave.
     """
     sampling = cfg[section]
     longest = longest_sequence(cfg, model)
-    data = cfg.dataset.model_copy()
+    data = cfg.dataset.model_copy()  # a resumed run is compared with the configuration as it was written
     room = longest - sampling.max_tokens
     completion = f"{section}.max_tokens = {sampling.max_tokens}"
     fix = "raise generator.max_seq_len as far as the model allows"
@@ -380,9 +386,9 @@ def with_room(cfg: RLConfig | DistillConfig, section: str, model: str) -> Datase
         raise ConfigError(
             f"{completion} leaves no room for a prompt in the {longest} tokens that generators take: lower it, or {fix}"
         )
-    # A default that leaves no room is a bound that answers never reach: they end at the model's length.
+    # A default of max_tokens that leaves no room is never reached: answers end at the longest sequence.
     room = room if room > 0 else longest - 1
-    default_bound = cfg.training.seq_len - sampling.max_tokens  # where the user set none
+    default_bound = cfg.training.seq_len - sampling.max_tokens  # which RLConfig and DistillConfig set for null
     if data.max_prompt_tokens == default_bound:
         data.max_prompt_tokens = min(default_bound, room)
     data.limit(

@@ -1,6 +1,6 @@
 """Supervised fine-tuning: cross-entropy on conversations, prompts with answers or plain text, of one or more datasets.
 
-Ends after `training.steps`, or as soon as held-out accuracy reaches `eval.stop_at`.
+It ends after `training.steps`, or as soon as held-out accuracy reaches `eval.stop_at`.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ class SFTConfig(RecipeConfig):
 
     @property
     def engine(self) -> EngineSettings | None:
-        """Return the engine that answers held-out problems, where it is to."""
+        """Return the settings of the engine that answers held-out problems; None if `eval.accuracy` is false."""
         return self.generator if self.eval.accuracy else None
 
     @property
@@ -56,9 +56,9 @@ class SFTConfig(RecipeConfig):
 
 
 async def train(cfg: SFTConfig, job: Job) -> None:
-    """Train on the tokens of demonstrations that the mask selects."""
-    record = job.record
-    held_out = job.held_out
+    """Train `job.model` on the tokens of demonstrations that their mask selects, as a recipe of
+    `forge.recipes.launch`."""
+    record, held_out = job.record, job.held_out
     aggregation = cfg.training.aggregation or "token_mean"
     samples_answers = cfg.eval.accuracy and bool(held_out)
     dataset, trainer, policy, reward = await asyncio.gather(

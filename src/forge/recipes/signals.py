@@ -6,10 +6,10 @@ import threading
 
 
 def end_at_signals() -> None:
-    """Have this program end with one line and 128 + number at SIGINT and SIGTERM.
+    """Have SIGINT and SIGTERM end this program with one line and the exit code 128 + number of the signal.
 
-    The kernel frees what it holds, and its processes end with it. Nothing changes in other threads, and where a signal
-    is ignored or handled already.
+    Signals that are ignored or already handled stay so, and outside the main thread nothing changes. No cleaning up is
+    needed: the kernel frees what the program holds, and its child processes end with it.
     """
 
     def raise_interrupt(number: int, _: object) -> None:

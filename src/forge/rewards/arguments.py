@@ -11,15 +11,15 @@ from typing import Any
 from ..types import Completion, Prompt
 
 Message = Mapping[str, Any]
-# Of one response; all but the first three are of the prompt, too.
+# The parameters with a meaning of a function that scores one response. All others name columns.
 OF_A_RESPONSE = ("response", "completion", "messages", "prompt", "target")
-# Of a prompt and all of its responses.
+# The same of a function that scores all responses to a prompt.
 OF_A_GROUP = ("responses", "completions", "messages", "prompt", "target", "conversational")
 KNOWN = "prompt, response, target, completion, messages, or columns of the rows (responses: all of a prompt at once)"
 
 
 class MissingColumn(ValueError):
-    """A reward names a column that the row of a prompt lacks."""
+    """A reward names a column that the row of a prompt does not have."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,11 @@ class Answers:
     """The responses to one prompt, with everything that a reward may name.
 
     Args:
+        target: None if the prompt has none.
         row: the columns of the prompt's row.
-        messages: of the prompt, where it is a conversation.
-        conversational: the row had the conversation itself, a list of messages.
-        completions: with the tokens of each response; without them they have the texts only.
+        messages: of the prompt, if it is a conversation.
+        conversational: whether the prompt's row has a list of messages, and not a text.
+        completions: one for each response, with its tokens, or with only its text where nothing reads tokens.
     """
 
     prompt: str
@@ -49,7 +50,12 @@ class Answers:
         target: str | None = None,
         completions: Sequence[Completion] | None = None,
     ) -> Answers:
-        """Return the answers to a `Prompt`, which has its row, or to a text."""
+        """Return the answers to a prompt.
+
+        Args:
+            prompt: a `Prompt`, which has its row and messages, or a text.
+            completions: of the responses; None: their texts.
+        """
         completions = completions or [Completion(text) for text in responses]
         if not isinstance(prompt, Prompt):
             return cls(str(prompt), responses, target, completions=completions)
@@ -57,36 +63,42 @@ class Answers:
         return cls(prompt.text, responses, target, prompt.row, messages, prompt.conversational, completions)
 
     def conversation(self, number: int) -> list[Message]:
-        """Return the messages of the prompt and of a response."""
+        """Return the messages of the prompt, and response `number` as the assistant's last message."""
         messages = self.messages or [{"role": "user", "content": self.prompt}]
         return [*messages, {"role": "assistant", "content": self.responses[number]}]
 
 
 class RewardCall:
-    """A reward function and what each of its parameters stands for.
+    """A reward function, which is called with the arguments that its parameters name.
 
-    A function of one response names `response` or `completion`, one of a group `responses`; all other names are of the
-    prompt, or columns of its row. One without names (of positional-only parameters, `*arguments`, names that start
-    with `_`, or in C) takes prompt, response and target in this order.
+    A function that scores one response has a parameter `response` or `completion`; one that scores all responses to a
+    prompt together has `responses`. Its other parameters are of the prompt, or columns of the prompt's row. A function
+    whose parameters name nothing (they are positional-only, `*arguments` or start with `_`, or it is written in C) is
+    called with prompt, response and target in this order.
+
+    Args:
+        name: of the function in errors.
+        is_group: whether it is a method that scores all responses together, as `score_group`.
 
     Attributes:
-        is_group: it scores all responses of a prompt at once.
-        columns: names of columns that it requires.
-        optional: names of columns that it takes where a row has them.
-        takes_all: it takes all columns, by **kwargs.
+        is_group: whether it scores all responses to a prompt together.
+        columns: names of the columns that it requires.
+        optional: names of the columns that it takes if a row has them.
+        takes_all: whether it takes all columns, by **kwargs.
+        by_position: whether it is called with prompt, response and target by position.
 
     Raises:
-        ValueError: the function takes other arguments.
+        ValueError: no parameter stands for a response.
     """
 
     def __init__(self, function: Any, name: str, is_group: bool = False) -> None:
         self.function, self.name = function, name
         try:
             parameters = list(inspect.signature(function).parameters.values())
-        except (TypeError, ValueError):  # of a function in C
+        except (TypeError, ValueError):  # a function in C has no signature
             parameters = []
 
-        # Collections of arguments name nothing by themselves; `_` and `_prompt` are names for what is not used.
+        # `*arguments` and `**arguments` name nothing, and `_` or `_prompt` say that an argument is not used.
         named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         unnamed = [p for p in named if p.kind is p.POSITIONAL_ONLY or (p.name.startswith("_") and p.default is p.empty)]
         self.names = frozenset(p.name for p in named)
@@ -99,7 +111,7 @@ class RewardCall:
             listed = ", ".join(map(str, parameters))
             raise ValueError(f"the reward {name}({listed}) names nothing of a response: name its parameters {KNOWN}")
 
-        # What is neither of the response nor of the prompt is a column.
+        # A parameter without another meaning names a column.
         known = OF_A_GROUP if self.is_group else OF_A_RESPONSE
         columns = [] if self.by_position else [p for p in named if p.name not in known]
         self.columns = tuple(p.name for p in columns if p.default is p.empty)
@@ -107,51 +119,57 @@ class RewardCall:
 
     @property
     def needs_target(self) -> bool:
-        """Return whether it takes the target."""
+        """Return whether the function takes the target."""
         return self.by_position or "target" in self.names
 
     @property
     def reads_tokens(self) -> bool:
-        """Return whether it takes more of a completion than its text."""
+        """Return whether the function takes completions, with their tokens, and not only texts."""
         return bool({"completion", "completions"} & self.names)
 
     def __call__(self, answers: Answers, number: int | None = None) -> Any:
-        """Call the function for one response, or for all of them. MissingColumn: the row lacks one that it names."""
+        """Return what the function returns for response `number`, or for all responses if that is None.
+
+        Raises:
+            MissingColumn: the row does not have a column that the function requires.
+        """
         if self.by_position:
             responses: Any = answers.responses if number is None else answers.responses[number]
             return self.function(answers.prompt, responses, answers.target)
         values: dict[str, Any] = {"prompt": answers.prompt, "target": answers.target}
         if number is None:
-            values["responses"] = list(answers.responses)
-            values["completions"] = list(answers.completions)
-            values["messages"] = [answers.conversation(number) for number in range(len(answers.responses))]
-            values["conversational"] = answers.conversational
+            values |= {
+                "responses": list(answers.responses),
+                "completions": list(answers.completions),
+                "messages": [answers.conversation(each) for each in range(len(answers.responses))],
+                "conversational": answers.conversational,
+            }
         else:
-            values["response"] = answers.responses[number]
-            values["completion"] = answers.completions[number] if "completion" in self.names else None
-            values["messages"] = answers.conversation(number)
+            values |= {
+                "response": answers.responses[number],
+                "completion": answers.completions[number] if "completion" in self.names else None,
+                "messages": answers.conversation(number),
+            }
 
         for name in self.columns:
             if name not in answers.row:
                 columns = ", ".join(answers.row) or "none"
                 raise MissingColumn(f"the reward {self.name} names {name!r}, and the prompt's row has {columns}")
 
-        row = {
-            name: value
-            for name, value in answers.row.items()
-            if name not in values and (self.takes_all or name in self.columns or name in self.optional)
-        }
+        columns_taken = answers.row.keys() if self.takes_all else {*self.columns, *self.optional}
+        row = {name: value for name, value in answers.row.items() if name in columns_taken and name not in values}
         return self.function(**row, **{name: value for name, value in values.items() if name in self.names})
 
 
 def adapt_function(function: Any) -> Any:
-    """Return the function, or one of ours in its place where an extension knows another library's form of it."""
-    found = (point.load()(function) for point in entry_points(group="forge.reward_forms"))
-    return next((ours for ours in found if ours is not None), function)
+    """Return a reward function in this library's form. A function in the form of another library, such as TRL, is
+    wrapped if an extension knows it; any other is returned as it is."""
+    wrapped = (point.load()(function) for point in entry_points(group="forge.reward_forms"))
+    return next((adapted for adapted in wrapped if adapted is not None), function)
 
 
 def columns_of(calls: Sequence[RewardCall]) -> list[str] | None:
-    """Return the columns that these functions take, required ones first; None: all."""
+    """Return the names of the columns that these functions take, without duplicates; None if one of them takes all."""
     if any(call.takes_all for call in calls):
         return None
     return list(dict.fromkeys(name for call in calls for name in (*call.columns, *call.optional)))

@@ -1,4 +1,4 @@
-"""Rewards: the sum of scorers, which are functions, objects with `score_group`, verifiers or panels."""
+"""Rewards: the weighted sum of scorers, which are functions, objects with `score_group`, verifiers or panels."""
 
 import asyncio
 import inspect
@@ -17,12 +17,12 @@ from .arguments import Answers, RewardCall, adapt_function
 from .verifier import Scores, Verifier, close_all
 
 log = logging.getLogger(__name__)
-REASONS = 10  # reasons that are logged of each verifier
-# Raised by a reward, they would end the program as if nothing were wrong.
+REASONS = 10  # number of different reasons for missing scores that are logged of each verifier
+# If a reward raised one of these, the program would end as if nothing were wrong.
 EXIT_ERRORS = (SystemExit, KeyboardInterrupt)
-# Raised in a thread, no future carries them: the caller would wait forever.
+# A future cannot carry these out of a thread, so that the caller would wait forever.
 FUTURE_ERRORS = (StopIteration, asyncio.CancelledError, GeneratorExit)
-REPORT_INTERVAL = 30.0  # seconds of a call, as of reading data, after which a line names what is waited for
+REPORT_INTERVAL = 30.0  # seconds of a call after which a line says that it is still running
 
 
 class BadScore(ValueError):
@@ -30,19 +30,21 @@ class BadScore(ValueError):
 
 
 class FunctionVerifier:
-    """A function as a verifier of one column: `f(response, target, ...) -> float | None`, plain or async, whose
-    parameters get what they name (`forge.rewards.arguments`), or an object whose async `score_group(prompt, responses,
-    target)` scores all responses of a prompt together.
+    """A reward function as a verifier of one column.
 
-    None or NaN marks a response unscored; of a function of TRL's form, that it does not apply. Exceptions propagate: an
-    error in a reward function must not be hidden. Plain functions run in a thread.
+    A score of None or NaN leaves the response unscored; for a function in TRL's form it means that the function does
+    not apply to the response. Exceptions propagate, since an error in a reward function must not be hidden. Plain
+    functions run in a thread.
 
     Args:
-        name: of its column; None: the function's.
+        function: `f(response, target, ...) -> float | None`, plain or async, called with the arguments that its
+            parameters name (`forge.rewards.arguments`); or an object whose async `score_group(prompt, responses,
+            target)` scores all responses to a prompt together.
+        name: of the column; None: the function's.
 
     Raises:
-        ValueError: the function takes other arguments; or, of a call, a score is neither a finite number nor None, or
-            the number of scores differs from the number of responses.
+        ValueError: the function has other parameters. When it is called: a score is neither a finite number nor None,
+            or the number of scores differs from the number of responses.
     """
 
     def __init__(self, function: Any, name: str | None = None) -> None:
@@ -56,23 +58,23 @@ class FunctionVerifier:
         self._reported = -math.inf
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
-        """[responses, 1]."""
+        """Return [responses, 1] scores of the responses to one prompt."""
         return await self.score_answers(Answers.from_texts(prompt, responses, target))
 
     async def score_answers(self, answers: Answers) -> Scores:
-        """[responses, 1]."""
-        # None stands for all responses at once.
+        """Return [responses, 1] scores of answers, from which the function takes what its parameters name."""
+        # The number of each response that the function is called for; None stands for all responses at once.
         numbers = [None] if self.call.is_group else range(len(answers.responses))
         reporting = asyncio.create_task(self._report(answers.prompt))
         try:
-            # Each in a coroutine, or one after the other in a thread.
+            # Async functions run concurrently, plain ones one after the other in a thread.
             if self._is_async:
                 returned: Any = await asyncio.gather(*(self._awaited(answers, number) for number in numbers))
             else:
                 returned = await asyncio.to_thread(lambda: [self._called(answers, number) for number in numbers])
         finally:
             reporting.cancel()
-        return self._check_score(returned[0] if self.call.is_group else returned, answers)
+        return self._read_scores(returned[0] if self.call.is_group else returned, answers)
 
     def _called(self, answers: Answers, number: int | None) -> object:
         with self._name_answer(answers, number):
@@ -88,11 +90,12 @@ class FunctionVerifier:
             except EXIT_ERRORS as error:
                 raise RuntimeError(f"the reward {self.names[0]} raised {error!r}") from error
 
-    def _check_score(self, returned: Any, answers: Answers) -> Scores:
+    def _read_scores(self, returned: Any, answers: Answers) -> Scores:
+        """Return what the function returned, one item for each response, as scores. BadScore: it is something else."""
         name = self.names[0]
         count = len(answers.responses)
 
-        # A wrong number or kind of scores is an error of the function, which must not be hidden as a missing score.
+        # What is no list of the right length is an error of the function, and not a missing score.
         if not hasattr(returned, "__len__") or isinstance(returned, str | Mapping):
             with self._name_answer(answers):
                 raise BadScore(
@@ -105,38 +108,39 @@ class FunctionVerifier:
         if any(isinstance(score, Mapping) for score in returned):
             scores.extras = [extras_of(score) for score in returned]
 
-        for i, item in enumerate(returned):
-            # verl's functions may give a mapping with the score.
+        for number, item in enumerate(returned):
+            # A function in verl's form may return a mapping with the score and other numbers.
             score = item["score"] if isinstance(item, Mapping) and "score" in item else item
             try:
                 if score is None or math.isnan(score):
-                    scores.reasons[i, 0] = f"it gave {score}"
+                    scores.reasons[number, 0] = f"it gave {score}"
                     continue
                 if math.isinf(score):
                     raise OverflowError
             except (TypeError, ValueError, OverflowError):  # ValueError: a tensor of several numbers
                 fix = "give a finite number, or None for no score"
-                with self._name_answer(answers, i):
+                with self._name_answer(answers, number):
                     raise BadScore(f"the reward {name} gave {score!r:.80}: {fix}") from None
 
-            scores.values[i, 0] = score
+            scores.values[number, 0] = score
 
         return scores
 
     async def _report(self, prompt: str) -> None:
-        """Log a line each time that a call has taken REPORT_INTERVAL more; one line for all concurrent calls."""
-        begun = time.monotonic()
+        """Log every REPORT_INTERVAL that a call is still running, until cancelled; of concurrent calls only one."""
+        started = time.monotonic()
         while True:
             await asyncio.sleep(REPORT_INTERVAL)
             now = time.monotonic()
             if now - self._reported >= REPORT_INTERVAL:
                 self._reported = now
-                seconds = now - begun
+                seconds = now - started
                 log.warning("the reward %s has scored prompt %.100r for %.0f s so far", self.names[0], prompt, seconds)
 
     @contextmanager
     def _name_answer(self, answers: Answers, number: int | None = None) -> Iterator[None]:
-        """Add to an exception the prompt and response that were scored when it was raised."""
+        """Within this context, add a note to an exception with the prompt, the target and the response that were being
+        scored."""
         try:
             yield
         except Exception as error:
@@ -147,10 +151,10 @@ class FunctionVerifier:
 
 
 def as_verifier(scorer: Any, name: str | None = None) -> Verifier:
-    """Return a `Verifier` from a verifier, a function, or an object with `score_group`.
+    """Return a scorer (a verifier, a function, or an object with `score_group`) as a `Verifier`.
 
     Args:
-        name: of a function's column; None: its own.
+        name: of a function's column; None: the function's own. A verifier keeps its names.
 
     Raises:
         ValueError: it is none of these.
@@ -163,30 +167,38 @@ def as_verifier(scorer: Any, name: str | None = None) -> Verifier:
 
 
 def call_of(verifier: Verifier) -> RewardCall:
-    """Return how a verifier is called: all of its responses at once, and additional parameters by name."""
+    """Return how a verifier is called with answers: a function as its parameters say, any other verifier by `score`,
+    for all responses together."""
     if isinstance(verifier, FunctionVerifier):
         return verifier.call
     return RewardCall(verifier.score, verifier.names[0], is_group=True)
 
 
 def part_names(verifiers: Sequence[Verifier], names: Sequence[str] | None = None) -> list[str]:
-    """Return the name of what each scorer adds to the reward; of several with one name the later ones have a number."""
+    """Return a different name for each scorer's part of the reward: its own, or the one in `names`; if several are
+    equal, the later ones end with a number, as length_2."""
     parts: list[str] = []
     for number, verifier in enumerate(verifiers):
         is_function = isinstance(verifier, FunctionVerifier)
         name = verifier.names[0] if is_function else type(verifier).__name__
         if names and number < len(names):
             name = names[number]
-        # Two lambdas are two columns of a chart, not their sum.
+        # Numbered, so that two lambdas have two metrics, and not one with their sum.
         repeated = sum(part == name or part.startswith(f"{name}_") for part in parts)
         parts.append(f"{name}_{repeated + 1}" if name in parts else name)
     return parts
 
 
 class Score(NamedTuple):
-    """`reward` is None if the response is unscored, `correct` if that is unknown. `parts` is what each of several
-    scorers adds to the reward, by name; `steps` what its steps earn of it: (end in characters, reward). `reason` says
-    why there is no reward, and `extras` has additional numbers for metrics."""
+    """The score of one response.
+
+    reward: None if the response is unscored.
+    correct: whether it is right; None if that is unknown.
+    parts: {name of a scorer: what it adds to the reward}, if there are several scorers.
+    steps: (end of a step in characters, reward that the step earns), if steps are scored.
+    reason: why there is no reward; "" if there is one.
+    extras: additional numbers for metrics.
+    """
 
     reward: float | None
     correct: bool | None
@@ -197,15 +209,17 @@ class Score(NamedTuple):
 
 
 class Reward:
-    """The weighted sum of scorers. A response that one of them does not score has no reward; of functions of TRL's
-    form, one that none of them scores.
+    """The weighted sum of scorers.
+
+    A response has no reward if one of them does not score it. Functions in TRL's form are the exception: one that does
+    not score a response adds nothing, and the response has no reward only if no scorer scores it.
 
     Args:
         scorers: functions, objects with `score_group`, or verifiers.
         accuracy: the function that decides whether a response is right (a score of at least 1); by default the first
             function among `scorers`.
-        weights: of the first scorers; those without one count 1.
-        names: of the first scorers, in metrics; by default the functions' own.
+        weights: what the first scorers are multiplied by; the others by 1.
+        names: of the first scorers in metrics; the others have their own.
 
     Raises:
         ValueError: no scorers, two that learn, or more weights or names than scorers.
@@ -223,7 +237,7 @@ class Reward:
         check_parts(len(scorers), weights, names)
         self.verifiers = [as_verifier(scorer) for scorer in scorers]
 
-        # The accuracy function is often among the scorers: it is then called once.
+        # If the accuracy function is also a scorer, as by default, it is called only once.
         functions = [verifier for verifier in self.verifiers if isinstance(verifier, FunctionVerifier)]
         matching = (verifier for verifier in functions if accuracy is None or verifier.function is accuracy)
         self.accuracy: Verifier | None = next(matching, None)
@@ -240,7 +254,7 @@ class Reward:
         self._logged: dict[str, set[str]] = {}
 
     def setup(self) -> None:
-        """Set up the scorers that need it: models, sandboxes."""
+        """Set up the scorers that have `setup`, which load models or start sandboxes."""
         for verifier in self.verifiers:
             if hasattr(verifier, "setup"):
                 verifier.setup()
@@ -252,21 +266,22 @@ class Reward:
         target: str | None,
         completions: Sequence[Completion] | None = None,
     ) -> list[Score]:
-        """Return the rewards of the responses of one prompt, in order. Records the share of missing scores of
-        verifiers.
+        """Return the score of each response to one prompt, in their order, and record the shares of missing scores as
+        metrics.
 
         Args:
             prompt: a `Prompt`, whose row has the columns that scorers name, or a text.
-            completions: with the tokens of the responses, for scorers that read them.
+            completions: of the responses, for scorers that read tokens; None: they have only texts.
 
         Raises:
-            MissingColumn: the row lacks a column that a scorer names. Whatever a function raises.
+            MissingColumn: the row does not have a column that a scorer requires.
+            Exception: whatever a function raises.
         """
         answers = Answers.from_texts(prompt, responses, target, completions)
         total = np.zeros(len(responses))
-        applied = np.zeros(len(responses), dtype=bool)  # by any scorer
+        is_scored = np.zeros(len(responses), dtype=bool)  # by at least one scorer
 
-        # Sums over the scorers, with each one's part and the rewards of steps.
+        # What the scorers say of each response.
         correct: list[bool | None] = [None] * len(responses)
         parts: dict[str, np.ndarray] = {}
         steps: list[list[tuple[int, float]]] = [[] for _ in responses]
@@ -281,9 +296,9 @@ class Reward:
                 reasons[response] = reasons[response] or f"{name}: {reason}"
             if not isinstance(verifier, FunctionVerifier):
                 report_missing(verifier, scores, self._logged)
-            applied |= ~np.isnan(part)
+            is_scored |= ~np.isnan(part)
 
-            # Of some functions, None says that they do not apply, and the others decide.
+            # A function that may abstain adds 0 where it did; the NaN of any other makes the sum NaN.
             total += np.nan_to_num(part) if getattr(verifier, "may_abstain", False) else part
             for response_steps, scored_steps in zip(steps, scores.steps or (), strict=False):
                 response_steps += [(end, weight * earned) for end, earned in scored_steps]
@@ -292,8 +307,8 @@ class Reward:
             if verifier is self.accuracy:
                 correct = _is_correct(scores)
 
-        total[~applied] = np.nan
-        # An accuracy function that is not among the scorers is asked separately.
+        total[~is_scored] = np.nan
+        # An accuracy function that is not among the scorers is called separately.
         if self.accuracy is not None and self.accuracy not in self.verifiers:
             correct = await self.judge(prompt, responses, target, completions)
         several = len(self.verifiers) > 1
@@ -317,23 +332,21 @@ class Reward:
         target: str | None,
         completions: Sequence[Completion] | None = None,
     ) -> list[bool | None]:
-        """Return whether each response is right, by the accuracy function only; None where that is unscored.
-
-        Raises:
-            ValueError: there is no such function.
-        """
+        """Return whether each response is right, as the accuracy function says; None where it gives no score. The
+        arguments are those of `score`. ValueError: there is no accuracy function."""
         if self.accuracy is None:
             raise ValueError("nothing says which responses are right: set reward.accuracy, or eval.problems to 0")
         answers = Answers.from_texts(prompt, responses, target, completions)
         return _is_correct(await scored_by(self.accuracy, call_of(self.accuracy), answers))
 
     async def close(self) -> None:
-        """Close all scorers, even if one raises."""
+        """Close all scorers, as in `close_all`."""
         await close_all(self.verifiers)
 
 
 def check_parts(scorers: int, weights: Sequence[float] | None, names: Sequence[str] | None) -> None:
-    """ValueError: more weights or names than scorers, a weight that is not finite, or a name twice."""
+    """Check the weights and names of a number of scorers. ValueError: there are more of them than scorers, a weight is
+    not finite, or two names are equal."""
     for kind, values in (("weights", weights), ("names", names)):
         if len(values or ()) > scorers:
             raise ValueError(
@@ -346,12 +359,13 @@ def check_parts(scorers: int, weights: Sequence[float] | None, names: Sequence[s
 
 
 async def scored_by(verifier: Verifier, call: RewardCall, answers: Answers) -> Scores:
-    """Return the scores of a verifier, which gets what its parameters name. MissingColumn: the row lacks one."""
+    """Return the scores that a verifier gives to answers; `call` is its `call_of`. MissingColumn: their row does not
+    have a column that it requires."""
     return await (verifier.score_answers(answers) if isinstance(verifier, FunctionVerifier) else call(answers))
 
 
 def extras_of(score: object) -> dict[str, float]:
-    """Return the numbers of a mapping alongside its score.
+    """Return the finite numbers in a mapping, without its score; {} if the score is no mapping.
 
     >>> extras_of({"score": 1.0, "length": 3})
     {'length': 3.0}
@@ -365,17 +379,18 @@ def extras_of(score: object) -> dict[str, float]:
 
 
 def report_missing(verifier: Verifier, scores: Scores, logged: dict[str, set[str]]) -> None:
-    """Record the share of missing scores by column, and log each column's first `REASONS` reasons once.
+    """Record the share of a verifier's missing scores in the metrics `missing/NAME`, and log new reasons for them.
 
     Args:
-        logged: the reasons that were logged already, by column; updated.
+        logged: {name: reasons that were logged}, at most `REASONS` of each, to which new ones are added.
     """
     if not len(scores.values):
         return  # the share of no responses is undefined
     for name, missing in zip(verifier.names, np.isnan(scores.values).mean(0), strict=True):
         record_metric(f"missing/{name}", float(missing))
     for (_, column), reason in scores.reasons.items():
-        reasons = logged.setdefault(name := verifier.names[column], set())
+        name = verifier.names[column]
+        reasons = logged.setdefault(name, set())
         if reason not in reasons and len(reasons) < REASONS:
             reasons.add(reason)
             log.warning("verifier %s did not score a response: %s", name, reason)

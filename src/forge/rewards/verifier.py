@@ -1,4 +1,4 @@
-"""The verifier protocol: score the responses to a prompt, in one or more columns."""
+"""The verifier protocol: objects that score the responses to a prompt, in one or more columns."""
 
 from __future__ import annotations
 
@@ -17,16 +17,22 @@ class Unscored(Exception):
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the reason that `Scores` gives for an exception."""
+    """Return why a response is unscored, as `Scores.reasons` says it, from the exception that its scoring raised.
+
+    >>> reason_of(KeyError("answer"))
+    "KeyError: 'answer'"
+    """
     return str(error) if isinstance(error, Unscored) else f"{type(error).__name__}: {error}"
 
 
 @dataclass
 class Scores:
-    """values: [responses, names] float64 on the verifier's own scale, NaN where unscored; reasons[(i, j)] says why.
+    """The scores that a verifier gives to the responses of a prompt.
 
-    `steps`, of a verifier that scores steps, has for each response where its steps end, in characters, and what each of
-    them adds to the value. `extras` has additional numbers of each response, for metrics.
+    values: [responses, names] float64 on the verifier's own scale, NaN where unscored.
+    reasons: {(response, name): why it is unscored}.
+    steps: of each response [(end of a step in characters, what it adds to the value)]; None: steps are not scored.
+    extras: of each response additional numbers for metrics.
     """
 
     values: np.ndarray
@@ -36,36 +42,42 @@ class Scores:
 
     @classmethod
     def none(cls, responses: int, names: int, reason: str) -> Scores:
-        """Return all unscored, for one reason."""
-        reasons = {(i, j): reason for i in range(responses) for j in range(names)}
+        """Return scores of which all are missing for the same reason, given the numbers of responses and of names."""
+        reasons = {(response, name): reason for response in range(responses) for name in range(names)}
         return cls(np.full((responses, names), np.nan), reasons)
 
     @classmethod
     def from_outcomes(cls, outcomes: Sequence[float | Sequence[float] | BaseException | None], names: int) -> Scores:
-        """Return scores from the outcome of each response: `names` numbers (or the number, of one name); None or an
-        exception where it is unscored. Numbers that are not finite and strings are unscored too."""
+        """Return the scores of responses.
+
+        Args:
+            outcomes: for each response its numbers, one a name (or the number itself if there is one name). None or an
+                exception leaves it unscored, and so does what is no number or not finite.
+            names: number of names.
+        """
         scores = cls(np.full((len(outcomes), names), np.nan))
-        for i, outcome in enumerate(outcomes):
+        for response, outcome in enumerate(outcomes):
+            # Whatever is wrong with an outcome, also what numpy raises for it, is the reason of missing scores.
             try:
                 if isinstance(outcome, BaseException):
                     raise outcome
                 if outcome is None:
                     raise Unscored("it gave no score (None)")
 
-                # Strings would be converted to numbers by numpy.
+                # Checked here, as numpy would convert strings to numbers.
                 if not all(isinstance(number, Real | np.bool_) for number in np.asarray(outcome).flat):
                     raise Unscored(f"it gave {outcome!r:.80}, which is not a number")
                 if np.size(outcome) != names:
                     raise Unscored(f"it gave {np.size(outcome)} numbers for {names}")
-                scores.values[i] = outcome
+                scores.values[response] = outcome
                 reason = f"it gave {outcome}"
             except BaseException as error:
                 reason = reason_of(error)
 
-            for j in range(names):
-                if not math.isfinite(scores.values[i, j]):
-                    scores.values[i, j] = np.nan
-                    scores.reasons[i, j] = reason
+            for name in range(names):
+                if not math.isfinite(scores.values[response, name]):
+                    scores.values[response, name] = np.nan
+                    scores.reasons[response, name] = reason
 
         return scores
 
@@ -78,12 +90,12 @@ class Verifier(Protocol):
 
     Optional attributes, used by a `Panel`:
 
-    - `progress`: a number that grows with the work done; calls are then served first come first served. The panel's
-      timeout restarts as long as it grows.
+    - `progress`: a number that grows with the work done. The panel's timeout restarts whenever it has grown; calls are
+      then served in the order in which they arrive.
     - `async def close()`: frees resources.
 
-    A verifier of a configuration (`use: package.module:Name`, the other keys are its constructor's arguments) opens
-    nothing in its constructor, so that settings are checked before any process starts. It may also have
+    A verifier that a configuration names (`use: package.module:Name`, the other keys are its constructor's arguments)
+    opens nothing in its constructor, so that settings are checked before any process starts. It may also have
 
     - `def check()`: raises ValueError if a file or folder is missing; loads no models.
     - `def warning(targets)`: a line about the data set's targets to log before the run, or "".
@@ -97,16 +109,19 @@ class Verifier(Protocol):
     names: tuple[str, ...]  # one column each
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
-        """[responses, names] scores of the responses to one prompt; NaN with a reason where one cannot be scored."""
+        """Return [responses, names] scores of the responses to one prompt; NaN with a reason for one that cannot be
+        scored."""
 
 
 async def collect_scores(calls: Sequence[Awaitable[float | Sequence[float] | None]], names: int) -> Scores:
-    """Await the score of each response; an exception leaves its response unscored and is the reason."""
+    """Return the scores of responses from one awaitable for each; the exception of one is the reason why its response
+    is unscored. `names` is the number of names."""
     return Scores.from_outcomes(await asyncio.gather(*calls, return_exceptions=True), names)
 
 
 async def close_all(verifiers: Sequence[Verifier]) -> None:
-    """Close the verifiers that have `close`, all of them even if one raises."""
+    """Close the verifiers that have `close`. If some raise, the others are closed nevertheless, and then the first
+    exception is raised."""
     closing = [verifier.close() for verifier in verifiers if hasattr(verifier, "close")]
     for outcome in await asyncio.gather(*closing, return_exceptions=True):
         if isinstance(outcome, BaseException):

@@ -72,5 +72,5 @@ def test_json_match_gives_partial_credit(response: str, expected: float):
 def test_invalid_json_match_settings_and_targets_raise():
     with pytest.raises(ValueError, match=r"form must be in \[0, 1\)"):
         JsonMatch(form=1.0)
-    with pytest.raises(ValueError, match="is not JSON object"):
+    with pytest.raises(ValueError, match="is not a JSON object"):
         JsonMatch()("", "{}", "thirty")

@@ -1,7 +1,7 @@
-"""Equality of two final answers: the same text, letter or number, else as math-verify says.
+"""Equality of two final answers: the same text, letter or number, and otherwise what math-verify says.
 
-An extension may compare in its own way: the entry point of the group `forge.answers` names a module with the functions
-`are_equal`, `parse_number`, `split_choice` and `same_text` of this one.
+An extension may compare in another way: the entry point of the group `forge.answers` names a module with the functions
+`are_equal`, `parse_number`, `split_choice` and `same_text`, as this module has them.
 """
 
 import json
@@ -21,40 +21,51 @@ _LOOP = Path(__file__).with_name("helper_process.py")
 
 
 class Helper:
-    """The helper process of one program, in which computations alongside the rewards run.
+    """Compares answers in another process, with a limit of CPU time.
 
     Rewards run in threads, where timeouts by signals do not work, and no signal interrupts one huge integer power. So
-    each process starts one helper for a program, `helper_process`, which loads it once and forks a child for every
-    question. The helper ends with its owner, when its stdin closes.
+    each process starts one helper process for a program (see `helper_process`), which loads it once and forks a child
+    for every question. The helper process ends with its owner, when its stdin closes.
 
     Args:
-        program: a file that defines `equal(*question) -> bool`, and `prepare(line)`, which loads what a question needs.
+        program: a file that defines `are_equal(*question) -> bool`, and `prepare_question(line)`, which loads what a
+            question needs.
     """
 
     def __init__(self, program: Path) -> None:
         self._program = program
         self._after_fork()
-        # Two processes must not share one helper's pipes.
+        # Two processes must not share the pipes of one helper.
         os.register_at_fork(after_in_child=self._after_fork)
-        self._verdict = lru_cache(maxsize=4096)(self._judge)  # degenerate policies repeat themselves
-        self._is_fast = lru_cache(maxsize=1024)(lambda of_itself: self._ask(of_itself) is not None)
+        self._cached_judge = lru_cache(maxsize=4096)(self._judge)  # degenerate policies repeat themselves
+        self._cached_ask = lru_cache(maxsize=1024)(self._ask)  # for targets, which recur with every response
 
     def _after_fork(self) -> None:
         self._lock = threading.Lock()
         self.process: subprocess.Popen[str] | None = None
 
     def verdict(self, question: list[Any], of_itself: list[Any]) -> bool | None:
-        """Return whether the two sides of a question are equal; None if the target takes too much CPU time even
-        compared with itself. RuntimeError: the helper process does not run."""
-        return self._verdict(json.dumps(question), json.dumps(of_itself))
+        """Return whether an answer equals its target; None if the target takes too much CPU time even compared with
+        itself.
+
+        Args:
+            question: the arguments of the program's `are_equal`.
+            of_itself: the same with the target also as the answer.
+
+        Raises:
+            RuntimeError: the helper process does not run.
+        """
+        return self._cached_judge(json.dumps(question), json.dumps(of_itself))
 
     def _judge(self, question: str, of_itself: str) -> bool | None:
         verdict = self._ask(question)
-        # If only the target is fast, the answer is slow and so wrong: slow answers must not escape a verdict.
-        return False if verdict is None and self._is_fast(of_itself) else verdict
+        # If the target is fast by itself, the answer is what is slow. It counts as wrong, or a policy could avoid wrong
+        # answers by slow ones.
+        is_slow_answer = verdict is None and self._cached_ask(of_itself) is not None
+        return False if is_slow_answer else verdict
 
     def _ask(self, question: str) -> bool | None:
-        """Return the helper's verdict; None after its CPU time."""
+        """Return the helper process's verdict on a question in JSON; None if it takes too much CPU time."""
         with self._lock:
             for _ in range(2):  # the helper may have been killed since the last call
                 if self.process is None or self.process.poll() is not None:
@@ -83,7 +94,7 @@ class Helper:
             raise RuntimeError(f"{self._program.name} ends at once, with status {status}; its error is on stderr")
 
 
-LONGEST = 2000  # characters of an answer
+LONGEST = 2000  # maximum number of characters of an answer that is compared
 _helper = Helper(Path(__file__).with_name("verify_process.py"))
 _CHOICE = re.compile(
     r"\s*(?:option|choice|answer)?\s*(?:\\text\{)?(?:\(([A-Za-z])\)|([A-Za-z])(?=\s*\}?\s*\Z|[).:](?:\s|\Z)))",
@@ -97,14 +108,14 @@ _NUMBER = re.compile(r"([-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d
 
 @lru_cache(maxsize=1)
 def load_comparison() -> Any:
-    """Return the module that compares answers: an extension's, else this one."""
+    """Return the module that compares answers: an extension's if one is installed, else this one."""
     for point in entry_points(group="forge.answers"):
         return point.load()
     return sys.modules[__name__]
 
 
 def same_text(one: str, other: str) -> bool:
-    """Return whether two texts are the same apart from white space and marks without a meaning.
+    """Return whether two texts are the same apart from white space and markup, and not empty.
 
     >>> same_text("x = 3", "x=3")
     True
@@ -113,7 +124,8 @@ def same_text(one: str, other: str) -> bool:
 
 
 def split_choice(text: str) -> tuple[str, str]:
-    """Return the letter of a labelled choice and the text after it: B, (B), "B) 12", "option B"; "" for another.
+    """Return the letter of a labelled choice, such as "(B)", "B) 12" or "option B", and the text after it; ("", "") for
+    any other text.
 
     >>> split_choice("(B) 12")
     ('B', '12')
@@ -123,7 +135,8 @@ def split_choice(text: str) -> tuple[str, str]:
 
 
 def parse_number(text: str) -> tuple[Fraction, bool] | None:
-    """Return the value of a text that is one number, and whether it is a percentage; else None. A unit is dropped.
+    """Return the value of a text that consists of one number, and whether it is a percentage; None for any other text.
+    A unit after the number is ignored.
 
     >>> parse_number("1/4")
     (Fraction(1, 4), False)
@@ -137,10 +150,10 @@ def parse_number(text: str) -> tuple[Fraction, bool] | None:
 
 
 def are_equal(answer: str, target: str, tolerance: float) -> bool | None:
-    """Return whether two answers agree; None where the target takes too long to compare.
+    """Return whether two answers are equal; None if the target takes too long to compare.
 
-    Two numbers agree within `tolerance`, which is relative to targets between -1 and 1 and absolute beyond. A
-    percentage agrees both with its figure and with its value.
+    Numbers are equal if they differ by at most `tolerance`, which is relative to targets between -1 and 1 and absolute
+    otherwise. A percentage, such as 50 %, equals both 50 and 0.5.
     """
     if same_text(answer, target):
         return True
@@ -153,6 +166,7 @@ def are_equal(answer: str, target: str, tolerance: float) -> bool | None:
     if value is None or expected is None:
         return _helper.verdict([answer, target], [target, target])
 
+    # If only one of the two is a percentage, compare both its figure and its value.
     pairs = [(value[0], expected[0])]
     if value[1] is not expected[1]:
         pairs.append((value[0] / 100, expected[0]) if value[1] else (value[0], expected[0] / 100))

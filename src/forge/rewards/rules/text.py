@@ -1,4 +1,4 @@
-"""Text rewards: matches, a format, a length penalty, a JSON object; and rewards by name."""
+"""Rewards for texts: matches, a format, a length penalty and a JSON object; and how rewards are found by their name."""
 
 import inspect
 import json
@@ -15,8 +15,8 @@ RewardFunction = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class ExactMatch:
-    """`correct` if response and target are the same text apart from thoughts and white space at the ends, else
-    `incorrect`."""
+    """The reward `correct` if response and target are the same text, else `incorrect`; thoughts and white space at the
+    ends do not count."""
 
     correct: float = 1.0
     incorrect: float = 0.0
@@ -28,33 +28,38 @@ class ExactMatch:
 
 @dataclass(frozen=True, slots=True)
 class CharacterMatch:
-    """The share of positions that hold the right character, in [0, 1]; 1 means exact.
+    """The share of positions at which response and target have the same character, in [0, 1]; 1 if they are equal.
 
-    Thoughts and white space at the ends do not count. Missing and surplus characters are wrong positions, so that
-    writing on past the answer costs as much as stopping short. Two empty texts are exact.
+    Thoughts and white space at the ends do not count. Missing and surplus characters are wrong positions, so that a
+    response that is too long loses as much as one that is too short. Two empty texts are equal.
     """
 
     def __call__(self, prompt: str, response: str, target: str) -> float:
         target = target.strip()
         response = target if response.strip() == target else without_thoughts(response, prompt)
         positions = max(len(response), len(target))
-        return sum(a == b for a, b in zip(response, target, strict=False)) / positions if positions else 1.0
+        same = sum(a == b for a, b in zip(response, target, strict=False))
+        return same / positions if positions else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class ThinkingReward:
-    """Scores the shape of a response.
+    """A reward for the form of a response: one thought in tags, followed by an answer.
 
-    - `full_reward`: one opening tag, one closing tag after it, text between them, and text after them.
-    - `partial_reward`: at least one of the two tags, but not that shape (unclosed, repeated, empty, no answer).
+    - `full_reward`: one opening tag at the start, one closing tag, text between them, and text after them.
+    - `partial_reward`: at least one of the two tags, but not that form (unclosed, repeated, empty, no answer).
     - 0: no tag at all.
 
-    Some chat templates open the block themselves, at the end of the prompt; that tag counts as the response's own.
+    Some chat templates write the opening tag at the end of the prompt; it then counts as the response's, unless the
+    response has no tag at all.
 
     Args:
-        partial_reward: at most `full_reward`; ValueError otherwise.
-        full_reward: the reward of the whole shape.
+        partial_reward: at most `full_reward`.
+        full_reward: the reward of the complete form.
         tag: the name inside the angle brackets.
+
+    Raises:
+        ValueError: `partial_reward` is above `full_reward`.
     """
 
     partial_reward: float = 0.2
@@ -68,7 +73,7 @@ class ThinkingReward:
     def __call__(self, prompt: str, response: str, target: str = "") -> float:
         opening, closing = f"<{self.tag}>", f"</{self.tag}>"
         if prompt.rstrip().endswith(opening):
-            # The policy did not write this tag: by itself it earns nothing.
+            # The policy did not write this tag, so it earns nothing by itself.
             if closing not in response and opening not in response:
                 return 0.0
             response = opening + response
@@ -91,26 +96,28 @@ class ThinkingReward:
 def overlong_penalty(groups: Sequence[Group], limit: int, buffer: int) -> None:
     """Subtract a length penalty from the rewards of scored episodes, in place (Yu et al. 2025, DAPO, eq. 13).
 
-    0 up to `limit - buffer` tokens, from there linearly down to -1 at `limit`. An answer that was cut off at the limit
-    thus differs from a wrong one by degrees, and not by a sudden -1 or 0.
+    The penalty is 0 up to `limit - buffer` tokens, and rises linearly to 1 at `limit`. So the reward falls gradually
+    before answers are cut off.
 
     Args:
         limit: maximum tokens of an answer.
-        buffer: tokens before the limit at which the penalty starts; 0: no penalty.
+        buffer: number of tokens before the limit from which on it applies; 0: no penalty.
     """
     for episode in (episode for group in groups for episode in group.episodes):
         if buffer and episode.reward is not None:
-            episode.reward -= min(1.0, max(0.0, (sum(episode.mask) - (limit - buffer)) / buffer))
+            tokens_in_buffer = sum(episode.mask) - (limit - buffer)
+            episode.reward -= min(1.0, max(0.0, tokens_in_buffer / buffer))
 
 
 def load_reward(name: str, subject: str = "reward") -> RewardFunction:
-    """Resolve `package.module:Name`, or a name from `forge.rewards.rules`; a class is instantiated without arguments.
+    """Return the reward function that a name stands for; a class is constructed without arguments.
 
     Args:
-        what: the errors call it.
+        name: `package.module:Name`, or a name in `forge.rewards.rules`.
+        subject: what errors call it.
 
     Raises:
-        ValueError: nothing of this name, or it is not callable.
+        ValueError: there is nothing of this name, or it is not callable.
     """
     target = resolve(name, subject, "forge.rewards.rules")
     try:
@@ -124,14 +131,17 @@ def load_reward(name: str, subject: str = "reward") -> RewardFunction:
 
 @dataclass(frozen=True, slots=True)
 class JsonMatch:
-    """The agreement of a response with the JSON object of the target.
+    """How far a response, as a JSON object, agrees with the JSON object of the target, in [0, 1].
 
-    0 unless the response is one JSON object and nothing else but thoughts and white space. Otherwise `form` plus
-    (1 - form) times the share of keys, of both objects together, whose values are equal; 1 means that the objects are
-    equal. Values of different JSON types differ: 1, 1.0, true and "1" are four values.
+    The reward is 0 if the response is anything else than one JSON object with thoughts and white space around it.
+    Otherwise it is `form` + (1 - `form`) * the share of equal values among the keys of both objects, and so 1 if the
+    objects are equal. Values of different JSON types differ: 1, 1.0, true and "1" are four values.
 
     Args:
-        form: the reward of an object none of whose values is right, in [0, 1). ValueError: outside.
+        form: the reward of an object without any right value, in [0, 1).
+
+    Raises:
+        ValueError: `form` is outside [0, 1), or a target is no JSON object.
     """
 
     form: float = 0.2
@@ -145,7 +155,7 @@ class JsonMatch:
         objects = map(_parse_object, possible_answers(response, prompt))
         answer = next((candidate for candidate in objects if candidate is not None), None)
         if expected is None:
-            raise ValueError(f"the target {target[:60]!r} is not JSON object")
+            raise ValueError(f"the target {target[:60]!r} is not a JSON object")
         if answer is None:
             return 0.0
         keys = expected.keys() | answer.keys()
@@ -154,7 +164,8 @@ class JsonMatch:
 
 
 def _parse_object(text: str) -> dict[str, object] | None:
-    """Return the JSON object that a text is, or None. A key that is given twice, NaN and infinities are no JSON."""
+    """Return the JSON object that a text consists of; None for any other text, also if it has repeated keys, NaN or
+    infinities."""
 
     def reject_repeated(pairs: list[tuple[str, object]]) -> dict[str, object]:
         members = dict(pairs)
@@ -162,13 +173,13 @@ def _parse_object(text: str) -> dict[str, object] | None:
             raise ValueError("a key is given twice")
         return members
 
-    def no_constant(name: str) -> NoReturn:
+    def reject_constant(name: str) -> NoReturn:
         raise ValueError(f"{name} is not JSON")
 
     try:
-        # Stricter than Python's reader, which keeps the last of two equal keys and reads NaN.
-        value = json.loads(text, object_pairs_hook=reject_repeated, parse_constant=no_constant)
-    except (ValueError, RecursionError):  # also for numbers of thousands of digits
+        # By itself json.loads keeps the last of two equal keys, and reads NaN.
+        value = json.loads(text, object_pairs_hook=reject_repeated, parse_constant=reject_constant)
+    except (ValueError, RecursionError):  # ValueError also of numbers with thousands of digits
         return None
 
     return value if isinstance(value, dict) else None

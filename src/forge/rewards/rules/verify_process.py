@@ -9,7 +9,7 @@ logging.disable()  # it warns that its own time limits are off: the process has 
 
 
 def are_equal(answer: str, target: str) -> bool:
-    """Return whether math-verify takes the answer for the target."""
+    """Return whether math-verify finds the answer equal to the target."""
     sides = [parse(f"${text}$", parsing_timeout=None) for text in (target, answer)]
     return bool(verify(*sides, timeout_seconds=None))
 
@@ -20,5 +20,5 @@ def _load_parsers() -> None:
 
 
 def prepare_question(line: str) -> None:
-    """Load its parsers once."""
+    """Load math-verify's parsers at the first question, whatever its `line` is."""
     _load_parsers()
