@@ -96,7 +96,7 @@ class GymnasiumEnvironment(Environment):
             await self._call_environment(env.close, "close")
 
     def _parse_action(self, space: Any, text: str) -> str | int:
-        """Return the action of a space that a text names; ValueError, which describes the valid ones, if it has none."""
+        """Return the action that a text names; ValueError, which describes the valid ones, if it names none."""
         if isinstance(space, spaces.Text):
             if not space.contains(text):
                 raise ValueError(

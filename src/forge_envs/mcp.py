@@ -153,7 +153,7 @@ class MCPTools(ABC):
     async def _hold_connection(self, ready: asyncio.Future[None], stop: asyncio.Event) -> None:
         """Connect, and hold the connection until it fails or `stop` is set.
 
-        This is a task of its own, since the SDK's contexts must be exited by the task that has entered them.
+        It runs as a separate task, since the SDK's contexts must be exited by the task that has entered them.
 
         Args:
             ready: gets its result once the tools are listed, or the error.

@@ -53,7 +53,7 @@ class Curriculum(Sampler):
 class Frontier(Sampler):
     """Prefers rows that are sometimes solved, the only ones whose groups have advantages other than 0.
 
-    A row with success rate p is drawn in proportion to p (1 - p) + `floor`. Rows that were never drawn count as p = 1/2.
+    A row with success rate p is drawn in proportion to p (1 - p) + `floor`. Rows that were never drawn have p = 1/2.
 
     Args:
         floor: what rows with p = 0 or 1 still get, since they may change as the policy does.

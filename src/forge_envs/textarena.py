@@ -123,7 +123,7 @@ class TextArenaEnvironment(Environment):
         return bool(self._with_own_random(lambda: game.step(action))[0])  # of (is over, info)
 
     def _with_own_random(self, function: Callable[[], A]) -> A:
-        """Return a function's result, during which Python's random generator has the game's state instead of its own."""
+        """Call a function while Python's random generator has the game's state, and return the result."""
         global_state = random.getstate()
         random.setstate(self._random)
         try:
