@@ -133,7 +133,7 @@ class Session:
         return content
 
     def _make_error(self, content: dict[str, Json]) -> Exception:
-        """Return the exception for an error reply, and mark the session as lost if the server ends it after the error."""
+        """Return the exception for an error reply; the session is lost if the server ends it after this error."""
         code, message = str(content.get("code")), str(content.get("message"))
         self.lost = code in ("CAPACITY_REACHED", "INFRASTRUCTURE_ERROR", "FACTORY_ERROR", "SESSION_ERROR")
         if code == "CAPACITY_REACHED":

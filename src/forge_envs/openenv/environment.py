@@ -127,7 +127,7 @@ class OpenEnvEnvironment(Environment):
             await session.close()
 
     async def _send_action(self, session: Session, action: Mapping[str, Json]) -> Reply | str:
-        """Return the server's reply to an action; if the server rejects the action, the error as a text for the policy."""
+        """Return the server's reply to an action, or a text for the policy if the server rejects the action."""
         try:
             return await session.step(action)
         except OpenEnvError as error:
@@ -137,7 +137,7 @@ class OpenEnvEnvironment(Environment):
             return self._shorten_text(f"error: {error.message}")
 
     async def _call_tools(self, session: Session, action: Action) -> Step:
-        """Run the calls of a turn one after the other, until the episode is over, and return all results as one step."""
+        """Run the calls of a turn one after the other until the episode is over, and return all results in one step."""
         messages: list[Message] = []
         rewards: list[float] = []
         metadata: dict[str, Json] = {}
@@ -179,7 +179,7 @@ class OpenEnvEnvironment(Environment):
         )
 
     def _default_messages(self, reply: Reply) -> list[Message]:
-        """Return an observation as one message: its text, if that is its only field apart from metadata, or its JSON."""
+        """Return an observation as one message: its text if that is its only field but metadata, otherwise its JSON."""
         fields = {name: value for name, value in reply.observation.items() if name != "metadata" and value is not None}
         only_value = next(iter(fields.values())) if len(fields) == 1 else None
         return [user_message(self._shorten_text(only_value if isinstance(only_value, str) else json.dumps(fields)))]
