@@ -299,7 +299,7 @@ def _find_mark(text: str, mark: str, start: int) -> int:
 
 
 def _json_end(text: str, start: int) -> int:
-    """Return the position after the JSON value at `start`, before which there may be spaces; `start` if there is none."""
+    """Return the position after the JSON value at `start`, or after spaces there; `start` if there is no JSON."""
     spaces = _SPACES.match(text, start)
     try:
         return _DECODER.raw_decode(text, start if spaces is None else spaces.end())[1]

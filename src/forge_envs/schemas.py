@@ -170,7 +170,7 @@ class Parameters:
 
 
 def parameters_of(function: Schema) -> Parameters:
-    """Return the parameters of a tool; if they are not a JSON schema, as a server may send, ones that accept anything."""
+    """Return the parameters of a tool; ones that accept any arguments, if the tool's are not a JSON schema."""
     try:
         return Parameters(function)
     except ValueError:

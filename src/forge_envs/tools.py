@@ -1,4 +1,4 @@
-"""Tools for the policy: Python functions and remote tools, with schemas and limits, and an environment that has them."""
+"""Tools for the policy, which are Python functions or remote, and an environment in which it can call them."""
 
 import asyncio
 import functools

@@ -172,7 +172,7 @@ async def json_of(request: web.Request) -> Json:
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """Return whether a log record of aiohttp is not about an invalid request, which is answered and need not be logged."""
+    """Return whether to log a record of aiohttp: any but those of invalid requests, which are answered instead."""
     return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
 
 
