@@ -132,8 +132,7 @@ class AgentCommand:
 
     def __post_init__(self) -> None:
         arguments = [] if isinstance(self.command, str) else list(self.command)
-        has_program = bool(arguments and arguments[0])
-        if not has_program or not all(isinstance(argument, str) for argument in arguments):
+        if not arguments or not arguments[0] or not all(isinstance(argument, str) for argument in arguments):
             raise ValueError(f"command must be a list of a program and its arguments, got {self.command!r}")
         for name in ("timeout", "memory_mb", "processes", "output_kb"):
             number = getattr(self, name)

@@ -25,8 +25,9 @@ def add_to(commands: Any) -> None:
     rows.add_argument("config", help="the run's YAML file")
     rows.add_argument("--limit", type=int, default=-1, help="read at most this many tasks; default: all")
 
-    held_out = "share that is held out if the collection has no split; default .1"
-    rows.add_argument("--held-out", type=float, default=0.1, help=held_out)
+    rows.add_argument(
+        "--held-out", type=float, default=0.1, help="share that is held out if the collection has no split; default .1"
+    )
     rows.add_argument("--overwrite", action="store_true", help="replace files that exist")
     rows.set_defaults(run=_print_rows)
 

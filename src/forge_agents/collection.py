@@ -198,8 +198,11 @@ Row = dict[str, Any]  # {"question": text, "answer": the task as plain JSON}
 def worker_of(agent: AgentConfig) -> Worker:
     """Return a worker for an agent's collection, which is not started yet."""
     assert agent.collection is not None
-    opening = {"environment": agent.collection.environment, "args": agent.collection.args}
-    return Worker([agent.collection.python, str(SCRIPT)], opening, env=agent.env)
+    return Worker(
+        [agent.collection.python, str(SCRIPT)],
+        {"environment": agent.collection.environment, "args": agent.collection.args},
+        env=agent.env,
+    )
 
 
 class WorkerPlay:

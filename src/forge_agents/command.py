@@ -155,8 +155,14 @@ class CommandRunner:
         settings["port"] = None if gateway is None else gateway[1]
 
         source = command.files if is_new else None
-        owned = self.level == "namespaces" and os.geteuid() == 0
-        fill_folder = partial(fill_task_folder, folder, source, files or {}, new=is_new, owned=owned)
+        fill_folder = partial(
+            fill_task_folder,
+            folder,
+            source,
+            files or {},
+            new=is_new,
+            owned=self.level == "namespaces" and os.geteuid() == 0,
+        )
 
         async def play_and_clean() -> CommandResult:
             try:

@@ -148,8 +148,7 @@ class AgentEnv(GroupEnv):
             episode = None
             seat_info = dict(info)
             if not is_lost:
-                reward = outcome.reward_of(seat)
-                episode = record.episode(seat, reward, auxiliary=self.auxiliary, info=seat_info)
+                episode = record.episode(seat, outcome.reward_of(seat), auxiliary=self.auxiliary, info=seat_info)
 
             if episode is not None:
                 certificate.update(episode.info["certificate"])
@@ -170,7 +169,7 @@ class AgentEnv(GroupEnv):
     async def _play_once(
         self, settings: SessionSettings, sample: Sample, evaluation: bool
     ) -> tuple[Outcome, SessionRecord]:
-        """Open a session, run the agent and score it; return how it ended, and what the closed session recorded."""
+        # Open a session, run the agent and score it; return how it ended, and what the closed session recorded.
         access = await self.gateway.open.route(settings)
         try:
             outcome = await self.play_agent(access, sample, evaluation)
@@ -187,8 +186,7 @@ class AgentEnv(GroupEnv):
             return Outcome(None, "infrastructure", True, outcome.info), record
         if self.score is not None and not outcome.is_lost and record.runs.get(POLICY):
             answer = record.runs[POLICY][-1].added[-1]["content"]
-            reward = await self.score(sample, answer, evaluation)
-            outcome = Outcome(reward, outcome.stop, info=outcome.info)
+            outcome = Outcome(await self.score(sample, answer, evaluation), outcome.stop, info=outcome.info)
 
         return outcome, record
 
@@ -200,7 +198,7 @@ def _unscored_episode(info: Mapping[str, Any], certificate: Certificate) -> Epis
 
 
 def _record_episode(episode: Episode) -> None:
-    """Record the metrics of an episode: whether it was lost, its token counts, and why its branches started."""
+    # Record the metrics of an episode: whether it was lost, its token counts, and why its branches started.
     certificate = Certificate(episode.info.get("certificate", {}))
     if episode.outcome is None:
         certificate = certificate.without_training("unscored")

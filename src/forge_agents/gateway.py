@@ -131,8 +131,9 @@ class Gateway:
         self, request: web.Request, dialect: Dialect, session: Session, generation: Generation
     ) -> web.StreamResponse:
         writer = dialect.writer(generation.request, generation.ids)
-        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **UNBUFFERED}
-        response = web.StreamResponse(headers=headers)
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **UNBUFFERED}
+        )
 
         try:
             async for piece in generation.pieces(PING):
@@ -187,8 +188,9 @@ class Gateway:
         # The time of a dict's lookup does not depend on how much of a wrong key is right, as it is by hash.
         session = self.sessions.get(client_key(request))
         if session is None:
-            message = "the API key is missing or wrong, or its session has ended"
-            raise BadRequest(message, status=401, code="invalid_api_key")
+            raise BadRequest(
+                "the API key is missing or wrong, or its session has ended", status=401, code="invalid_api_key"
+            )
         return session
 
 
@@ -210,8 +212,7 @@ class PolicySettings:
 
     def build(self) -> Policy:
         """Open the tokenizer, and return the policy."""
-        dialogue = self.episode.dialogue(self.model)
-        return Policy(self.service, dialogue, self.sampling, self.whole_turns)
+        return Policy(self.service, self.episode.dialogue(self.model), self.sampling, self.whole_turns)
 
 
 class GatewayActor(ForgeActor):

@@ -64,8 +64,7 @@ def place_part(model_config: FurtherModel, name: str, part: str) -> dict[str, An
         part: the service, "generator", "trainer", "critic" or "ref_model".
     """
     options = model_config[part]
-    env = {METRICS_OF: name, **options.env}
-    return {**options, "mesh_name": options.mesh_name or f"{name}_{part}", "env": env}
+    return {**options, "mesh_name": options.mesh_name or f"{name}_{part}", "env": {METRICS_OF: name, **options.env}}
 
 
 def place_models(cfg: RLConfig) -> dict[str, dict[str, Any]]:

@@ -55,8 +55,7 @@ async def sample_turns(
     service = policy.service
     async with service.session(session):
         if policy.whole_turns or not streamed:
-            completions = await service.generate.route(list(prompt), **sampling)
-            yield list(enumerate(completions))
+            yield list(enumerate(await service.generate.route(list(prompt), **sampling)))
             return
 
         stream_id = secrets.randbits(63)
@@ -113,8 +112,9 @@ def choose_grammar(request: ModelRequest, dialogue: Dialogue) -> str:
         if request.schema is not None:
             return json_grammar(request.schema)
         choice = request.tool_choice.removeprefix("function:")
-        added = dialogue.tokenizer.get_added_vocab()
-        return calls_grammar(dialogue.syntax, request.tools, choice, request.parallel_calls, added)
+        return calls_grammar(
+            dialogue.syntax, request.tools, choice, request.parallel_calls, dialogue.tokenizer.get_added_vocab()
+        )
     except ValueError as error:
         raise BadRequest(str(error), field) from None
 

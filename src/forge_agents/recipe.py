@@ -99,16 +99,19 @@ async def policy_settings(cfg: RLConfig, job: Job, policies: Mapping[str, Any]) 
     settings = {}
     for seat, policy in seats(cfg.models).items():
         model = job.model if policy == POLICY else cfg.models[policy].model or job.model
-        sampling = {"temperature": cfg.grpo.temperature}
-        settings[seat] = PolicySettings(policies[policy], model, cfg.episode, sampling, cfg.generator.router_replay)
+        settings[seat] = PolicySettings(
+            policies[policy], model, cfg.episode, {"temperature": cfg.grpo.temperature}, cfg.generator.router_replay
+        )
 
     for name, model_config in cfg.models.items():
         if model_config.is_frozen:
             model = model_config.model or job.model
-            options = place_part(model_config, name, "generator")
-            service = await Generator.options(**options).as_service(model, **cfg.generator)
-            model_format = {"template": model_config.template, "syntax": model_config.syntax, "chat_options": None}
-            episode = cfg.episode.model_copy(update=model_format)
+            service = await Generator.options(**place_part(model_config, name, "generator")).as_service(
+                model, **cfg.generator
+            )
+            episode = cfg.episode.model_copy(
+                update={"template": model_config.template, "syntax": model_config.syntax, "chat_options": None}
+            )
             settings[name] = PolicySettings(service, model, episode, {"temperature": model_config.temperature})
 
     return settings

@@ -162,7 +162,7 @@ class SessionRecord:
         return account
 
     def _episode_numbers(self, tree: TokenTree) -> dict[str, Any]:
-        """Return the entries of an episode's `info` that describe its turns."""
+        # Return the entries of an episode's `info` that describe its turns.
         return {
             "turns": len(tree.runs),
             "calls": sum(len(run.added[-1].get("calls", ())) for run in tree.runs),

@@ -65,8 +65,9 @@ class ModelServer(Gateway):
 
     async def _report_health(self, _: web.Request) -> web.Response:
         (policy,) = self.policies.values()
-        engines = await policy.service.stats.options(timeout=HEALTH_TIMEOUT).fanout()
-        return web.json_response({"status": "ok", "engines": engines})
+        return web.json_response(
+            {"status": "ok", "engines": (await policy.service.stats.options(timeout=HEALTH_TIMEOUT).fanout())}
+        )
 
     def access(self, host: str) -> Any:
         """Return the middleware that rejects requests without the API key; if no key is set, requests of other
@@ -126,8 +127,12 @@ def add_to(commands: Any) -> None:
 
     # SUPPRESS: an option that is not given is not passed on, and the engine's default applies.
     for name, about in ENGINE_OPTIONS.items():
-        kind = int if name in ("slots", "max_seq_len") else str
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=argparse.SUPPRESS, help=about)
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=int if name in ("slots", "max_seq_len") else str,
+            default=argparse.SUPPRESS,
+            help=about,
+        )
 
     parser.set_defaults(run=serve_model)
 

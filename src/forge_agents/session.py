@@ -81,8 +81,7 @@ class Session:
         key: the session's secret, which clients send as their API key.
         settings: its seed and limits.
         policies: the policies by the names that clients ask for.
-        in_thread: runs a function that takes long, such as a chat template or tokenizer, outside the event loop; one
-            function at a time.
+        in_thread: runs a slow function, such as a tokenizer's, outside the event loop, one function at a time.
     """
 
     def __init__(
@@ -198,8 +197,12 @@ class Session:
         try:
             place = tree.place(request)
         except KeyError:
-            message = f"no response {request.previous[:60]!r} in this session: send the whole conversation"
-            raise BadRequest(message, "previous_response_id", 404, "previous_response_not_found") from None
+            raise BadRequest(
+                f"no response {request.previous[:60]!r} in this session: send the whole conversation",
+                "previous_response_id",
+                404,
+                "previous_response_not_found",
+            ) from None
 
         try:
             if place.parent is not None:
@@ -210,8 +213,7 @@ class Session:
                     context = tuple(dialogue.extend(tokens, render_prompt(dialogue, place.messages), tools))
                     return place, [*tokens, *context], context
 
-                # The template renders earlier turns differently from the sampled tokens, for example without their
-                # thoughts: the request cannot continue them, and starts a branch.
+                # The template renders earlier turns differently, such as without thoughts: a branch starts.
                 place = Place(None, tuple(conversation), "thoughts_dropped")
 
             ids = dialogue.initial(render_prompt(dialogue, place.messages), request.tools)
@@ -221,7 +223,7 @@ class Session:
         return place, ids, tuple(ids)
 
     async def _generate_turns(self, generation: Generation, dialect: Dialect) -> None:
-        """Sample the turns that answer a request, add them to the tree, and queue their pieces for the client."""
+        # Sample the turns that answer a request, add them to the tree, and queue their pieces for the client.
         request = generation.request
         policy = self.policy_of(request.model)
         place, ids, context = await self.in_thread(lambda: self.context(request))
@@ -275,7 +277,7 @@ class Session:
         sampling: Mapping[str, Any],
         readers: Sequence[TurnReader],
     ) -> list[Completion]:
-        """Return the samples after a prompt of tokens `ids`, cut at stop strings; queue the text of a stream."""
+        # Return the samples after a prompt of tokens `ids`, cut at stop strings; queue the text of a stream.
         request = generation.request
         turns = [Completion() for _ in readers]
         stopped: set[int] = set()  # samples that a stop string has ended
@@ -325,7 +327,7 @@ class Session:
         turn: Completion,
         reader: TurnReader,
     ) -> TokenRun:
-        """Return a sampled turn as a run of the tree, whose number is set when it is added."""
+        # Return a sampled turn as a run of the tree, whose number is set when it is added.
         request = generation.request
         parent = place.parent
         message = reader.read(
@@ -381,7 +383,7 @@ class Session:
         return min(limit for limit in limits if limit is not None)
 
     def _sampling_settings(self, request: ModelRequest, policy: Policy, capacity: int) -> dict[str, Any]:
-        """Return the fields of `forge.types.Sampling` for turns of at most `capacity` tokens."""
+        # Return the fields of `forge.types.Sampling` for turns of at most `capacity` tokens.
         sampling = {
             **policy.sampling,
             **self.settings.sampling,

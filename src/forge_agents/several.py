@@ -84,14 +84,11 @@ async def start_learner(cfg: RLConfig, job: Job, algorithm: Algorithm, name: str
     scorers = scoring_parts(cfg, model_config)
     options_of = partial(place_part, model_config, name)
 
-    async def start_own_critic() -> Handle | None:
-        if "critic" not in scorers:
+    async def start_scorer(part: str) -> Handle | None:
+        if part not in scorers:
             return None
-        return await start_critic(cfg, own_job.model, job, f"models.{name}.critic", options=options_of("critic"))
-
-    async def start_own_reference() -> Handle | None:
-        if "ref_model" not in scorers:
-            return None
+        if part == "critic":
+            return await start_critic(cfg, own_job.model, job, f"models.{name}.critic", options=options_of("critic"))
         return await start_reference(cfg, own_job.model, cfg.grpo.temperature, options=options_of("ref_model"))
 
     policy, trainer, value_model, reference_model = await asyncio.gather(
@@ -104,8 +101,8 @@ async def start_learner(cfg: RLConfig, job: Job, algorithm: Algorithm, name: str
             folder=f"models.{name}.trainer",
             options=options_of("trainer"),
         ),
-        start_own_critic(),
-        start_own_reference(),
+        start_scorer("critic"),
+        start_scorer("ref_model"),
     )
 
     return Learner(name, policy, trainer, reference_model, value_model)

@@ -91,7 +91,7 @@ def syntax_of(template: str) -> Syntax:
 
 
 def _read_by_syntax(text: str, syntax: str, tools: Mapping[str, Schema]) -> tuple[str, list[ToolCall], list[str]]:
-    """Return the text without calls, at most MAX_CALLS + 1 calls, and the errors of malformed ones."""
+    # Return the text without calls, at most MAX_CALLS + 1 calls, and the errors of malformed ones.
     content, raw_calls, errors = _READERS[syntax](text, tools)
     calls: list[ToolCall] = []
     for call in raw_calls[: MAX_CALLS + 1]:
@@ -103,7 +103,7 @@ def _read_by_syntax(text: str, syntax: str, tools: Mapping[str, Schema]) -> tupl
 
 
 def _read_llama3(text: str, tools: Mapping[str, Schema]) -> markup.Found:
-    """Parse a turn that consists of JSON objects, or starts with the tag; any other turn has no calls."""
+    # Parse a turn that consists of JSON objects, or starts with the tag; any other turn has no calls.
     remaining = text.strip()
     has_tag = remaining.startswith(_PYTHON_TAG)
     remaining = remaining.removeprefix(_PYTHON_TAG).strip()
@@ -132,7 +132,7 @@ _QUOTED = re.compile("|".join(["[()]", *(rf"{q}[^{q}\\]*+(?:\\.[^{q}\\]*+)*+(?:{
 
 
 def _read_plain(text: str, tools: Mapping[str, Schema]) -> markup.Found:
-    """Parse calls of the tools like `add(a=1, b=2)` anywhere in a text."""
+    # Parse calls of the tools like `add(a=1, b=2)` anywhere in a text.
     calls: list[markup.Call] = []
     errors: list[str] = []
     outside, position = [], 0

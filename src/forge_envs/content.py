@@ -12,8 +12,10 @@ Json = Any  # the parsed JSON of a message or its parts
 def function_schema(tool: Mapping[str, Json]) -> dict[str, Json]:
     """Convert an MCP tool to a function schema in OpenAI's format."""
     parameters = tool.get("input_schema") or tool.get("inputSchema") or {"type": "object", "properties": {}}
-    function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": parameters}
-    return {"type": "function", "function": function}
+    return {
+        "type": "function",
+        "function": {"name": tool["name"], "description": tool.get("description") or "", "parameters": parameters},
+    }
 
 
 def text_of(result: Mapping[str, Json]) -> str:

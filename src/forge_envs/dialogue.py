@@ -167,8 +167,7 @@ class Dialogue:
         return str(self.tokenizer.decode(list(tokens[:-1] if has_end else tokens), skip_special_tokens=False))
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Schema]) -> str:
-        chat = self._chat(json.dumps(list(tools)) if tools else "")
-        return chat.render(messages, add_generation_prompt=True)
+        return self._chat(json.dumps(list(tools)) if tools else "").render(messages, add_generation_prompt=True)
 
     def _encode_text(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])

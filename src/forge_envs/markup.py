@@ -194,7 +194,7 @@ def _json_body(text: str, start: int, begin: str, end: str) -> tuple[str, int]:
 
 
 def _read_xml(text: str, tools: Mapping[str, Schema], tags: Tags) -> Found:
-    """Parse the calls of a turn in XML; the schemas of the tools decide which values are texts."""
+    # Parse the calls of a turn in XML; the schemas of the tools decide which values are texts.
 
     def read_call(text: str, start: int, begin: str, end: str) -> tuple[Call, int]:
         name, pairs, position = _read_call(text, start, tags)

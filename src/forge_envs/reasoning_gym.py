@@ -115,7 +115,7 @@ class ReasoningGymEnvironment(Environment):
         return Step(reward=reward, terminated=True, info={"entry": entry})
 
     def _score_answer(self, answer: str, entry: Entry) -> float:
-        """Return the score of an answer; Unscored if the scorer cannot be trusted with this question."""
+        # Return the score of an answer; Unscored if the scorer cannot be trusted with this question.
         expected = entry.get("answer")
         is_too_long = len(answer) > 10 * len(str(expected)) + _MAX_SURPLUS
         is_not_finite = _NOT_FINITE.search(answer) and not _NOT_FINITE.search(str(expected))

@@ -178,7 +178,7 @@ def parameters_of(function: Schema) -> Parameters:
 
 
 def _without_versions(schema: Any) -> Any:
-    """Return a schema without the "$schema" keywords in it."""
+    # Return a schema without the "$schema" keywords in it.
     if isinstance(schema, Mapping):
         return {keyword: _without_versions(part) for keyword, part in schema.items() if keyword != "$schema"}
     return [_without_versions(part) for part in schema] if isinstance(schema, list) else schema

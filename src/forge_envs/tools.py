@@ -114,7 +114,7 @@ class Toolbox:
         }
 
     async def _run_call(self, call: ToolCall) -> str:
-        """Run one call, and return its result or its error as text, cut to `max_chars`."""
+        # Run one call, and return its result or its error as text, cut to `max_chars`.
         if call.name not in self._schemas:
             return f"error: there is no tool {call.name!r}: there is {', '.join(self._schemas)}"
         try:
@@ -178,10 +178,13 @@ def schema_of(function: Tool) -> Schema:
 
     first_paragraph, *_ = (inspect.getdoc(function) or "").split("\n\n")
     description = " ".join(first_paragraph.split())
-    parameters = {"type": "object", "properties": properties, "required": required}
     return {
         "type": "function",
-        "function": {"name": function.__name__, "description": description, "parameters": parameters},
+        "function": {
+            "name": function.__name__,
+            "description": description,
+            "parameters": {"type": "object", "properties": properties, "required": required},
+        },
     }
 
 
@@ -266,13 +269,17 @@ class ToolEnvironment(Environment):
         if action.truncated:
             return Step(truncated=True)
         prompt, target = self.task
-        row = {**prompt.row, "env": self, "state": self.state}
-        reward = self._call(Answers(prompt.text, [action.content], target, row, self.messages), 0)
+        reward = self._call(
+            Answers(
+                prompt.text, [action.content], target, {**prompt.row, "env": self, "state": self.state}, self.messages
+            ),
+            0,
+        )
         return Step(reward=await reward if inspect.isawaitable(reward) else reward, terminated=True)
 
 
 def _sample_of_task(task: Mapping[str, Any] | str) -> Sample:
-    """Return a task in plain JSON as a sample, whose prompt has no tokens; ValueError if it has no question."""
+    # Return a task in plain JSON as a sample, whose prompt has no tokens; ValueError if it has no question.
     row = task if isinstance(task, Mapping) else {"question": task}
     question = next((row[name] for name in QUESTION_FIELDS if name in row), None)
     target = row.get("answer", row.get("target", ""))

@@ -135,8 +135,12 @@ def evaluate_constant(expression: str | ast.expr) -> tuple[Value] | None:
         is_small = all(ast.literal_eval(exponent) <= MAX_EXPONENT for exponent in exponents)
         is_constant = all(isinstance(part, _CONSTANT + _ARITHMETIC + _DISPLAYS) for part in parts)
         if names <= {"float", "inf", "set"} and is_small and is_constant:
-            scope = {"__builtins__": {}, "float": float, "inf": float("inf"), "set": set}
-            return (eval(compile(ast.Expression(node), "<test>", "eval"), scope),)
+            return (
+                eval(
+                    compile(ast.Expression(node), "<test>", "eval"),
+                    {"__builtins__": {}, "float": float, "inf": float("inf"), "set": set},
+                ),
+            )
     return None
 
 
@@ -236,8 +240,9 @@ def _truth_check(number: int, test: ast.expr, wanted: bool) -> Check:
     # A call of the program itself cannot be forged: the program decides what it returns anyway.
     root = re.match(r"\w+", ast.unparse(test)) if isinstance(test, ast.Call) else None
     calls_program = root is not None and root.group() not in dir(builtins)
-    text = ast.unparse(_Guard().visit(test))
-    return Check(number, text, "truth", lambda value: value is wanted, in_process=not calls_program)
+    return Check(
+        number, ast.unparse(_Guard().visit(test)), "truth", lambda value: value is wanted, in_process=not calls_program
+    )
 
 
 def _value_check(number: int, node: ast.expr, right: Callable[[Value], bool], expected: str) -> Check:
@@ -258,8 +263,10 @@ class _Guard(ast.NodeTransformer):
     def visit_Compare(self, node: ast.Compare) -> ast.expr:
         """Rewrite `a == b` as `__compare__(a, ('==', b))`."""
         self.generic_visit(node)
-        pairs = zip(node.ops, node.comparators, strict=True)
-        signs = [ast.Tuple([ast.Constant(_SIGNS[type(sign)]), right], ast.Load()) for sign, right in pairs]
+        signs = [
+            ast.Tuple([ast.Constant(_SIGNS[type(sign)]), right], ast.Load())
+            for sign, right in zip(node.ops, node.comparators, strict=True)
+        ]
         return _call_name(_COMPARE, node.left, *signs)
 
     def visit_Call(self, node: ast.Call) -> ast.expr:

@@ -126,7 +126,7 @@ class CodeVerifier:
             await self._sandbox.close()
 
     async def _score_response(self, response: str, cases: Sequence[Case], slots: asyncio.Semaphore) -> float:
-        """Return the score of one response; Unscored if it cannot be scored."""
+        # Return the score of one response; Unscored if it cannot be scored.
         program = self._program(response)
         if program is None:
             return 0.0
@@ -158,8 +158,7 @@ class CodeVerifier:
         while checks:
             mark = secrets.token_hex(16)
             texts = [(check.text.strip(), check.kind) for check in checks]
-            script = f"{HARNESS}harness({program!r}, {texts!r}, {mark!r})\n"
-            result = await self._run_program(script, "", slots)
+            result = await self._run_program(f"{HARNESS}harness({program!r}, {texts!r}, {mark!r})\n", "", slots)
             reports = read_marked(result.stdout, mark)
 
             # The checks up to the first one without a report are decided now. That one may only have been left without
@@ -181,7 +180,7 @@ class CodeVerifier:
         return passed
 
     async def _run_program(self, program: str, stdin: str, slots: asyncio.Semaphore) -> Any:
-        """Return the sandbox's result of a program, once there is a free slot; Unscored if the sandbox fails."""
+        # Return the sandbox's result of a program, once there is a free slot; Unscored if the sandbox fails.
         async with slots:
             try:
                 result = await self._sandbox.run(program, stdin=stdin, time_limit=self._time_limit)
@@ -193,7 +192,7 @@ class CodeVerifier:
 
 
 def _check_passes(check: Check, report: list[Json] | None) -> bool:
-    """Return whether a check passes by its report, see `read_marked`."""
+    # Return whether a check passes by its report, see `read_marked`.
     if not report:
         return False
     value = report[0]

@@ -1,4 +1,4 @@
-"""The harness, a program that runs in the sandbox: it executes a response's program, and reports the results of tests."""
+"""The harness, which executes a response's program in the sandbox, and reports the results of tests."""
 
 import json
 from typing import Any

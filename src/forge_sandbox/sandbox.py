@@ -209,7 +209,7 @@ class Sandbox:
             raise RuntimeError("the sandbox is closed")
 
     def _start(self) -> None:
-        """Select the level, once; called in a thread of the sandbox."""
+        # Select the level, once; called in a thread of the sandbox.
         with self._lock:
             if self._started:
                 return
@@ -219,7 +219,7 @@ class Sandbox:
         log.log(logging.WARNING if self.level == "none" else logging.INFO, "programs run at level %s", self.level)
 
     def _run_program(self, bodies: list[bytes], time_limit: float, pending: _Pending) -> Result:
-        """Run a program in an idle worker, and return its result; called in a thread of the sandbox."""
+        # Run a program in an idle worker, and return its result; called in a thread of the sandbox.
         self._start()
         worker = self._idle.get()
         try:
@@ -283,7 +283,7 @@ def _make_result(header: Header, bodies: list[bytes], cpu_seconds: int) -> Resul
 
 
 def _encode_request(time_limit: float, *texts: str) -> list[bytes]:
-    """Return the texts as UTF-8; ValueError if one cannot be encoded, they are too long, or the limit is invalid."""
+    # Return the texts as UTF-8; ValueError if one cannot be encoded, they are too long, or the limit is invalid.
     if not 0 < time_limit <= 86_400:
         raise ValueError(f"time_limit must be above 0 and at most 86400 seconds, got {time_limit}")
     try:

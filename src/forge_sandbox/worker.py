@@ -145,7 +145,7 @@ class Worker:
         self._stderr.close()
 
     def _read_reply(self, seconds: float, request: bytes = b"") -> tuple[Header, list[bytes]]:
-        """Send a request, unless it is empty, and return the next message, for which it waits `seconds` at most."""
+        # Send a request, unless it is empty, and return the next message, for which it waits `seconds` at most.
         deadline = time.monotonic() + seconds
 
         def read_bytes(size: int) -> bytes:

@@ -77,8 +77,11 @@ class LMJudge:
 
         async def score_response(response: str) -> float:
             async with slots:
-                judged = self._judge_response(client, prompt, response, target)
-                return await await_within(self._settings.time_limit, judged, f"the judge {self.names[0]}")
+                return await await_within(
+                    self._settings.time_limit,
+                    self._judge_response(client, prompt, response, target),
+                    f"the judge {self.names[0]}",
+                )
 
         return await collect_scores([score_response(response) for response in responses], 1)
 
@@ -98,7 +101,7 @@ class LMJudge:
         return self._settings.template.format(prompt=prompt, response=response_text, target=target, mark=mark)
 
     async def _judge_response(self, client: AsyncOpenAI, prompt: str, response: str, target: str | None) -> float:
-        """Return the score of one response; Unscored if the model's answers give none."""
+        # Return the score of one response; Unscored if the model's answers give none.
         messages = [{"role": "user", "content": self.question(prompt, response, target)}]
         if self._settings.system_prompt is not None:
             messages.insert(0, {"role": "system", "content": self._settings.system_prompt})
@@ -118,8 +121,9 @@ class LMJudge:
                 for word in (self._yes, self._no)
             )
             if not yes + no:
-                tokens = [token for token, _ in top_tokens]
-                raise Unscored(f"neither {self._yes} nor {self._no} is among the top tokens {tokens}")
+                raise Unscored(
+                    f"neither {self._yes} nor {self._no} is among the top tokens {[token for token, _ in top_tokens]}"
+                )
             return yes / (yes + no)
 
         if self._settings.votes > 1:
@@ -181,7 +185,7 @@ class LMJudge:
 
 
 def _text_of(choice: Json) -> str:
-    """Return the text of a choice; an error if an endpoint gives another form."""
+    # Return the text of a choice; an error if an endpoint gives another form.
     text = choice["message"].get("content")
     if not isinstance(text, str | None):
         raise TypeError("the answer is not text")

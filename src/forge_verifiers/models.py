@@ -61,8 +61,10 @@ class BatchedModel:
         self.model: PreTrainedModel = model.eval().requires_grad_(False).to(self.device)
 
         self.batch_tokens = settings.batch_tokens
-        names = ("prompt_template", "chat_template", "system_prompt", "chat_options")
-        self.format = PromptFormat(self.tokenizer, **{name: settings[name] for name in names})
+        self.format = PromptFormat(
+            self.tokenizer,
+            **{name: settings[name] for name in ("prompt_template", "chat_template", "system_prompt", "chat_options")},
+        )
         self.format.fields(["question"])  # raises the error of an invalid template now, not at the first score
         self.special = SpecialTokens(self.tokenizer)
 

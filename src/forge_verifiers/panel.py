@@ -57,11 +57,15 @@ class Panel:
         await close_all(self.verifiers)
 
     async def _ask_verifier(self, verifier: Verifier, prompt: str, responses: list[str], target: str | None) -> Scores:
-        """Return the scores of one verifier, in which each NaN has a reason."""
+        # Return the scores of one verifier, in which each NaN has a reason.
         shape = (len(responses), len(verifier.names))
         try:
-            call = verifier.score(prompt, responses, target)
-            scores = await await_within(self.timeout, call, "the verifier", lambda: getattr(verifier, "progress", None))
+            scores = await await_within(
+                self.timeout,
+                verifier.score(prompt, responses, target),
+                "the verifier",
+                lambda: getattr(verifier, "progress", None),
+            )
             if np.shape(scores.values) != shape:
                 raise ValueError(f"it gave scores of shape {np.shape(scores.values)} for {shape[0]} responses")
         except Exception as error:

@@ -85,8 +85,9 @@ class ProcessRewardModel(ModelVerifier[list[float]]):
         separators = list(self._separator.finditer(response))
         starts = [0, *(separator.end() for separator in separators)]
         ends = [*(separator.start() for separator in separators), len(response)]
-        spans = zip(starts, ends, strict=True)
-        return [(response[start:end], end) for start, end in spans if response[start:end].strip()]
+        return [
+            (response[start:end], end) for start, end in zip(starts, ends, strict=True) if response[start:end].strip()
+        ]
 
     def row(self, prompt: str, response: str) -> TokenRow:
         """Return the tokens of the prompt and of all steps, each with its marker.
@@ -113,8 +114,7 @@ class ProcessRewardModel(ModelVerifier[list[float]]):
         # With the mask, as the marker's token may also be the padding token.
         at_marker = (inputs["input_ids"] == self._marker_id) & (inputs["attention_mask"] == 1)
         if self._verdicts is None:
-            logits = model(**inputs).logits[at_marker].float()
-            good = logits.softmax(-1)[:, self._class]
+            good = model(**inputs).logits[at_marker].float().softmax(-1)[:, self._class]
         else:
             states = model.base_model(**inputs, use_cache=False)[0][at_marker].float()
             # Only the head's rows of the two tokens are multiplied, not those of the whole vocabulary.
@@ -130,7 +130,7 @@ class ProcessRewardModel(ModelVerifier[list[float]]):
         return [probabilities.tolist() for probabilities in good.split(steps_of_rows)]
 
     def _last_token(self, text: str) -> int:
-        """Return the id of a text's last token; ValueError if the tokenizer has no token for it."""
+        # Return the id of a text's last token; ValueError if the tokenizer has no token for it.
         ids = self.model.tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids or ids[-1] == self.model.tokenizer.unk_token_id:
             raise ValueError(f"the tokenizer has no token for {text!r}")

@@ -61,8 +61,11 @@ class Rule:
         outcomes: list[float | Exception | None] = []
         for response in responses:
             try:
-                call = partial(self.function, prompt, response, target)
-                outcomes.append(await self._turns(call, limit=self.time_limit, name=self.names[0]))
+                outcomes.append(
+                    await self._turns(
+                        partial(self.function, prompt, response, target), limit=self.time_limit, name=self.names[0]
+                    )
+                )
             except Exception as error:
                 outcomes.append(error)
 

@@ -55,8 +55,7 @@ class AnthropicEvents(ItemWriter):
         Args:
             prompt_tokens: the input tokens of its usage, a preliminary count which the last event replaces.
         """
-        usage = api.Usage(input_tokens=prompt_tokens, output_tokens=0)
-        message = _start_message(self._request, self._ids[0], usage)
+        message = _start_message(self._request, self._ids[0], api.Usage(input_tokens=prompt_tokens, output_tokens=0))
         return _write_event(api.RawMessageStartEvent(type="message_start", message=message))
 
     def end(self, turns: Sequence[ModelTurn]) -> bytes:
@@ -164,8 +163,9 @@ class AnthropicDialect(Dialect):
         if turn.content:
             content.append(api.TextBlock(type="text", text=turn.content))
         for call in turn.calls:
-            arguments = json.loads(call.arguments)
-            content.append(api.ToolUseBlock(type="tool_use", id=call.id, name=call.name, input=arguments))
+            content.append(
+                api.ToolUseBlock(type="tool_use", id=call.id, name=call.name, input=json.loads(call.arguments))
+            )
 
         message = _start_message(request, turn.id, _turn_usage(turn))
         message = message.model_copy(update={"content": content, **_stop_reason(turn).model_dump(exclude_unset=True)})
@@ -287,8 +287,14 @@ def _add_user(messages: list[Message], content: Json, path: str) -> None:
         # Templates have no field for failed calls: the text says it, unless it does so at its beginning already.
         if block.get("is_error") and "error" not in text[:80].lower():
             text = f"error: {text}"
-        call_id = fields.read_string(block, "tool_use_id", block_path)
-        messages.append({"role": "tool", "content": text, "call_id": call_id, "name": ""})
+        messages.append(
+            {
+                "role": "tool",
+                "content": text,
+                "call_id": fields.read_string(block, "tool_use_id", block_path),
+                "name": "",
+            }
+        )
 
     if text_blocks:
         messages.append({"role": "user", "content": fields.text_of(text_blocks, path, TEXT)})
@@ -297,8 +303,9 @@ def _add_user(messages: list[Message], content: Json, path: str) -> None:
 def _read_tool(tool: Mapping[str, Json], path: str) -> Schema:
     if tool.get("type") not in (None, "custom"):
         raise BadRequest(f"{path}: a tool of type {fields.shorten_value(tool['type'])} is not supported", "tools")
-    name = fields.read_string(tool, "name", path)
-    return fields.tool_schema(name, tool.get("description"), tool.get("input_schema"), path)
+    return fields.tool_schema(
+        fields.read_string(tool, "name", path), tool.get("description"), tool.get("input_schema"), path
+    )
 
 
 def _read_choice(choice: Mapping[str, Json]) -> str:

@@ -84,8 +84,9 @@ class ChatEvents(EventWriter):
         for index, turn in enumerate(turns):
             # All log-probabilities are in the last chunk: the pieces of text before it need not be whole tokens.
             logprobs = ChunkLogprobs(content=_token_logprobs(turn)) if self._request.logprobs is not None else None
-            choice = ChunkChoice(index=index, delta=ChoiceDelta(), finish_reason=turn.finish, logprobs=logprobs)
-            chunks += self._write_chunk([choice])
+            chunks += self._write_chunk(
+                [ChunkChoice(index=index, delta=ChoiceDelta(), finish_reason=turn.finish, logprobs=logprobs)]
+            )
         if self._request.stream_usage:
             chunks += self._write_chunk([], usage_of(turns))
         return chunks + b"data: [DONE]\n\n"
@@ -176,12 +177,19 @@ def _read_message(message: Mapping[str, Json], path: str) -> Message:
         # OpenAI has a separate field for the text with which the assistant declines.
         if not content and isinstance(message.get("refusal"), str):
             content = message["refusal"]
-        calls = [_read_call(*entry) for entry in fields.read_objects(message.get("tool_calls"), f"{path}.tool_calls")]
-        return fields.assistant_message(thought, content, calls)
+        return fields.assistant_message(
+            thought,
+            content,
+            [_read_call(*entry) for entry in fields.read_objects(message.get("tool_calls"), f"{path}.tool_calls")],
+        )
 
     if role == "tool":
-        call_id = fields.read_string(message, "tool_call_id", path)
-        return {"role": "tool", "content": content, "call_id": call_id, "name": str(message.get("name") or "")}
+        return {
+            "role": "tool",
+            "content": content,
+            "call_id": fields.read_string(message, "tool_call_id", path),
+            "name": str(message.get("name") or ""),
+        }
     if role not in ("system", "developer", "user"):
         raise BadRequest(f"{path}.role {fields.shorten_value(role)} is none of system, user, assistant and tool", path)
     if message.get("content") is None:
@@ -204,8 +212,12 @@ def _read_tool(tool: Mapping[str, Json], path: str) -> Schema:
     if tool.get("type") != "function":
         raise BadRequest(f"{path}: a tool of type {fields.shorten_value(tool.get('type'))} is not supported", "tools")
     function = fields.read_object(tool.get("function"), f"{path}.function")
-    name = fields.read_string(function, "name", f"{path}.function")
-    return fields.tool_schema(name, function.get("description"), function.get("parameters"), f"{path}.function")
+    return fields.tool_schema(
+        fields.read_string(function, "name", f"{path}.function"),
+        function.get("description"),
+        function.get("parameters"),
+        f"{path}.function",
+    )
 
 
 def _read_logprobs(body: Mapping[str, Json]) -> int | None:
@@ -254,10 +266,9 @@ def usage_of(turns: Sequence[ModelTurn]) -> CompletionUsage:
     """
     prompt = turns[0].prompt_tokens
     completion = sum(turn.completion_tokens for turn in turns)
-    details = PromptTokensDetails(cached_tokens=turns[0].cached_tokens)
     return CompletionUsage(
         prompt_tokens=prompt,
         completion_tokens=completion,
         total_tokens=prompt + completion,
-        prompt_tokens_details=details,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=turns[0].cached_tokens),
     )

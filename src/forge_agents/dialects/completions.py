@@ -83,8 +83,12 @@ class CompletionsDialect(ChatDialect):
 
     def complete(self, request: ModelRequest, turns: Sequence[ModelTurn]) -> Mapping[str, Json]:
         """Return the JSON body of an answer that is not streamed."""
-        choices = [_make_choice(index, turn.content, turn, request) for index, turn in enumerate(turns)]
-        return _make_completion(turns[0].id, request, choices, usage_of(turns))
+        return _make_completion(
+            turns[0].id,
+            request,
+            [_make_choice(index, turn.content, turn, request) for index, turn in enumerate(turns)],
+            usage_of(turns),
+        )
 
 
 def _make_completion(

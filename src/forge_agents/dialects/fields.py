@@ -300,8 +300,9 @@ def append_assistant(messages: list[Message], piece: Message) -> None:
     if turn is None or turn["role"] != "assistant" or "thought" in piece or (turn["content"] and piece["content"]):
         messages.append(piece)
         return
-    calls = [*turn.get("calls", ()), *piece.get("calls", ())]
-    messages[-1] = assistant_message(turn.get("thought", ""), turn["content"] + piece["content"], calls)
+    messages[-1] = assistant_message(
+        turn.get("thought", ""), turn["content"] + piece["content"], [*turn.get("calls", ()), *piece.get("calls", ())]
+    )
 
 
 def arrange_conversation(messages: Sequence[Message], path: str) -> tuple[Message, ...]:

@@ -187,7 +187,6 @@ class ResponsesEvents(ItemWriter):
 
     def end(self, turns: Sequence[ModelTurn]) -> bytes:
         """Return the events that complete the open item, then the event with the whole response."""
-        # If the limit of tokens has ended the turn, the open item is incomplete too.
         turn = turns[0]
         truncated = turn.finish == "length"
         closing = self.close("incomplete" if truncated else "completed")
@@ -213,8 +212,9 @@ class ResponsesEvents(ItemWriter):
     def _write_part(self, model: type[BaseModel], **values: Json) -> bytes:
         """Return an event about the open item's only part, which has index 0."""
         part_index = {"summary_index" if self.open == "thought" else "content_index": 0}
-        item_id = self._blank_item().id
-        return self._write_event(model, item_id=item_id, output_index=len(self._items), **part_index, **values)
+        return self._write_event(
+            model, item_id=self._blank_item().id, output_index=len(self._items), **part_index, **values
+        )
 
     def _blank_item(self) -> Item:
         """Return the open item as it was before its first text."""
@@ -227,8 +227,9 @@ class ResponsesEvents(ItemWriter):
             api.ResponseOutputItemAddedEvent, output_index=len(self._items), item=self._blank_item()
         )
         if kind == "thought":
-            part = {"type": "summary_text", "text": ""}
-            return added + self._write_part(api.ResponseReasoningSummaryPartAddedEvent, part=part)
+            return added + self._write_part(
+                api.ResponseReasoningSummaryPartAddedEvent, part={"type": "summary_text", "text": ""}
+            )
         return added + self._write_part(api.ResponseContentPartAddedEvent, part=text_part(""))
 
     def piece(self, kind: str, text: str) -> bytes:
@@ -285,8 +286,9 @@ class ResponsesDialect(Dialect):
         tools = tuple(_read_tools(body.get("tools"), "tools"))
         text = fields.read_object(body.get("text"), "text")
         previous = body.get("previous_response_id")
-        is_id = previous is None or isinstance(previous, str)
-        fields.require_field(is_id, "previous_response_id", "the id of a response", previous)
+        fields.require_field(
+            previous is None or isinstance(previous, str), "previous_response_id", "the id of a response", previous
+        )
 
         return ModelRequest(
             body["model"],
@@ -317,7 +319,7 @@ def _read_messages(body: Mapping[str, Json]) -> list[Message]:
     fields.require_field(instructions is None or isinstance(instructions, str), "instructions", "a text", instructions)
     if instructions:
         messages.append({"role": "system", "content": instructions})
-    # The field `input` may be one text, the user's message, instead of a list of items.
+    # The field may be one text, the user's message, instead of a list of items.
     if isinstance(body.get("input"), str):
         return [*messages, {"role": "user", "content": body["input"]}]
     items = fields.read_objects(body.get("input"), "input")
@@ -345,8 +347,9 @@ def _add_item(messages: list[Message], item: Mapping[str, Json], path: str) -> N
         fields.append_assistant(messages, fields.assistant_message(calls=[call]))
     elif kind == "function_call_output":
         content = fields.text_of(item.get("output"), f"{path}.output", PARTS)
-        call_id = fields.read_string(item, "call_id", path)
-        messages.append({"role": "tool", "content": content, "call_id": call_id, "name": ""})
+        messages.append(
+            {"role": "tool", "content": content, "call_id": fields.read_string(item, "call_id", path), "name": ""}
+        )
     elif kind == "message":
         _add_message(messages, item, path)
     else:
@@ -368,11 +371,9 @@ def _add_message(messages: list[Message], item: Mapping[str, Json], path: str) -
 
 
 def _read_tools(tools: Json, list_path: str, namespace: str = "") -> Iterator[Schema]:
-    """Yield the functions that a client offers to the model, including those in namespaces.
+    """Yield the functions in a list of tools at `list_path` of a request, including those in namespaces.
 
     Args:
-        tools: the list of tools, a value of the request's JSON.
-        list_path: where the list is in the request, for errors.
         namespace: the namespace that has the list; "": it is the request's own list.
     """
     # A namespace holds functions only: no namespace, and no tool that a server executes.

@@ -56,9 +56,8 @@ class Environment:
         self.env = env
         self.shared = AsyncExitStack()
         self.task_type = type(env.taskset).task_type()
-        agents = agent_config_fields(env.config)
         # The names of the agents that the policy plays. An agent with its own client is another model, such as a judge.
-        self.players = [name for name, agent in agents.items() if agent.client is None]
+        self.players = [name for name, agent in agent_config_fields(env.config).items() if agent.client is None]
 
     def check(self) -> None:
         """Raise SettingError if episodes of this environment could not be played or scored."""
@@ -125,9 +124,12 @@ class Environment:
         rewards = {name: None if reward is None else reward.value for name, reward in trace.rewards.items()}
         if not rewards or None in rewards.values():
             raise EpisodeError(f"the environment gave no reward: {rewards}")
-        metrics = {**trace.metrics, **rewards}
 
-        return {"reward": trace.reward, "stop": trace.stop_condition or "ended", "metrics": metrics}
+        return {
+            "reward": trace.reward,
+            "stop": trace.stop_condition or "ended",
+            "metrics": {**trace.metrics, **rewards},
+        }
 
 
 if __name__ == "__main__":

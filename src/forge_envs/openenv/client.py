@@ -81,8 +81,9 @@ class Session:
 
     async def list_tools(self) -> tuple[dict[str, Json], ...]:
         """Return the environment's MCP tools as schemas in OpenAI's format; OpenEnvError if it has none."""
-        call = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}
-        reply = await self._send_request("mcp", "mcp", call)
+        reply = await self._send_request(
+            "mcp", "mcp", {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}
+        )
         if "error" in reply:
             raise OpenEnvError("MCP_ERROR", str(reply["error"]), self._url)
         try:

@@ -77,8 +77,9 @@ class OpenEnvEnvironment(Environment):
         if self._is_forge:
             return step_from_reply(reply)
         tools = await self._session.list_tools() if self._mcp else ()
-        messages = tuple(self._to_messages(reply))
-        return Step(messages, tools=tools, terminated=reply.done, info={"metadata": reply.metadata})
+        return Step(
+            tuple(self._to_messages(reply)), tools=tools, terminated=reply.done, info={"metadata": reply.metadata}
+        )
 
     async def step(self, action: Action) -> Step:
         """Send a turn to the server as an action or as tool calls, and return its answer.
@@ -137,7 +138,7 @@ class OpenEnvEnvironment(Environment):
             return self._shorten_text(f"error: {error.message}")
 
     async def _call_tools(self, session: Session, action: Action) -> Step:
-        """Run the calls of a turn one after the other until the episode is over, and return all results in one step."""
+        # Run the calls of a turn one after the other until the episode is over, and return all results in one step.
         messages: list[Message] = []
         rewards: list[float] = []
         metadata: dict[str, Json] = {}
@@ -147,8 +148,9 @@ class OpenEnvEnvironment(Environment):
             # Every call gets a message, also one that is not run: chat templates expect it.
             content = "error: not run: the episode is over"
             if not over:
-                call_json = {"type": "call_tool", "tool_name": call.name, "arguments": call.arguments}
-                reply = await self._send_action(session, call_json)
+                reply = await self._send_action(
+                    session, {"type": "call_tool", "tool_name": call.name, "arguments": call.arguments}
+                )
                 if isinstance(reply, str):
                     content = reply
                 else:
@@ -165,7 +167,7 @@ class OpenEnvEnvironment(Environment):
     def _make_step(
         self, messages: tuple[Message, ...], reward: float | None, metadata: Mapping[str, Json], *, over: bool
     ) -> Step:
-        """Return a step; at the end of an episode without any reward, one that leaves it unscored."""
+        # Return a step; at the end of an episode without any reward, one that leaves it unscored.
         self._rewarded |= reward is not None
         is_unscored = over and not self._rewarded
         # OpenEnv has no separate field for an episode that a limit has ended.

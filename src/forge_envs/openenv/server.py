@@ -96,8 +96,9 @@ class ServedSession:
         except InfrastructureError as error:
             raise ServedError("INFRASTRUCTURE_ERROR", str(error), last=True) from error
         except TimeoutError:
-            message = f"{name} gave no answer within {self._timeout:g} s"
-            raise ServedError("INFRASTRUCTURE_ERROR", message, last=True) from None
+            raise ServedError(
+                "INFRASTRUCTURE_ERROR", f"{name} gave no answer within {self._timeout:g} s", last=True
+            ) from None
         except Exception as error:
             log.exception("%s of %s failed", name, type(self.environment).__name__)
             raise ServedError("EXECUTION_ERROR", f"{type(error).__name__}: {error}") from error
@@ -158,8 +159,12 @@ class OpenEnvServer:
 
     def _begin_session(self) -> ServedSession:
         if self._active >= self._max_sessions:
-            message = f"Server at capacity: {self._active}/{self._max_sessions} sessions active"
-            raise ServedError("CAPACITY_REACHED", message, last=True, max_sessions=self._max_sessions)
+            raise ServedError(
+                "CAPACITY_REACHED",
+                f"Server at capacity: {self._active}/{self._max_sessions} sessions active",
+                last=True,
+                max_sessions=self._max_sessions,
+            )
         try:
             session = ServedSession(self._make(), self._timeout)
         except Exception as error:

@@ -146,8 +146,12 @@ def reply_to_json(step: Step) -> dict[str, Json]:
     """
     metadata = {**step.info, "truncated": True} if step.truncated else dict(step.info)
     observation = {"messages": step.messages, "tools": step.tools, "rewritten": step.rewritten, "metadata": metadata}
-    reward = None if step.reward is None else float(step.reward)
-    reply = {"observation": observation, "reward": reward, "done": step.done, "metadata": metadata}
+    reply = {
+        "observation": observation,
+        "reward": None if step.reward is None else float(step.reward),
+        "done": step.done,
+        "metadata": metadata,
+    }
     converted: dict[str, Json] = json.loads(json.dumps(reply, default=to_plain))
     return converted
 

@@ -145,9 +145,8 @@ class Running:
         """Collect the exit statuses of children that have exited, and keep the program's."""
         with suppress(ChildProcessError):
             while (child := os.waitpid(-1, os.WNOHANG))[0]:
-                pid, exit_status = child
-                if pid == self.pid:
-                    self.ended = exit_status
+                if child[0] == self.pid:
+                    self.ended = child[1]
 
     def _kill_program(self) -> None:
         """Kill the program and wait for its end; at level "none" also its descendants, which no namespace ends."""

@@ -87,7 +87,7 @@ def list_descendants(pid: int) -> list[int]:
 
 
 def measure_usage(processes: list[int]) -> tuple[int, float]:
-    """Return the resident bytes and the CPU seconds of processes, including the CPU time of children that have ended."""
+    """Return the resident bytes and the CPU seconds of processes, and of children of this one that have ended."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     memory = 0
     seconds = children.ru_utime + children.ru_stime

@@ -201,8 +201,9 @@ def private_mounts(scratch_mb: int, readable: Iterable[str], links: dict[str, st
         readable, links: as in `new_root`; those in /tmp are added to the new /tmp.
     """
     _unshare_namespaces(_NEW_MOUNTS)
-    settings = f"size={scratch_mb}m,nr_inodes=1024,mode=1777"
-    mount_target("tmpfs", _SCRATCH, "tmpfs", _NO_SUID | _NO_DEVICE | _NO_EXEC, settings)
+    mount_target(
+        "tmpfs", _SCRATCH, "tmpfs", _NO_SUID | _NO_DEVICE | _NO_EXEC, f"size={scratch_mb}m,nr_inodes=1024,mode=1777"
+    )
     for path in readable:
         if path.startswith("/tmp/"):
             target = _SCRATCH + path.removeprefix("/tmp")
@@ -252,6 +253,5 @@ def _map_users(pid: int, users: str, groups: str, setgroups: str) -> None:
 
 def mount_target(source: str | None, target: str, kind: str | None, flags: int, settings: str | None = None) -> None:
     """Mount a file system by mount(2); OSError, whose message has the target, if it fails."""
-    texts = (source, target, kind, settings)
-    *places_and_kind, options = [None if text is None else text.encode() for text in texts]
+    *places_and_kind, options = [None if text is None else text.encode() for text in (source, target, kind, settings)]
     check_result(libc.mount(*places_and_kind, ctypes.c_ulong(flags), options), f"mount {target}")

@@ -49,8 +49,7 @@ _NUMBERS: dict[str, tuple[int | None, int | None]] = {
 
 def find_number(name: str) -> int | None:
     """Return the number of a system call on this machine; None if it does not have the call."""
-    x86_number, arm_number = _NUMBERS[name]
-    return arm_number if MACHINE == "aarch64" else x86_number
+    return _NUMBERS[name][1 if MACHINE == "aarch64" else 0]
 
 
 def make_call(name: str, *arguments: int | bytes | None) -> int:

@@ -11,7 +11,7 @@ Settings = dict[str, Any]  # of a sandbox
 
 
 def pack_message(header: Header, *bodies: bytes) -> bytes:
-    """Return the bytes of a message: the length of the JSON, the JSON of the header and the bodies' lengths, the bodies."""
+    """Return the bytes of a message: the JSON's length, the JSON of the header and the bodies' lengths, the bodies."""
     text = json.dumps([header, [len(body) for body in bodies]]).encode()
     return b"".join([struct.pack("I", len(text)), text, *bodies])
 

@@ -67,7 +67,7 @@ def _follow_parent(control: int) -> None:
 
 
 def _serve_requests(control: int, settings: Settings) -> None:
-    """Import all modules, then fork a keeper for each request, one after the other."""
+    # Import all modules, then fork a keeper for each request, one after the other.
     sys.path.extend(settings["path"])
     namespace = None
     if settings["level"] == "namespaces":
