@@ -1,4 +1,4 @@
-"""What an agent's command is, the variables that it gets, and how it ended."""
+"""An agent's command and its result, its environment variables, and the folder in which it works."""
 
 import os
 import shutil
@@ -8,30 +8,33 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Literal, get_args
 
-HOME = ".home"  # in the task folder
-NOBODY = 65534  # the user of confined programs
+HOME = ".home"  # the program's home, a folder in the task folder
+NOBODY = 65534  # id of the user and the group with which confined programs run
 
 
 def fill_task_folder(
     folder: Path, source: str | Path | None, files: Mapping[str, str], *, new: bool, owned: bool
 ) -> None:
-    """Fill a task folder. What an agent left in the way of a text, a link, a folder or a locked one, is replaced by it.
+    """Write texts into a task folder, which is created first if it is new, along with a folder for temporary files.
+
+    A link, file or folder that an agent has left where a text or one of its folders belongs is replaced.
 
     Args:
-        source: a folder that is copied, for a new one.
-        files: texts by their paths in the folder.
-        new: create it first.
-        owned: make all of it the property of the user that confined programs run as.
+        folder: the task folder. The folder for temporary files is "tmp" alongside it.
+        source: a folder whose content a new task folder gets; None: it is empty.
+        files: the texts by their paths within the folder.
+        new: whether to create the folders.
+        owned: whether to change the owner of both folders to the user with which confined programs run.
 
     Raises:
-        ValueError: a path that leads out of it.
+        ValueError: a path leads out of the folder.
     """
-    paths = {PurePosixPath(name): text for name, text in files.items()}
-    for path in paths:
+    texts = {PurePosixPath(name): text for name, text in files.items()}
+    for path in texts:
         if path.is_absolute() or not path.parts or ".." in path.parts:
             raise ValueError(f"files must be named by paths within the task folder, got {str(path)!r}")
-    places = (folder, folder.parent / "tmp")
 
+    tmp_folder = folder.parent / "tmp"
     if new:
         folder.parent.mkdir(parents=True)
         if source is None:
@@ -39,11 +42,12 @@ def fill_task_folder(
         else:
             shutil.copytree(source, folder, symlinks=True)
         (folder / HOME).mkdir(exist_ok=True)
-        places[1].mkdir()
+        tmp_folder.mkdir()
+    for top in (folder, tmp_folder):
+        top.chmod(0o755)
 
-    for place in places:
-        place.chmod(0o755)
-    for path, text in paths.items():
+    for path, text in texts.items():
+        # From the outermost folder of the path to the innermost; the first of `parents` is the task folder itself.
         for parent in [*reversed(path.parents)][1:]:
             inner = folder / parent
             if inner.is_symlink() or not inner.is_dir():
@@ -54,16 +58,17 @@ def fill_task_folder(
         target = folder / path
         if target.is_dir() and not target.is_symlink():
             remove_folder(target)
+        # A new file, not the old one's content: that may be a link, or not be writable.
         target.unlink(missing_ok=True)
         target.write_text(text)
 
     if owned:
-        for place in places:
-            give_to_nobody(place)
+        for top in (folder, tmp_folder):
+            give_to_nobody(top)
 
 
 def give_to_nobody(folder: Path) -> None:
-    """Make all of a folder the property of the user that programs run as."""
+    """Make the user with which confined programs run the owner of a folder and all that it contains."""
     os.chown(folder, NOBODY, NOBODY)
     for parent, folders, names in os.walk(folder):
         for name in (*folders, *names):
@@ -71,7 +76,8 @@ def give_to_nobody(folder: Path) -> None:
 
 
 def unlock_folders(folder: Path) -> None:
-    """Make all folders below one such that this user can remove them: an agent may have taken its rights away."""
+    """Give this user all rights to the folders within a folder: without them, which an agent may have removed, the
+    folders cannot be deleted."""
     for parent, folders, _ in os.walk(folder):
         for name in folders:
             path = os.path.join(parent, name)
@@ -80,7 +86,7 @@ def unlock_folders(folder: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder if it exists, whatever rights its parts have."""
+    """Remove a folder if it exists, even if rights to folders in it are missing."""
     if folder.exists():
         folder.chmod(0o700)
         unlock_folders(folder)
@@ -100,17 +106,18 @@ class AgentCommand:
 
     Args:
         command: the program and its arguments.
-        env: variables alongside those that `CommandRunner` sets.
+        env: environment variables in addition to those of `agent_environment`.
         files: a folder that is copied into the task folder.
-        timeout: seconds.
-        memory_mb: of all its processes together, checked every 50 ms.
-        processes: processes and threads that it may have at once. Programs on node start about ten threads each.
-        output_kb: of stdout and of stderr, after which it is ended.
-        readable: files and folders that it may read alongside the system and this Python; `bin` of a folder is in PATH.
-        network: "gateway" reaches the gateway only; "host" all that this machine reaches.
+        timeout: seconds after which the program is ended.
+        memory_mb: the limit for all its processes together, checked every 50 ms.
+        processes: how many processes and threads it may have at once. Programs on node start about ten threads each.
+        output_kb: the limit for each of stdout and stderr, beyond which the program is ended.
+        readable: files and folders that it may read in addition to the system and this Python. The `bin` of each folder
+            is in its PATH.
+        network: what it can connect to: "gateway": only the gateway; "host": all that this machine can.
 
     Raises:
-        ValueError: an invalid setting.
+        ValueError: a setting is invalid.
     """
 
     command: Sequence[str]
@@ -124,8 +131,8 @@ class AgentCommand:
     network: Network = "gateway"
 
     def __post_init__(self) -> None:
-        words = [] if isinstance(self.command, str) else list(self.command)
-        if not words or not all(isinstance(word, str) for word in words) or not words[0]:
+        arguments = [] if isinstance(self.command, str) else list(self.command)
+        if not arguments or not arguments[0] or not all(isinstance(argument, str) for argument in arguments):
             raise ValueError(f"command must be a list of a program and its arguments, got {self.command!r}")
         for name in ("timeout", "memory_mb", "processes", "output_kb"):
             number = getattr(self, name)
@@ -145,19 +152,20 @@ class AgentCommand:
 
 @dataclass(frozen=True)
 class CommandResult:
-    """How a program ended.
+    """How a program ended, and what it left.
 
-    `status` is one of
-
-    - "exited": by itself, whatever its exit code, which is negative for a signal such as a crash;
-    - "timeout", "memory": ended at that limit;
-    - "killed": ended because its output exceeded the limit, or by a SIGKILL of someone else;
-    - "missing": there is no such program, or it cannot be executed;
-    - "failed": this machine or this library failed: nothing is known about the agent.
-
-    `reason` explains all but "exited" in one line. `stdout` and `stderr` are their last 64 KiB. `folder` is the task
-    folder, which stays until `remove`; no process of the run is left in it. What lies there is the agent's work, links
-    to elsewhere included: read files with `read`.
+    status: one of
+        - "exited": it ended by itself, with any exit code;
+        - "timeout", "memory": it was ended at that limit;
+        - "killed": it was ended because its output exceeded the limit, or by a SIGKILL from elsewhere;
+        - "missing": there is no such program, or it cannot be executed;
+        - "failed": this machine or this library failed, and nothing is known about the agent.
+    exit_code: negative for a signal: -11 after a segmentation fault.
+    stdout, stderr: the last 64 KiB of each.
+    seconds: how long it ran.
+    folder: the task folder, which exists until `remove`. All processes of the program have ended. Links in it may lead
+        elsewhere: read its files by `read`.
+    reason: explains every status but "exited" in one line.
     """
 
     status: Status
@@ -169,48 +177,54 @@ class CommandResult:
     reason: str = ""
 
     def read(self, path: str, limit: int = 1 << 20) -> bytes:
-        """Return the first `limit` bytes of a file in the folder.
+        """Return the first `limit` bytes of a file in the task folder.
 
         Raises:
-            FileNotFoundError: it is not there, or not a regular file, or a link to outside.
+            FileNotFoundError: the file does not exist, is not a regular file, or is a link that leads elsewhere.
         """
-        real = os.path.realpath(self.folder / path)
+        real_path = os.path.realpath(self.folder / path)
         root = os.path.realpath(self.folder)
-        # Nothing runs in the folder now, so that a link cannot change between check and use.
-        if not real.startswith(f"{root}/") or not os.path.isfile(real):
+        # No process of the agent is left that could replace the file by a link after this check.
+        if not real_path.startswith(f"{root}/") or not os.path.isfile(real_path):
             raise FileNotFoundError(f"{path} is not a file of the task folder")
-        with open(real, "rb") as file:
+        with open(real_path, "rb") as file:
             return file.read(limit)
 
     def remove(self) -> None:
-        """Remove the folder; it may be removed already."""
+        """Remove the task folder and its folder for temporary files, if they still exist."""
         remove_folder(self.folder.parent)
 
 
-def agent_environment(words: Mapping[str, str], path: str) -> dict[str, str]:
-    """Return the variables of an agent, by which the clients of each API find the gateway: the whole environment.
+def agent_environment(values: Mapping[str, str], path: str) -> dict[str, str]:
+    """Return all environment variables of an agent's program, which inherits none from this process.
+
+    Among them are those from which OpenAI's and Anthropic's clients, and the agents built on them, read the address of
+    their API, the key and the model, so that they use the gateway without options.
 
     Args:
-        words: "url", "key", "model", "task" and "folder", as in `AgentCommand`.
-        path: the folders of programs, as in PATH.
+        values: what the placeholders "url", "key", "model", "task" and "folder" of `AgentCommand` stand for. If "url"
+            is "", there is no gateway, and its variables are not set.
+        path: the value of PATH.
     """
-    url = words["url"]
-    key = words["key"]
-    model = words["model"]
+    url = values["url"]
+    key = values["key"]
+    model = values["model"]
     claude = ("MODEL", "SMALL_FAST_MODEL", "DEFAULT_HAIKU_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_OPUS_MODEL")
-    env = {"PATH": path, "LANG": "C.UTF-8", "HOME": f"{words['folder']}/{HOME}", "FORGE_TASK": words["task"]}
+    env = {"PATH": path, "LANG": "C.UTF-8", "HOME": f"{values['folder']}/{HOME}", "FORGE_TASK": values["task"]}
 
     if url:
         env |= {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_BASE": f"{url}/v1", "OPENAI_API_KEY": key}
         env |= {"OPENAI_MODEL": model, "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key}
         env |= {f"ANTHROPIC_{name}": model for name in claude}
+        # Of mini-swe-agent, which otherwise asks for its settings and raises an error for a model without a price.
         env |= {
             "MSWEA_CONFIGURED": "true",
             "MSWEA_COST_TRACKING": "ignore_errors",
             "MSWEA_MODEL_NAME": f"openai/{model}",
         }
 
-    # Requests to loopback go to no proxy, and programs do not look for news, prices and places for their telemetry.
+    # Requests to the gateway, on loopback, must not be sent to a proxy. Programs that cannot reach the internet should
+    # not try to download prices, check for updates or send telemetry, which would only delay them.
     env |= {"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
     env |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_AGENTS_DISABLE_TRACING": "1"}
     return {**env, "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "IS_SANDBOX": "1"}

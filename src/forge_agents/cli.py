@@ -1,4 +1,4 @@
-"""`forge agents`: what a run with agents needs before it starts."""
+"""`forge agents`: writes the datasets that a run with agents needs before it starts."""
 
 import argparse
 import asyncio
@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-# Imports within the steps take seconds.
+# Functions import what takes seconds to import, so that other commands do not wait for it.
 
 
 def add_to(commands: Any) -> None:
-    """Add the command and its steps to the parser's."""
+    """Add the command `forge agents` and its steps to the subparsers `commands`."""
     agents = commands.add_parser(
         "agents",
         help="write the tasks of a collection of environments as rows",
@@ -25,8 +25,9 @@ def add_to(commands: Any) -> None:
     rows.add_argument("config", help="the run's YAML file")
     rows.add_argument("--limit", type=int, default=-1, help="read at most this many tasks; default: all")
 
-    held_out = "share that is held out if the collection has no split; default .1"
-    rows.add_argument("--held-out", type=float, default=0.1, help=held_out)
+    rows.add_argument(
+        "--held-out", type=float, default=0.1, help="share that is held out if the collection has no split; default .1"
+    )
     rows.add_argument("--overwrite", action="store_true", help="replace files that exist")
     rows.set_defaults(run=_print_rows)
 
@@ -41,12 +42,16 @@ def _print_rows(args: argparse.Namespace) -> None:
 
 
 def write_rows(config: Path, limit: int = -1, share: float = 0.1, overwrite: bool = False) -> str:
-    """Write the rows of a configuration's collection to the files that it reads; returns what was written, in a line.
+    """Write the tasks of a configuration's collection to its `dataset.path` and `eval.path`, one JSON object a line.
 
     Args:
-        limit: the most rows that are read; -1: all.
-        share: of the rows that are held out, if the collection holds none out.
+        config: the run's YAML file, in which `episode.agent.collection` is set.
+        limit: the most tasks to read; -1: all.
+        share: which share of the tasks to hold out for evaluation if the collection has no held-out tasks, 0 to 1.
         overwrite: replace files that exist.
+
+    Returns:
+        A line for the user, such as "90 rows in train.jsonl, 10 rows in eval.jsonl".
 
     Raises:
         ConfigError: a setting is missing or invalid, or a file exists.
@@ -82,6 +87,7 @@ def write_rows(config: Path, limit: int = -1, share: float = 0.1, overwrite: boo
         raise ConfigError(f"the collection has no tasks for training, and {len(splits['eval'])} that are held out")
     for split, path in paths.items():
         path.parent.mkdir(parents=True, exist_ok=True)
+        # A dataset's answers are texts: the task, which is JSON, is written as text within the row's JSON.
         lines = (json.dumps({**row, "answer": json.dumps(row["answer"])}) + "\n" for row in splits[split])
         path.write_text("".join(lines))
 

@@ -1,4 +1,7 @@
-"""Collections of environments that people have: their tasks as prompts, their scores as rewards."""
+"""Environments of published collections: their tasks are the prompts, and their scores the rewards.
+
+A collection runs in a process with its own Python environment, the worker, since its packages may conflict with ours.
+"""
 
 import asyncio
 import hashlib
@@ -27,22 +30,22 @@ from .workers.protocol import MAX_LINE
 
 log = logging.getLogger(f"forge.{__name__}")
 
-OPENING = 300.0  # seconds until an environment is open: imports take 30 of them on a cold disk
-GRACE = 10.0  # seconds beyond a request's timeout until its answer, and until an ended worker has gone
+OPENING = 300.0  # seconds until an environment must be open: its imports may take 30 s from a cold disk
+GRACE = 10.0  # seconds for an answer after its request's timeout, and for a worker to exit
 
 Values = dict[str, Any]  # plain JSON
 
 
 class Worker:
-    """A process that answers requests as `forge_agents.workers.protocol` says.
+    """A process that answers requests in the format of `forge_agents.workers.protocol`.
 
-    It is started by the first request, and again by the next one after it died; then it opens its environment.
+    The first request starts the process and opens its environment. If the process dies, the next request does so again.
 
     Args:
-        command: the words that start it.
-        opening: the fields of its request "open".
-        env: variables in addition to this process's.
-        grace: seconds beyond a request's timeout after which it is taken to hang, and killed.
+        command: the program and its arguments.
+        opening: the fields of the request "open".
+        env: environment variables in addition to this process's.
+        grace: how many seconds after a request's timeout a process that has not answered is killed, as it must hang.
     """
 
     def __init__(
@@ -56,22 +59,22 @@ class Worker:
         self.command, self.opening, self.env, self.grace = list(command), dict(opening), dict(env or {}), grace
         self.starts = 0
         self._process: Process | None = None
-        self._reading: list[asyncio.Task[None]] = []
-        self._answers: dict[int, asyncio.Future[Values]] = {}
+        self._readers: list[asyncio.Task[None]] = []  # of standard error, and of standard output
+        self._answers: dict[int, asyncio.Future[Values]] = {}  # by the numbers of the requests
         self._numbers = itertools.count(1)
-        self._last_word = "no word"
-        self._lock = asyncio.Lock()
+        self._last_error_line = "no word"
+        self._lock = asyncio.Lock()  # held while the process is started
 
     async def request(self, op: str, timeout: float, **fields: Any) -> Values:
-        """Return the result of a request.
+        """Send a request to the process, which is started if it does not run, and return its result.
 
         Args:
             op: "rows" or "play".
             timeout: seconds.
-            fields: of the request.
+            fields: the request's other fields.
 
         Raises:
-            ConfigError: a setting is invalid, which no additional attempt would change.
+            ConfigError: a setting is invalid, so that a retry would fail too.
             InfrastructureError: the request failed, the worker died, or there was no result in time.
         """
         async with self._lock:
@@ -87,7 +90,7 @@ class Worker:
         return await self._ask_process(process, op, timeout, fields)
 
     async def close(self) -> None:
-        """End the process: it is asked to by the end of its input, and killed if it takes too long."""
+        """Close the process's standard input, after which it exits, and kill it if it has not exited after `grace`."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -96,10 +99,10 @@ class Worker:
         with suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), self.grace)
         _kill_group(process)
-        await asyncio.wait(self._reading)
+        await asyncio.wait(self._readers)
 
     async def _start_process(self) -> Process:
-        """Start the process. ConfigError: its program cannot be executed."""
+        """Start and return the process; ConfigError if its program cannot be executed."""
         try:
             process = await asyncio.create_subprocess_exec(
                 *self.command,
@@ -117,7 +120,7 @@ class Worker:
             ) from None
 
         self.starts += 1
-        self._reading = [asyncio.create_task(read(process)) for read in (self._read_words, self._read_answers)]
+        self._readers = [asyncio.create_task(read(process)) for read in (self._read_errors, self._read_answers)]
         return process
 
     async def _ask_process(self, process: Process, op: str, timeout: float, fields: Mapping[str, Any]) -> Values:
@@ -129,7 +132,8 @@ class Worker:
             process.stdin.write(json.dumps({"id": number, "op": op, "timeout": timeout, **fields}).encode() + b"\n")
             message = await asyncio.wait_for(answer, timeout + self.grace)
         except TimeoutError:
-            # It ends its requests in time itself, unless its loop hangs, which would hold all others.
+            # The worker itself ends requests at their timeout. If it has not, its event loop hangs, and with it all
+            # other requests.
             _kill_group(process)
             raise InfrastructureError(f"the worker hung: it gave no result of {op!r} within {timeout:g} s") from None
         finally:
@@ -142,7 +146,7 @@ class Worker:
         raise InfrastructureError(str(message["error"]))
 
     async def _read_answers(self, process: Process) -> None:
-        """Read the worker's results until it exits; requests without a result fail then."""
+        """Read the process's answers until it exits, then fail the requests without an answer."""
         assert process.stdout is not None
         async for line in process.stdout:
             message = json.loads(line)
@@ -150,55 +154,59 @@ class Worker:
             if answer is not None and not answer.done():
                 answer.set_result(message)
         code = await process.wait()
-        await asyncio.wait(self._reading[:1], timeout=1.0)
-        problem = f"the worker ended with exit code {code}: {self._last_word[-500:]}"
+        # The reader of standard error, the first one, may not have read the last line yet.
+        await asyncio.wait(self._readers[:1], timeout=1.0)
+        problem = f"the worker ended with exit code {code}: {self._last_error_line[-500:]}"
         log.warning(problem)
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(InfrastructureError(problem))
 
-    async def _read_words(self, process: Process) -> None:
-        """Keep the last line of its standard error."""
+    async def _read_errors(self, process: Process) -> None:
+        """Log the lines of standard error, and keep the last one that is not empty."""
         assert process.stderr is not None
         async for line in process.stderr:
             text = line.decode(errors="replace").strip()
             log.debug("worker: %s", text)
-            self._last_word = text or self._last_word
+            self._last_error_line = text or self._last_error_line
 
 
 def _kill_group(process: Process) -> None:
-    # Its group: processes that it left would go on asking for turns.
+    # The whole process group: otherwise programs that the worker has started would continue to ask for turns.
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def worker_variables(python: str) -> dict[str, str]:
-    """Return the variables of a worker: this process's, with the programs alongside its Python first.
+    """Return the environment variables of a worker: this process's, with its interpreter's folder first in PATH.
 
     Args:
-        python: the path of its interpreter, alongside which others, such as uv, were installed for it.
+        python: the path of the interpreter. Programs that the collection needs, such as uv, may be in the same folder.
     """
     path = os.pathsep.join([os.path.dirname(os.path.abspath(python)), os.environ.get("PATH", os.defpath)])
-    # The gateway is on loopback, where no proxy leads.
+    # Requests to the gateway, which is on loopback, must not be sent to a proxy.
     local = ",".join(filter(None, (os.environ.get("NO_PROXY"), "127.0.0.1,localhost")))
     return {**os.environ, "PATH": path, "NO_PROXY": local, "no_proxy": local}
 
 
 SCRIPT = Path(__file__).parent / "workers/verifiers_worker.py"
-READING = 3600.0  # seconds until all rows are read, which may be downloaded first
+READING = 3600.0  # seconds until all rows must be read; they may have to be downloaded
 
 Row = dict[str, Any]  # {"question": text, "answer": the task as plain JSON}
 
 
 def worker_of(agent: AgentConfig) -> Worker:
-    """Return a worker of an agent's collection."""
+    """Return a worker for an agent's collection, which is not started yet."""
     assert agent.collection is not None
-    opening = {"environment": agent.collection.environment, "args": agent.collection.args}
-    return Worker([agent.collection.python, str(SCRIPT)], opening, env=agent.env)
+    return Worker(
+        [agent.collection.python, str(SCRIPT)],
+        {"environment": agent.collection.environment, "args": agent.collection.args},
+        env=agent.env,
+    )
 
 
 class WorkerPlay:
-    """How a worker plays tasks."""
+    """Plays and scores tasks of an agent's collection in a worker process."""
 
     def __init__(self, agent: AgentConfig) -> None:
         assert agent.collection is not None
@@ -206,11 +214,19 @@ class WorkerPlay:
         self.worker = worker_of(agent)
 
     async def close(self) -> None:
-        """End the worker."""
+        """End the worker process."""
         await self.worker.close()
 
     async def __call__(self, access: Access, sample: Sample, evaluation: bool = False) -> Outcome:
-        """Play one episode; it is lost if the environment or its worker fails. ConfigError: a setting is invalid."""
+        """Play one episode, and return its reward; it is lost if the environment or its worker fails.
+
+        Args:
+            access: how the environment's harness reaches its session of the gateway.
+            sample: a row that `forge agents rows` has written.
+
+        Raises:
+            ConfigError: a setting is invalid, or the sample is not a task of a collection.
+        """
         url = f"{access.url}/s/{access.key}"
         try:
             result = await self.worker.request("play", self.timeout, task=task_of(sample), url=url, model=POLICY)
@@ -218,14 +234,14 @@ class WorkerPlay:
             if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
                 raise InfrastructureError(f"the environment's reward is {reward!r}, not a finite number")
         except InfrastructureError as error:
-            # Returned, not raised: so the tokens of this attempt are in the account of the next one.
+            # Returned, not raised: the environment then counts the tokens of this attempt in the episode's certificate.
             log.warning("an episode of %s was lost: %s", sample.prompt.text[:60] or "a task", error)
             return Outcome(None, "infrastructure", True, {"error": str(error)})
         return Outcome(float(reward), str(result.get("stop", "ended")), info={"metrics": result.get("metrics", {})})
 
 
 def task_of(sample: Sample) -> Any:
-    """Return the task of a sample. ConfigError: its row is not one of a collection."""
+    """Return the collection's task, plain JSON, from a sample's target; ConfigError if that is another text."""
     try:
         return json.loads(sample.target)
     except ValueError:
@@ -236,8 +252,12 @@ def task_of(sample: Sample) -> Any:
 
 
 def check_collection(agent: AgentConfig) -> None:
-    """ConfigError: the collection's package or environment is not there, or a setting of it is invalid."""
-    # In a thread: the caller may have a running loop.
+    """Check that an agent's collection can be opened, by starting its worker once.
+
+    Raises:
+        ConfigError: the package or the environment is not installed, or a setting is invalid.
+    """
+    # In a thread: `asyncio.run` raises an error if the caller runs in an event loop.
     with ThreadPoolExecutor(1) as pool:
         try:
             pool.submit(lambda: asyncio.run(read_rows(agent, 0))).result()
@@ -246,10 +266,14 @@ def check_collection(agent: AgentConfig) -> None:
 
 
 async def read_rows(agent: AgentConfig, limit: int = -1) -> dict[str, list[Row]]:
-    """Return the rows of a collection by their split, "train" and "eval". InfrastructureError: it failed.
+    """Return the rows of an agent's collection, in two lists under "train" and "eval".
 
     Args:
-        limit: the most that are read; -1: all.
+        limit: the most rows to read; -1: all.
+
+    Raises:
+        ConfigError: the collection cannot be opened.
+        InfrastructureError: reading failed.
     """
     splits: dict[str, list[Row]] = {"train": [], "eval": []}
     worker = worker_of(agent)
@@ -262,14 +286,17 @@ async def read_rows(agent: AgentConfig, limit: int = -1) -> dict[str, list[Row]]
 
 
 def hold_out(rows: Sequence[Row], share: float) -> tuple[list[Row], list[Row]]:
-    """Return rows for training and held-out ones, decided by the question itself, so that equal questions stay
-    together.
+    """Split rows into those for training and those that are held out.
+
+    A digest of the question decides, so that rows with equal questions are in the same part, in every run.
 
     Args:
-        share: of the held-out ones, 0 to 1.
+        share: the expected share of held-out rows, 0 to 1.
     """
-    parts: tuple[list[Row], list[Row]] = ([], [])
+    training: list[Row] = []
+    held_out: list[Row] = []
     for row in rows:
         digest = hashlib.blake2b(row["question"].encode("utf-8", "surrogatepass"), digest_size=8).digest()
-        parts[int.from_bytes(digest, "big") < share * 2**64].append(row)
-    return parts
+        is_held_out = int.from_bytes(digest, "big") < share * 2**64  # an 8-byte digest is below 2**64
+        (held_out if is_held_out else training).append(row)
+    return training, held_out

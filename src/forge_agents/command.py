@@ -1,6 +1,6 @@
-"""Agents that are commands: any program, run confined for one episode, whose only network is the gateway.
+"""Runs agents that are programs, each confined for one episode, with the gateway as its only network.
 
-docs/agent_gateway.md says what a program can do, and what is not covered.
+docs/agent_gateway.md says what a program can do, and which attacks are not covered.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ __all__ = ["AgentCommand", "CommandResult", "CommandRunner"]
 log = logging.getLogger(f"forge.{__name__}")
 
 T = TypeVar("T")
-Level = Literal["namespaces", "none"]
+Level = Literal["namespaces", "none"]  # how programs are confined
 INNER_FOLDER = "/task"  # the task folder, as a confined program sees it
 CHUNK = 1 << 16  # bytes that are read at once
-MAX_RUNS = 1024  # at once: each has a thread that waits for it
+MAX_RUNS = 1024  # programs at once, each of which has a thread that waits for it
 TAIL = 1 << 16  # bytes of each output that are returned
 LIMITS = {"NOFILE": 4096, "FSIZE": 1 << 30, "CORE": 0, "MEMLOCK": 1 << 20, "MSGQUEUE": 0}  # of a process
+# Prints "confined" if it runs as the user nobody in an empty task folder.
 PROBE = ("/bin/sh", "-c", 'test "$(id -u)" = 65534 && test -z "$(ls /task)" && echo confined')
-# What programs need of the system, where it exists; of /etc nothing with a secret.
+# The files and folders of the system that programs need, where they exist. None of those in /etc has a secret.
 SYSTEM = (
     *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/dev/random", "/dev/full"),
     *(f"/etc/{name}" for name in ("alternatives", "ssl", "ca-certificates", "pki", "passwd", "group", "nsswitch.conf")),
@@ -57,13 +58,14 @@ SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 class CommandRunner:
-    """Runs agents, any number at once, each in a new task folder.
+    """Runs agents' programs, up to 1024 at once, each in a new task folder.
 
     Args:
-        allow_unsafe: where namespaces are not permitted, run programs with all rights of this user, instead of an
-            error at `start`. The environment, the end of all processes and all limits but `processes` remain.
-        folder: where task folders are created; by default that for temporary files.
-        python: the interpreter of the processes that watch programs; by default the running one.
+        allow_unsafe: where the system does not permit namespaces, run programs with all rights of this user instead of
+            raising an error at `start`. Their environment variables, the end of all their processes, and all limits but
+            `processes` stay the same.
+        folder: the folder in which task folders are created; None: the system's folder for temporary files.
+        python: the interpreter for the processes that watch programs; None: the running one.
     """
 
     def __init__(
@@ -79,10 +81,10 @@ class CommandRunner:
         self._number = 0
 
     async def start(self) -> None:
-        """Check that programs are confined here.
+        """Create the folder for all runs, and check that programs can be confined, by running one.
 
         Raises:
-            InfrastructureError: they are not, and `allow_unsafe` is not set.
+            InfrastructureError: they cannot, and `allow_unsafe` is not set.
         """
         if self._scratch is not None:
             return
@@ -117,18 +119,20 @@ class CommandRunner:
         files: Mapping[str, str] | None = None,
         folder: Path | None = None,
     ) -> CommandResult:
-        """Run a program until it ends or is ended at a limit. If this call is cancelled, the program is ended.
+        """Run a program until it ends or a limit ends it. If this call is cancelled, the program is ended.
 
         Args:
-            url: of the gateway, `http://HOST:PORT` without `/v1`. None: no network at all, as for a test.
-            key, model: those that the program is to give the gateway.
-            files: texts that are written into the task folder, by path.
-            folder: the task folder of an earlier result, to run in it once more; by default a new one, with the
-                command's files.
+            url: the gateway's address, `http://HOST:PORT` without `/v1`. None: the program has no network, such as a
+                test.
+            key, model: what the program sends to the gateway as its API key and as the model's name.
+            task_text: the text of the task.
+            files: texts that are written into the task folder, by their paths in it.
+            folder: the task folder of an earlier result, in which the program runs. None: a new folder, with the
+                command's `files`.
 
         Raises:
-            ValueError: an invalid address, path or text.
-            RuntimeError: not started, or closed.
+            ValueError: the address, or a path in `files`, is invalid.
+            RuntimeError: the runner is not started, or is closed.
         """
         if self._scratch is None:
             raise RuntimeError("the runner is not running: await runner.start() first")
@@ -138,20 +142,27 @@ class CommandRunner:
             self._number += 1
             folder = self._scratch.path / str(self._number) / "task"
 
-        # What the placeholders of the command stand for: inside, the gateway is at its port of the loopback.
-        words = {"url": url or "", "key": key, "model": model, "task": task_text}
-        words["folder"] = INNER_FOLDER if self.level == "namespaces" else str(folder)
+        # What the placeholders of the command stand for. A confined program reaches the gateway, on any host, at the
+        # same port of its own loopback, from which connections are forwarded.
+        values = {"url": url or "", "key": key, "model": model, "task": task_text}
+        values["folder"] = INNER_FOLDER if self.level == "namespaces" else str(folder)
         if gateway is not None:
-            words["url"] = f"http://127.0.0.1:{gateway[1]}{urlsplit(words['url']).path}"
+            values["url"] = f"http://127.0.0.1:{gateway[1]}{urlsplit(values['url']).path}"
 
-        # A program without a gateway has no network.
-        settings, request = self._sandbox_settings(command, words, folder)
+        # The network "gateway" without a port to forward is no network at all.
+        settings, request = self._sandbox_settings(command, values, folder)
         settings["network"] = "gateway" if url is None else command.network
         settings["port"] = None if gateway is None else gateway[1]
 
         source = command.files if is_new else None
-        owned = self.level == "namespaces" and os.geteuid() == 0
-        fill_folder = partial(fill_task_folder, folder, source, files or {}, new=is_new, owned=owned)
+        fill_folder = partial(
+            fill_task_folder,
+            folder,
+            source,
+            files or {},
+            new=is_new,
+            owned=self.level == "namespaces" and os.geteuid() == 0,
+        )
 
         async def play_and_clean() -> CommandResult:
             try:
@@ -161,7 +172,7 @@ class CommandRunner:
                     await self._in_thread(partial(remove_folder, folder.parent))
                 raise
 
-        # `close` ends the run by this task, and waits for it.
+        # A task, not only a coroutine: `close` cancels it, and waits for its end.
         run = asyncio.ensure_future(play_and_clean())
         self._runs.add(run)
         run.add_done_callback(self._runs.discard)
@@ -204,8 +215,8 @@ class CommandRunner:
             (worker,) = workers
             if forwarder is not None:
                 await forwarder.serve(socket.socket(fileno=worker.descriptors[0]))
-            asking = partial(worker.request, request, b"", b"", limit=seconds)
-            header, outputs = await self._in_thread(asking, worker.interrupt)
+            ask = partial(worker.request, request, b"", b"", limit=seconds)
+            header, outputs = await self._in_thread(ask, worker.interrupt)
         except SandboxError as error:
             return CommandResult("failed", -1, "", "", 0.0, folder, str(error))
         finally:
@@ -214,6 +225,7 @@ class CommandRunner:
             for worker in workers:
                 await self._in_thread(worker.kill)
 
+        # The sandbox's status, with the result's status and its reason. A program that just exited has none.
         status, code = header["status"], header["exit_code"]
         reasons: dict[str, tuple[Status, str]] = {
             "timeout": ("timeout", f"it ran for {seconds:g} s"),
@@ -230,41 +242,51 @@ class CommandRunner:
             reasons["exited"] = "killed", "SIGKILL, which neither this library nor a limit of it sent"
 
         stdout, stderr = (output[-TAIL:].decode(errors="replace") for output in outputs)
-        named, reason = reasons.get(status, ("exited", ""))
-        return CommandResult(named, code, stdout, stderr, header["seconds"], folder, reason)
+        result_status, reason = reasons.get(status, ("exited", ""))
+        return CommandResult(result_status, code, stdout, stderr, header["seconds"], folder, reason)
 
     async def _in_thread(self, work: Callable[[], T], interrupt: Callable[[], None] = lambda: None) -> T:
-        """Do what blocks; when cancelled, interrupt it, and wait for its end."""
-        working = asyncio.wrap_future(self._threads.submit(work))
+        """Return the result of a blocking function, which runs in a thread.
+
+        If this call is cancelled, `interrupt` is called, and the end of the function is awaited.
+        """
+        running_work = asyncio.wrap_future(self._threads.submit(work))
         try:
-            return await asyncio.shield(working)
+            return await asyncio.shield(running_work)
         except asyncio.CancelledError:
             interrupt()
-            await asyncio.wait([working])
+            await asyncio.wait([running_work])
             raise
 
     def _sandbox_settings(
-        self, command: AgentCommand, words: Mapping[str, str], folder: Path
+        self, command: AgentCommand, values: Mapping[str, str], folder: Path
     ) -> tuple[Settings, dict[str, Any]]:
-        """Return the settings of the sandbox's process, and its request, with all placeholders replaced. ValueError: a
-        readable folder holds all runs' folders."""
+        """Return the settings of the sandbox's process, and the request that it gets, with all placeholders replaced.
+
+        Args:
+            values: what the placeholders stand for, by their names.
+            folder: the task folder.
+
+        Raises:
+            ValueError: a readable folder contains the task folders of all runs.
+        """
         for path in command.readable:
             if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(path)):
                 raise ValueError(
                     f"readable has {path}, which holds the task folders of all runs: name what the program needs"
                 )
-        pattern = re.compile("|".join(rf"\{{{name}\}}" for name in words))
+        pattern = re.compile(rf"\{{({'|'.join(values)})\}}")
 
         def fill_placeholders(text: str) -> str:
-            # In one pass: a task that contains {key} is not a place for it.
-            return pattern.sub(lambda match: words[match.group()[1:-1]], text)
+            # In one pass, so that a {key} in the text of the task is not replaced.
+            return pattern.sub(lambda match: values[match[1]], text)
 
-        env = agent_environment(words, program_path(command))
+        env = agent_environment(values, program_path(command))
         env |= {name: fill_placeholders(text) for name, text in command.env.items()}
-        line = [fill_placeholders(word) for word in command.command]
+        arguments = [fill_placeholders(argument) for argument in command.command]
         settings = {
             "level": self.level,
-            "folder": words["folder"],
+            "folder": values["folder"],
             "writable": {INNER_FOLDER: str(folder), "/tmp": str(folder.parent / "tmp")},
             "readable": [*filter(os.path.exists, SYSTEM), *_readable_paths(command)],
             "limits": LIMITS,
@@ -274,23 +296,29 @@ class CommandRunner:
             "output_kb": command.output_kb,
         }
 
-        return settings, {"command": line, "env": env, "time_limit": command.timeout}
+        return settings, {"command": arguments, "env": env, "time_limit": command.timeout}
 
 
 def _readable_paths(command: AgentCommand) -> list[str]:
-    """Return all that a program may read alongside the system: what its command names, and this Python."""
+    """Return the paths that a program may read in addition to the system's: those of its command, and this Python's."""
     prefixes = [path for path in (sys.prefix, sys.base_prefix) if os.access(path, os.R_OK | os.X_OK)]
     return [os.path.abspath(path) for path in (*command.readable, *prefixes)]
 
 
 def program_path(command: AgentCommand) -> str:
-    """Return the PATH of a command: folders that its program may be in."""
+    """Return the PATH of a command's program: the `bin` of each folder that it may read, then the system's folders."""
     bins = [f"{path}/bin" for path in _readable_paths(command) if os.path.isdir(f"{path}/bin")]
     return ":".join([*bins, SYSTEM_PATH])
 
 
 def _gateway_address(url: str | None, network: Network, level: Level) -> tuple[str, int] | None:
-    """Return host and port of the gateway, where its connections are forwarded. ValueError: it is not plain http."""
+    """Return the gateway's host and port; None if a program's connections need not be forwarded to them.
+
+    That is so without a gateway, and for a program that shares the machine's network and connects by itself.
+
+    Raises:
+        ValueError: `url` is not the address of a gateway without /v1, by plain http.
+    """
     if url is None:
         return None
     parts = urlsplit(url)
@@ -300,7 +328,7 @@ def _gateway_address(url: str | None, network: Network, level: Level) -> tuple[s
 
 
 class Forwarder:
-    """Answers the connections of a listening socket, each by one to `host` and `port`."""
+    """Forwards each connection to a listening socket by a new connection to `host` and `port`."""
 
     def __init__(self, host: str, port: int) -> None:
         self._host = host
@@ -309,7 +337,7 @@ class Forwarder:
         self._connections: set[asyncio.Task[None]] = set()
 
     async def serve(self, listener: socket.socket) -> None:
-        """Start to answer."""
+        """Start to accept connections."""
         self._server = await asyncio.start_server(self._forward_connection, sock=listener, limit=CHUNK)
 
     async def close(self) -> None:
@@ -325,7 +353,7 @@ class Forwarder:
         assert task is not None
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
-        # The program sees its connection closed, as it would see one rejected.
+        # If the gateway cannot be reached, the program's connection is closed, as a server that rejects it would do.
         with closing(writer), suppress(OSError):
             outer_reader, outer_writer = await asyncio.open_connection(self._host, self._port, limit=CHUNK)
             with closing(outer_writer):
@@ -333,7 +361,7 @@ class Forwarder:
 
 
 async def _copy_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Copy until the end of the data, and end the other direction's, too."""
+    """Copy data until the end of the input, then end the output, without closing its connection for the other way."""
     while data := await reader.read(CHUNK):
         writer.write(data)
         await writer.drain()

@@ -40,7 +40,7 @@ class CollectionConfig(Section):
     """Seconds that an episode may take beyond `episode.agent.timeout`, for its scores."""
 
     def _check(self) -> None:
-        # A name is looked up as a shell does; a path must be one of a program.
+        # Without a slash, the program is looked for in PATH.
         if shutil.which(self.python) is None:
             raise ConfigError(
                 f"episode.agent.collection.python {self.python} is not a program: make the environment "
@@ -95,7 +95,8 @@ class AgentConfig(Section):
             )
         if self.command is not None:
             self.agent_command()
-            if (self.test is None) == (self.reward is None):
+            has_test, has_reward = self.test is not None, self.reward is not None
+            if has_test == has_reward:
                 raise ConfigError("episode.agent.command needs either a test or a reward")
         elif self.test is not None:
             raise ConfigError("episode.agent.test is of a command: a function returns its reward")
@@ -103,7 +104,7 @@ class AgentConfig(Section):
             self.load_function()
 
     def agent_command(self) -> AgentCommand:
-        """Return the command with its limits. ConfigError: a limit is invalid, or a folder is not there."""
+        """Return the program with its settings; ConfigError if a limit is invalid, or a folder does not exist."""
         try:
             return AgentCommand(
                 self.command or [],
@@ -119,8 +120,10 @@ class AgentConfig(Section):
             raise ConfigError(f"episode.agent: {error}") from None
 
     def load_function(self) -> Any:
-        """Return the coroutine function. ConfigError: the name is of no callable object."""
-        function = resolve(self.function, "episode.agent.function") if isinstance(self.function, str) else self.function
+        """Return the coroutine function that `function` is or names; ConfigError if there is no such function."""
+        function = self.function
+        if isinstance(function, str):
+            function = resolve(function, "episode.agent.function")
         if not callable(function):
             raise ConfigError(f"episode.agent.function {self.function!r} is not callable")
         return function

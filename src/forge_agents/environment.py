@@ -1,4 +1,4 @@
-"""Episodes that agents play: each has a session of the gateway, and becomes what its session recorded."""
+"""The environment of the RL recipe whose episodes are played by agents, each in its own session of the gateway."""
 
 import asyncio
 import logging
@@ -24,11 +24,13 @@ log = logging.getLogger(f"forge.{__name__}")
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an agent ended.
+    """How an agent ended, and its reward.
 
-    reward: None if it could not be scored; where several policies played, of all of them, or by their names.
-    stop: in a word, such as "exited" or "timeout".
-    is_lost: whether something else than the agent failed, so that the episode is to be played again.
+    reward: a number; where several policies play, one for all of them, or a mapping of their names to rewards. None:
+        the agent was not scored here.
+    stop: why the agent ended, in one word such as "exited" or "timeout".
+    is_lost: whether something other than the agent failed, so that the episode is played again.
+    info: for the record of the episode.
     """
 
     reward: float | Mapping[str, float] | None
@@ -37,27 +39,29 @@ class Outcome:
     info: Mapping[str, Any] = field(default_factory=dict)
 
     def reward_of(self, seat: str) -> float | None:
-        """Return the reward of what played under this name."""
+        """Return the reward of the policy that played under a name; None if it was not scored."""
         return self.reward.get(seat) if isinstance(self.reward, Mapping) else self.reward
 
 
-# Plays a task with the access to its session. The scorer is awaited with the last answer, once the agent has ended.
-# `bool`: whether it is an evaluation.
+# Runs an agent until it has ended. Arguments: access to its session, the task, whether this is an evaluation.
 Play = Callable[[Access, Sample, bool], Awaitable[Outcome]]
+# Returns the reward after that. Arguments: the task, the agent's last answer, whether this is an evaluation.
 Score = Callable[[Sample, str, bool], Awaitable[float | None]]
 
 
 class AgentEnv(GroupEnv):
-    """Plays groups of episodes by an agent.
+    """Has an agent play groups of episodes.
 
     Args:
         gateway: a service of `forge_agents.gateway.GatewayActor`.
-        play: runs the agent.
-        score: of the agent's last answer; None: `play` scores.
-        limits: fields of `SessionSettings`.
-        retries: how often an episode that was lost is played again.
-        concurrency: episodes at once.
-        seats: by each name whose turns become an episode, the trained policy that plays there.
+        play: runs the agent for one episode.
+        score: returns the reward for the agent's last answer; None: `play` returns it.
+        limits: fields of `SessionSettings` for each episode.
+        retries: how often a lost episode is played again.
+        auxiliary: whether calls outside the task, such as for a title, are trained ("train") or not ("drop").
+        concurrency: the number of episodes that are played at once.
+        resources: an object that must live as long as this environment.
+        seats: for each name under which a policy plays, and whose turns become an episode, the trained policy.
         learners: the additional policies that train, by name.
     """
 
@@ -78,22 +82,25 @@ class AgentEnv(GroupEnv):
         super().__init__()
         self.gateway, self.play_agent, self.score = gateway, play, score
         self.limits, self.retries, self.auxiliary = dict(limits or {}), retries, auxiliary
-        self.resources = resources  # such as the runner of commands, which lives as long as this
+        self.resources = resources
         self.seats = dict(seats or {POLICY: POLICY})
         self.learners = dict(learners or {})
-        # For checkpoints, see `forge.recipes.components.start_rl`.
-        self.trainers = {key: part for learner in self.learners.values() for key, part in learner.trainers().items()}
-        self._room = asyncio.Semaphore(concurrency)
+        # By checkpoint folder: `forge.recipes.components.start_rl` saves and loads them.
+        self.trainers = {
+            folder: trainer for learner in self.learners.values() for folder, trainer in learner.trainers().items()
+        }
+        self._slots = asyncio.Semaphore(concurrency)
 
     async def play(
         self, policy: PolicyService, sample: Sample, n: int, seed: int, *, evaluation: bool, **sampling: Any
     ) -> list[Episode]:
-        """Play n sessions of a task; returns an episode for each and for each seat. An evaluation has the first seat's
-        only."""
+        """Play n sessions of a task, and return n episodes for each seat, the first seat's first.
+
+        An evaluation returns the first seat's episodes only, and records no metrics.
+        """
         plays = (self._play_session(sample, seed, index, evaluation, sampling) for index in range(n))
         by_session = await asyncio.gather(*plays)
 
-        # All episodes of the first seat, then all of the second.
         episodes = [session[seat] for seat in range(len(self.seats)) for session in by_session]
         for index, episode in enumerate(episodes):
             outcome = episode.outcome
@@ -108,10 +115,13 @@ class AgentEnv(GroupEnv):
     async def _play_session(
         self, sample: Sample, seed: int, index: int, evaluation: bool, sampling: Mapping[str, Any]
     ) -> list[Episode]:
-        """Play one session, again where it is lost; return an episode for each seat."""
-        certificates = {seat: Certificate() for seat in self.seats}  # of lost attempts, too
+        """Play one session, again while it is lost and `retries` allow, and return an episode for each seat.
+
+        An episode without a turn to train is returned without a reward.
+        """
+        certificates = {seat: Certificate() for seat in self.seats}  # they include lost attempts
         outcome = Outcome(None, "infrastructure")
-        async with self._room:
+        async with self._slots:
             for attempt in range(self.retries + 1):
                 name = f"{sample.prompt.index}/{index}/{attempt}"
                 settings = SessionSettings(name=name, seed=seed, sampling=dict(sampling), **self.limits)
@@ -138,8 +148,7 @@ class AgentEnv(GroupEnv):
             episode = None
             seat_info = dict(info)
             if not is_lost:
-                reward = outcome.reward_of(seat)
-                episode = record.episode(seat, reward, auxiliary=self.auxiliary, info=seat_info)
+                episode = record.episode(seat, outcome.reward_of(seat), auxiliary=self.auxiliary, info=seat_info)
 
             if episode is not None:
                 certificate.update(episode.info["certificate"])
@@ -151,7 +160,7 @@ class AgentEnv(GroupEnv):
                         seat_info["stop"] = NO_TURN
                 episode = _unscored_episode(seat_info, certificate)
 
-            # Without a second seat an episode needs no name.
+            # "" stands for the run's own policy where no other one plays.
             episode.policy = seat if has_several_seats else ""
             episodes.append(episode)
 
@@ -160,6 +169,7 @@ class AgentEnv(GroupEnv):
     async def _play_once(
         self, settings: SessionSettings, sample: Sample, evaluation: bool
     ) -> tuple[Outcome, SessionRecord]:
+        # Open a session, run the agent and score it; return how it ended, and what the closed session recorded.
         access = await self.gateway.open.route(settings)
         try:
             outcome = await self.play_agent(access, sample, evaluation)
@@ -171,24 +181,24 @@ class AgentEnv(GroupEnv):
         finally:
             record: SessionRecord = await self.gateway.close.route(access.key)
 
-        # A program that asked for nothing and failed says more of the machine than of the policy.
+        # A program that failed before its first request did so whatever the policy says: the machine is at fault.
         if outcome.stop == "crashed" and not record.counts.get("requests"):
             return Outcome(None, "infrastructure", True, outcome.info), record
         if self.score is not None and not outcome.is_lost and record.runs.get(POLICY):
             answer = record.runs[POLICY][-1].added[-1]["content"]
-            reward = await self.score(sample, answer, evaluation)
-            outcome = Outcome(reward, outcome.stop, info=outcome.info)
+            outcome = Outcome(await self.score(sample, answer, evaluation), outcome.stop, info=outcome.info)
 
         return outcome, record
 
 
 def _unscored_episode(info: Mapping[str, Any], certificate: Certificate) -> Episode:
-    """Return an episode without a turn, which nothing is learned from."""
-    filled = {"turns": 0, "calls": 0, "unread_calls": 0, "messages": [], **info, "certificate": dict(certificate)}
-    return Episode.played([0], [False], [0.0], [-1], info=filled)
+    """Return an episode of one token that is not trained, for a session without a turn to train."""
+    no_turns = {"turns": 0, "calls": 0, "unread_calls": 0, "messages": []}
+    return Episode.played([0], [False], [0.0], [-1], info={**no_turns, **info, "certificate": dict(certificate)})
 
 
 def _record_episode(episode: Episode) -> None:
+    # Record the metrics of an episode: whether it was lost, its token counts, and why its branches started.
     certificate = Certificate(episode.info.get("certificate", {}))
     if episode.outcome is None:
         certificate = certificate.without_training("unscored")

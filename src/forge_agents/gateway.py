@@ -1,4 +1,4 @@
-"""The gateway: an address that clients of OpenAI and Anthropic take for their provider, with a session for each key."""
+"""The gateway: an HTTP server with the APIs of OpenAI and Anthropic, in which each API key has its own session."""
 
 import asyncio
 import logging
@@ -28,9 +28,9 @@ from .session import Generation, Session
 from .settings import MAX_BODY, Access, SessionSettings
 
 UNBUFFERED = {"X-Accel-Buffering": "no"}  # reverse proxies such as nginx keep streams back otherwise
-PING = 10.0  # seconds without an event after which a client gets one without content
-RETRY_AFTER = 1  # seconds
-SILENCE = 5.0  # seconds that a closing session waits for the last answers to be written
+PING = 10.0  # seconds without an event after which a client is sent one without content
+RETRY_AFTER = 1  # seconds, for the header of this name
+SILENCE = 5.0  # seconds that a closing session waits until its last answers are written
 
 DIALECTS: dict[str, Dialect] = {
     "/chat/completions": ChatDialect(),
@@ -42,33 +42,33 @@ log = logging.getLogger(f"forge.{__name__}")
 
 
 class Gateway:
-    """Sessions and their HTTP server.
+    """Sessions, and the HTTP server that answers their clients.
 
     Args:
-        policies: by the name that clients ask for.
+        policies: the policies by the names that clients ask for.
     """
 
     def __init__(self, policies: Mapping[str, Policy]) -> None:
         self.policies = policies
         self.sessions: dict[str, Session] = {}
         self.url = ""
-        # One thread: a tokenizer is not shared between threads (transformers #47085), and notes keep their order.
+        # One thread: a tokenizer cannot be used by two threads at once (transformers #47085).
         self.thread = ThreadPoolExecutor(1, "forge-gateway")
 
     def open(self, settings: SessionSettings) -> Access:
-        """Start a session with a new key."""
+        """Start a session, and return the address and the new key with which clients reach it."""
         key = secrets.token_hex(16)
         self.sessions[key] = self._make_session(key, settings)
         return Access(self.url, key)
 
     async def close(self, key: str) -> SessionRecord:
-        """End a session, whose key expires.
+        """End a session, and return what it has recorded; its key is invalid from then on.
 
         Raises:
             KeyError: no session has this key.
         """
         session = self.sessions[key]
-        # The client may have its last answer before this process has noted it.
+        # A client may have received its last answer, and its agent ended, before `_mark_sent` has run here.
         if session.readers:
             await asyncio.wait(session.readers, timeout=SILENCE)
         self.sessions.pop(key, None)
@@ -81,13 +81,14 @@ class Gateway:
 
     @asynccontextmanager
     async def listen(self, listener: socket.socket) -> AsyncIterator[str]:
-        """Serve on a socket of `forge_http.web.bind_socket` within the block; yields the address without `/v1`."""
+        """Serve on a socket of `forge_http.web.bind_socket` within the block; yield the address without `/v1`."""
         async with serve_application(self._make_application(listener.getsockname()[0]), listener) as url:
             self.url = url
             yield url
 
     def _make_application(self, host: str) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY, middlewares=[_return_errors, self.access(host)])
+        # Clients differ in whether their base URL includes /v1. The key is in the path for those that send none.
         for prefix in ("/v1", "", "/s/{key}/v1", "/s/{key}"):
             for path in DIALECTS:
                 app.router.add_post(prefix + path, self._answer_request)
@@ -96,7 +97,7 @@ class Gateway:
         return app
 
     def access(self, host: str) -> Any:
-        """Return the middleware that says who may call: those that have a session's key, and no page of a browser."""
+        """Return the middleware that rejects requests from web pages; the session's key is checked in `_session_of`."""
         return guard_requests(host, None)
 
     def _make_session(self, key: str, settings: SessionSettings) -> Session:
@@ -117,6 +118,7 @@ class Gateway:
     async def _answer_whole(
         self, request: web.Request, dialect: Dialect, session: Session, generation: Generation
     ) -> web.StreamResponse:
+        # Wait for the end of the generation; its turns have all text.
         async for _ in generation.pieces(PING):
             pass
         response = web.json_response(dialect.complete(generation.request, generation.turns))
@@ -129,8 +131,9 @@ class Gateway:
         self, request: web.Request, dialect: Dialect, session: Session, generation: Generation
     ) -> web.StreamResponse:
         writer = dialect.writer(generation.request, generation.ids)
-        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **UNBUFFERED}
-        response = web.StreamResponse(headers=headers)
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **UNBUFFERED}
+        )
 
         try:
             async for piece in generation.pieces(PING):
@@ -145,12 +148,13 @@ class Gateway:
                 await response.write(writer.begin(generation.prompt_tokens))
             await response.write(writer.end(generation.turns))
 
-            # Many clients hang up at the last event, before the end of the body is written to them.
+            # Before the end of the body: many clients close the connection after the last event.
             self._mark_sent(request, session, generation)
             await response.write_eof()
-        except ConnectionError:
+        except ConnectionError:  # the client is gone
             raise
         except Exception as raised:
+            # Before the first event, `_return_errors` can still respond with the status of the error.
             if not response.prepared:
                 raise
             await response.write(writer.failure(_as_request_error(raised)))
@@ -161,10 +165,11 @@ class Gateway:
     async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
         session = self._session_of(request)
         parsed = _dialect_of(request).read(await _body_of(request))
-        _, ids, _ = await self._in_thread(partial(session.context, parsed))
-        return web.json_response({"input_tokens": len(ids)})
+        _, prompt_ids, _ = await self._in_thread(partial(session.context, parsed))
+        return web.json_response({"input_tokens": len(prompt_ids)})
 
     async def _list_models(self, request: web.Request) -> web.StreamResponse:
+        # One answer for both APIs: the fields of OpenAI's and Anthropic's lists together.
         models = [
             {"id": name, "object": "model", "type": "model", "created": 0, "owned_by": "torchforge"}
             | {"display_name": name, "created_at": "1970-01-01T00:00:00Z"}
@@ -174,27 +179,29 @@ class Gateway:
         return web.json_response({"object": "list", "data": models, "has_more": False, **ends})
 
     def _mark_sent(self, request: web.Request, session: Session, generation: Generation) -> None:
-        """Note that the client of a request has its answer, unless the connection broke while it was written."""
+        """Record that the client has received an answer, unless its connection was closed while it was written."""
         if request.transport is not None and not request.transport.is_closing():
             session.mark_delivered(generation)
 
     def _session_of(self, request: web.Request) -> Session:
-        """Return the session of a request's key. BadRequest: it has none, or another one."""
-        # A dict's lookup is by hash: its time tells nothing of other keys.
+        """Return the session whose key a request has; BadRequest, with status 401, if no session has it."""
+        # The time of a dict's lookup does not depend on how much of a wrong key is right, as it is by hash.
         session = self.sessions.get(client_key(request))
         if session is None:
-            message = "the API key is missing or wrong, or its session has ended"
-            raise BadRequest(message, status=401, code="invalid_api_key")
+            raise BadRequest(
+                "the API key is missing or wrong, or its session has ended", status=401, code="invalid_api_key"
+            )
         return session
 
 
 @dataclass(frozen=True)
 class PolicySettings:
-    """A policy as a gateway's process builds it.
+    """What the gateway's process needs to build a `Policy`, in a form that can be sent to it.
 
-    service: of generators.
-    model: the folder with its tokenizer.
-    episode: how its messages become tokens.
+    service: a service of `forge.actors.Generator`.
+    model: the folder with the tokenizer.
+    episode: the settings by which messages become tokens.
+    sampling, whole_turns: as in `Policy`.
     """
 
     service: Service
@@ -204,57 +211,59 @@ class PolicySettings:
     whole_turns: bool = False
 
     def build(self) -> Policy:
-        """Return the policy, with its tokenizer."""
-        dialogue = self.episode.dialogue(self.model)
-        return Policy(self.service, dialogue, self.sampling, self.whole_turns)
+        """Open the tokenizer, and return the policy."""
+        return Policy(self.service, self.episode.dialogue(self.model), self.sampling, self.whole_turns)
 
 
 class GatewayActor(ForgeActor):
-    """Serves the sessions of a run, on a port of 127.0.0.1.
+    """Serves the sessions of a run on a free port of 127.0.0.1.
 
     Args:
-        policies: by the name that clients ask for.
+        policies: the policies by the names that clients ask for.
     """
 
     vital = True
 
     def __init__(self, policies: Mapping[str, PolicySettings]) -> None:
         self.policies = policies
-        self._served = AsyncExitStack()
-        self._begun = asyncio.Lock()
+        self._server = AsyncExitStack()
+        self._start_lock = asyncio.Lock()
 
     def setup(self) -> None:
-        """Open the tokenizers; the server starts with the first session, in its event loop."""
+        """Open the tokenizers. The server is started by the first session: here no event loop runs yet."""
         self.gateway = Gateway({name: settings.build() for name, settings in self.policies.items()})
 
     @endpoint
     async def open(self, settings: SessionSettings) -> Access:
-        """Start a session."""
-        async with self._begun:
+        """Start a session, and the server before the first one; return how clients reach the session."""
+        async with self._start_lock:
             if not self.gateway.url:
-                await self._served.enter_async_context(self.gateway.listen(bind_socket("127.0.0.1", 0)))
+                await self._server.enter_async_context(self.gateway.listen(bind_socket("127.0.0.1", 0)))
         return self.gateway.open(settings)
 
     @endpoint
     async def close(self, key: str) -> SessionRecord:
-        """End a session. KeyError: it was lost with an earlier gateway."""
+        """End a session, and return what it has recorded.
+
+        Raises:
+            KeyError: no session has this key: it was lost when the gateway was restarted.
+        """
         return await self.gateway.close(key)
 
 
 def client_key(request: web.Request) -> str:
-    """Return the key that a client of any dialect sends; "" for none."""
-    named = request.headers.get("x-api-key")
-    return request.match_info.get("key") or named or bearer_key(request)
+    """Return the API key of a request: from its path, Anthropic's header, or OpenAI's header; "" if it has none."""
+    return request.match_info.get("key") or request.headers.get("x-api-key") or bearer_key(request)
 
 
 def _dialect_of(request: web.Request) -> Dialect:
-    """Return the dialect of a path; of an unknown one OpenAI's."""
+    """Return the dialect of a request's path, Chat Completions for an unknown path."""
     path = request.path.removesuffix("/count_tokens")
     return next((dialect for end, dialect in DIALECTS.items() if path.endswith(end)), DIALECTS["/chat/completions"])
 
 
 async def _body_of(request: web.Request) -> Any:
-    """Return the JSON of a request."""
+    """Return the parsed JSON body of a request; BadRequest if it is not JSON."""
     try:
         return await json_of(request)
     except ValueError as error:
@@ -267,12 +276,12 @@ def _error_response(dialect: Dialect, error: BadRequest) -> web.Response:
 
 
 def _as_request_error(raised: BaseException) -> BadRequest:
-    """Return the error of a request for a failed generation. A 503 says that the client can repeat the request."""
+    """Return the error that a client gets for an exception. Status 503 means that it can repeat the request."""
     while isinstance(raised, BaseExceptionGroup):
         raised = raised.exceptions[0]
     if isinstance(raised, BadRequest):
         return raised
-    if isinstance(raised, ValueError | RecursionError):  # the latter of lists in lists, a thousand deep
+    if isinstance(raised, ValueError | RecursionError):  # RecursionError: thousands of nested lists in the body
         return BadRequest(str(raised))
     if isinstance(raised, RuntimeError | StreamLost | CallTimeout):
         log.warning("a request waits for its retry: %s", raised)
@@ -283,7 +292,7 @@ def _as_request_error(raised: BaseException) -> BadRequest:
 
 @web.middleware
 async def _return_errors(request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
-    """Return every error of the server in the client's dialect."""
+    """Answer a request by its handler, and convert all exceptions to errors in the format of the client's API."""
     dialect = _dialect_of(request)
     try:
         return await handler(request)

@@ -1,7 +1,7 @@
-"""Grammars of generated text, by llguidance: tokens that a grammar excludes are not sampled.
+"""Grammars for generated text, by llguidance: tokens that a grammar excludes are not sampled.
 
-The grammars made here are in Lark, which both engines take. Added tokens of a tokenizer are no text in them: a grammar
-names the ones that it has.
+The grammars that this module writes are in Lark, which both engines accept. A tokenizer's added tokens are not text in
+them: a grammar refers to such a token by its name.
 """
 
 from __future__ import annotations
@@ -24,52 +24,63 @@ if TYPE_CHECKING:
 
 Schema = Mapping[str, Any]
 MAX_CALLS = 64  # of one turn: `forge_envs.calls` reads no more
-COMPILED = 64  # compiled grammars that an engine keeps: compiling takes up to a second
+COMPILED = 64  # compiled grammars that an engine keeps, since compiling one takes up to a second
 INSTALL = 'grammars need llguidance: pip install llguidance, or pip install "torchforge-rl[agents]"'
-# Without flexible whitespace: a model could write spaces without end.
+# With flexible white space, a model could write spaces without end.
 COMPACT = {"whitespace_flexible": False}
-# Templates write the calls of a conversation with these separators, and models have learned them.
+# Chat templates render tool calls with these separators, so that models have learned to write them.
 SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class Matcher:
-    """The state of one sample in its grammar: which tokens may come next."""
+    """The state of one sample in its grammar, which determines the tokens that may come next.
+
+    Args:
+        state: llguidance's state.
+        stop_ids: the request's stop tokens.
+        text: the tokens that may be part of the text, one bit for each token.
+        stops: `stop_ids` as bits.
+    """
 
     def __init__(
         self, state: LLMatcher, stop_ids: frozenset[int], text: NDArray[np.uint32], stops: NDArray[np.uint32]
     ) -> None:
         self._state = state
         self._stop_ids = stop_ids
-        # Two sets of tokens, a bit each: those that may be part of the text, and the request's stop tokens.
         self._text = text
         self._stops = stops
 
     def copy(self) -> Matcher:
-        """Return a matcher in the same state, which advances separately."""
+        """Return a matcher in the same state, which advances independently."""
         return Matcher(self._state.deep_copy(), self._stop_ids, self._text, self._stops)
 
     def fill(self, bits: NDArray[np.int32]) -> None:
-        """Write which tokens may come next: bit t % 32 of `bits[t // 32]` for token t. The request's stop tokens may
-        exactly where the grammar is complete.
+        """Write which tokens may come next into `bits`: bit t % 32 of `bits[t // 32]` is 1 if token t may.
+
+        The request's stop tokens may come exactly where the text so far is complete by the grammar.
 
         Raises:
-            ValueError: no token may, or a limit of llguidance.
+            ValueError: no token may come next, or the state exceeds a limit of llguidance.
         """
         from llguidance.numpy import fill_next_token_bitmask
 
         allowed = np.zeros((1, len(self._text)), dtype=np.int32)
         fill_next_token_bitmask(self._state, allowed, 0)
         self._check_state()
-        # llguidance marks the tokenizer's end of text, which need not be a stop token of the request.
-        words = allowed[0].view(np.uint32) & self._text
+        # Where the text is complete, llguidance allows the tokenizer's end-of-text token; the request may have others.
+        allowed_words = allowed[0].view(np.uint32) & self._text
         if self._state.is_accepting():
-            words |= self._stops
-        if not words.any():
+            allowed_words |= self._stops
+        if not allowed_words.any():
             raise ValueError("the grammar allows no token of this model here: the tokenizer lacks a character of it")
-        bits[:] = words[: len(bits)].view(np.int32)
+        bits[:] = allowed_words[: len(bits)].view(np.int32)
 
     def accept(self, token: int) -> None:
-        """Advance by a drawn token; a stop token ends the text. ValueError: the grammar excludes it."""
+        """Advance the state by a sampled token; a stop token does not change it.
+
+        Raises:
+            ValueError: the grammar excludes the token.
+        """
         if token not in self._stop_ids:
             self._state.consume_token(token)
             self._check_state()
@@ -80,10 +91,14 @@ class Matcher:
 
 
 class Grammars:
-    """The grammars of one model: opens its tokenizer, and compiles each text once. May be used from any thread."""
+    """Compiles grammars for one model, and keeps the compiled ones. Threads may share it.
+
+    Args:
+        folder: the model's folder, whose tokenizer is opened for the first grammar.
+        vocab: the number of tokens for which the model has logits.
+    """
 
     def __init__(self, folder: Path, vocab: int) -> None:
-        """Remember the model's folder and its number of tokens; the first grammar opens the tokenizer."""
         self._folder = folder
         self._vocab = vocab
         self._lock = threading.Lock()
@@ -91,11 +106,15 @@ class Grammars:
         self._compiled = lru_cache(COMPILED)(self._compile_grammar)
 
     def matcher(self, grammar: str, stops: frozenset[int]) -> Matcher:
-        """Return the first state of a grammar, Lark or llguidance's JSON, for a request with these stop tokens.
+        """Return a matcher in the initial state of a grammar.
+
+        Args:
+            grammar: its text, in Lark or llguidance's JSON.
+            stops: the request's stop tokens.
 
         Raises:
-            ValueError: llguidance is not installed, the folder has no tokenizer, the grammar is invalid, or no token
-                could end its text.
+            ValueError: llguidance is not installed, the folder has no tokenizer, the grammar is invalid, or `stops` is
+                empty, so that no token could end the text.
         """
         if not stops:
             raise ValueError("a grammar needs a token that ends its text: the model has no eos, set stop_token_ids")
@@ -103,9 +122,9 @@ class Grammars:
             if self._tokenizer is None:
                 self._tokenizer = _open_tokenizer(self._folder, self._vocab)
             tokenizer = self._tokenizer
-        # A tokenizer may have more tokens than the model has logits.
-        outside = range(self._vocab, tokenizer.vocab_size)
-        text = ~_token_bits([*tokenizer.eos_tokens, *stops, *outside], tokenizer.vocab_size)
+        # A tokenizer may have more tokens than the model has logits: the model cannot sample those.
+        without_logits = range(self._vocab, tokenizer.vocab_size)
+        text = ~_token_bits([*tokenizer.eos_tokens, *stops, *without_logits], tokenizer.vocab_size)
         return Matcher(self._compiled(grammar), stops, text, _token_bits(stops, tokenizer.vocab_size))
 
     def _compile_grammar(self, grammar: str) -> LLMatcher:
@@ -119,10 +138,10 @@ class Grammars:
 
 
 def json_grammar(schema: Schema) -> str:
-    """Return the grammar of a JSON Schema's values, without white space between their parts.
+    """Return the grammar of the JSON texts that satisfy a JSON schema, without white space between their parts.
 
     Raises:
-        ValueError: it is not a schema of an object, or has a keyword that llguidance cannot keep to.
+        ValueError: the schema is not a JSON object, or has a keyword that llguidance does not support.
     """
     if not isinstance(schema, Mapping):
         raise ValueError(f"a JSON Schema must be an object, got {schema!r}"[:200])
@@ -132,18 +151,19 @@ def json_grammar(schema: Schema) -> str:
 def calls_grammar(
     syntax: str, tools: Sequence[Schema], choice: str = "required", parallel: bool = True, added: Container[str] = ()
 ) -> str:
-    """Return the grammar of an answer that is a call of a tool or, with `parallel`, several, as `forge_envs.calls`
-    reads them.
+    """Return the grammar of an answer that consists of tool calls only, as `forge_envs.calls` parses them.
 
     Args:
-        syntax: one of `forge_envs.calls` whose calls are JSON, "hermes" or "llama3".
-        tools: schemas in OpenAI's format; a tool takes no argument that its parameters do not have, unless they have
+        syntax: how calls are written, "hermes" or "llama3".
+        tools: schemas in OpenAI's format. Arguments that a tool's parameters do not name are excluded, unless they have
             `additionalProperties`.
-        choice: "required", or the name of the one tool that is to be called.
-        added: the added tokens of the tokenizer, such as `<tool_call>`, as which a call's tags are then written.
+        choice: "required" for a call of any tool, or the name of the one tool to call.
+        parallel: whether the answer may have several calls.
+        added: the texts of the tokenizer's added tokens. Where a tag such as `<tool_call>` is one of them, the grammar
+            has the token instead of its text.
 
     Raises:
-        ValueError: another syntax, no such tool, or parameters that llguidance cannot keep to.
+        ValueError: the syntax is another one, no tool has the name, or llguidance does not support its parameters.
     """
     if syntax not in ("hermes", "llama3"):
         raise ValueError(f"tool_choice required is not supported with the {syntax} syntax")
@@ -152,10 +172,11 @@ def calls_grammar(
         raise ValueError(f"tool_choice {choice} needs one of the tools")
     tags, separator, key = ("", ""), "; ", "parameters"
     if syntax == "hermes":
-        open_tag, close_tag = (mark if mark in added else json.dumps(mark) for mark in ("<tool_call>", "</tool_call>"))
+        # In Lark, an added token is written without quotes, and text within.
+        open_tag, close_tag = (tag if tag in added else json.dumps(tag) for tag in ("<tool_call>", "</tool_call>"))
         tags, separator, key = (f'{open_tag} "\\n"', f'"\\n" {close_tag}'), "\n", "arguments"
 
-    # One rule a tool, so that arguments fit the name before them.
+    # Separate rules for each tool, so that the arguments are those of the tool that is named before them.
     rules = []
     for number, function in enumerate(functions):
         schema = {"properties": {}, "additionalProperties": False, **(function.get("parameters") or {"type": "object"})}
@@ -169,7 +190,7 @@ def calls_grammar(
 
 
 def _check_grammar(grammar: str) -> str:
-    """Return a grammar that llguidance accepts, whatever the tokenizer."""
+    """Return a grammar unchanged; ValueError if llguidance is not installed or cannot compile it."""
     _check_installed()
     from llguidance import LLMatcher
 
@@ -185,7 +206,11 @@ def _check_installed() -> None:
 
 
 def _open_tokenizer(folder: Path, vocab: int) -> LLTokenizer:
-    """Return the tokenizer of a model's folder for llguidance, with at least `vocab` tokens."""
+    """Return the tokenizer of a model's folder as llguidance's, filled up to at least `vocab` tokens.
+
+    Raises:
+        ValueError: llguidance is not installed, or the folder has no tokenizer that it can read.
+    """
     _check_installed()
     from llguidance import LLTokenizer, TokenizerWrapper
     from llguidance.hf import from_tokenizer
@@ -197,6 +222,7 @@ def _open_tokenizer(folder: Path, vocab: int) -> LLTokenizer:
     size = max(vocab, len(tokenizer))
 
     try:
+        # Of the tokenizers here, only those with a token for each character have this decoder.
         if isinstance(tokenizer.backend_tokenizer.decoder, decoders.Fuse):
             return LLTokenizer(TokenizerWrapper(_Characters(tokenizer, size)), n_vocab=size)
         return from_tokenizer(tokenizer, n_vocab=size)
@@ -205,7 +231,11 @@ def _open_tokenizer(folder: Path, vocab: int) -> LLTokenizer:
 
 
 class _Characters:
-    """A tokenizer with a token for each character, which llguidance does not know: the bytes of its tokens."""
+    """Adapts a tokenizer with one token for each character, a kind that llguidance cannot read, to its interface.
+
+    Args:
+        size: the number of tokens; those that the tokenizer does not have are empty.
+    """
 
     bos_token_id = None
 
@@ -214,22 +244,23 @@ class _Characters:
         self.tokens = [name.encode() for name in names] + [b""] * (size - len(names))
         special = [number for number, token in tokenizer.added_tokens_decoder.items() if token.special]
         self.special_token_ids = [*special, *range(len(names), size)]
-        # Engines end a text by the request's stop tokens, so that any special token will do.
+        # llguidance needs some token for the end of a text. Engines end texts by the request's stop tokens instead.
         self.eos_token_id = special[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
         self._tokenizer = tokenizer
 
     def __call__(self, text: str) -> list[int]:
-        """Return the usual tokens of a text."""
+        """Return the token ids of a text, without special tokens."""
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _first_line(message: str) -> str:
-    """Return the first line's worth of a message, without llguidance's account of its state."""
+    """Return an error message of llguidance as one line of at most 300 characters, without its dump of the state."""
     return " ".join(message.partition("<state>")[0].split())[:300]
 
 
 def _token_bits(tokens: Iterable[int], vocab: int) -> NDArray[np.uint32]:
-    """Return a set of tokens: bit t % 32 of word t // 32 for token t."""
-    flags = np.zeros(-(-vocab // 32) * 32, dtype=np.uint8)
+    """Return a set of tokens as bits: bit t % 32 of word t // 32 is 1 for each token t."""
+    word_count = -(-vocab // 32)  # rounded up
+    flags = np.zeros(word_count * 32, dtype=np.uint8)
     flags[list(tokens)] = 1
     return np.packbits(flags, bitorder="little").view(np.uint32)

@@ -1,30 +1,30 @@
-"""Requests to a model and its answers, in no client's dialect.
+"""Requests to a model and its answers, in one form for all client APIs.
 
-A dialect (`forge_agents.dialects`) reads a request of its kind into a `ModelRequest`, and writes the `ModelTurn` that
-answers it. All between is of this one form.
+A dialect (`forge_agents.dialects`) parses a client's request into a `ModelRequest`, and formats the `ModelTurn` that
+answers it. All code between them uses only the classes of this module.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-# {"role": "system" | "user" | "assistant" | "tool", "content": text}. An assistant's may have "thought", its text, and
-# "calls", a list of `Call`; a tool's has "call_id" and "name".
+# {"role": "system" | "user" | "assistant" | "tool", "content": text}. A message of the assistant may also have
+# "thought", a text, and "calls", a list of `Call`; a message of a tool has "call_id" and "name".
 Message = dict[str, Any]
 Schema = Mapping[str, Any]  # of a tool, in OpenAI's format: {"type": "function", "function": {"name", "parameters"}}
 Finish = Literal["stop", "length", "tool_calls"]
 
-MAX_SAMPLES = 16  # answers of one request
+MAX_SAMPLES = 16  # that one request may ask for
 
 
 class BadRequest(ValueError):
     """A request that is invalid or unsupported.
 
     Attributes:
-        field: the field at fault.
-        status: of HTTP.
-        code: the dialect's name of the error, where clients act on it.
-        details: additional fields of the error, which a client of Anthropic can act on.
+        field: the name of the invalid field; None: no single field is at fault.
+        status: the HTTP status of the response.
+        code: the API's name of the error, for errors that clients handle by name.
+        details: additional fields of the error, for clients of Anthropic.
     """
 
     def __init__(
@@ -55,16 +55,21 @@ class Call:
 class ModelRequest:
     """A request for the next turn of a conversation.
 
-    messages: a system message, if any, is the first. With `previous` they are the new ones only.
-    tools: what the model may call.
-    tool_choice: "auto", "none", "required", or the name of the one tool to call after "function:".
-    samples: how many answers.
-    max_tokens: of an answer; None: as many as are left.
-    stop: strings before which the text of an answer ends.
-    schema: the JSON schema that the text of the answer must keep; None: any text.
-    previous: the id of the turn that this continues, of clients that send it instead of the history.
-    logprobs: the number of most probable tokens to name alongside each; None: no log-probabilities at all.
-    overridden: settings of sampling that the client asked for, and the run decides.
+    model: the name of the policy that the client asks for.
+    messages: the conversation, whose first message may be a system message. With `previous`, only the messages after
+        that turn.
+    tools: the tools that the model may call.
+    tool_choice: "auto", "none", "required", or "function:NAME" for the one tool to call.
+    parallel_calls: whether an answer may have several calls.
+    samples: the number of answers to sample.
+    max_tokens: the limit for each answer; None: as many as the session has left.
+    stop: strings at which an answer ends; its text does not include them.
+    schema: the JSON schema that the text of the answer must satisfy; None: any text.
+    stream: whether the answer is sent while it is sampled.
+    stream_usage: whether a stream ends with the token counts.
+    previous: the id of the turn to continue, from clients that send it instead of the history; "": none.
+    logprobs: for each token, the number of most probable tokens to return; None: return no log-probabilities.
+    overridden: sampling settings that the client asked for but that the run's configuration decides.
     prompt: a text or token ids to continue as they are; "": the messages are rendered by the chat template.
     """
 
@@ -87,7 +92,7 @@ class ModelRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A sampled token as text, its log-probability, and the most probable ones at its place."""
+    """A sampled token as text, its log-probability, and the most probable tokens at its position with theirs."""
 
     text: str
     logprob: float
@@ -96,7 +101,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class ModelTurn:
-    """An answer of the model. `cached_tokens` counts context tokens that an earlier turn had already."""
+    """A complete answer of the model."""
 
     id: str
     content: str = ""
@@ -105,7 +110,7 @@ class ModelTurn:
     finish: Finish = "stop"
     stop: str | None = None  # the stop string that ended it
     prompt_tokens: int = 0
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt's tokens, those that are in the turn that it continues
     completion_tokens: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()
     token_ids: tuple[int, ...] = ()
@@ -113,8 +118,10 @@ class ModelTurn:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A piece of an answer while it is generated: text of the thought or of the content, or a whole call. Of one answer
-    the thought comes first, then the content, then the calls."""
+    """A piece of a sample while it is generated: text of its thought or content, or a whole tool call.
+
+    Each sample has all pieces of its thought first, then its content, then its calls.
+    """
 
     sample: int
     thought: str = ""

@@ -1,4 +1,4 @@
-"""The section `models` of the RL recipe: what agents may ask alongside the policy."""
+"""The section `models` of the RL recipe: models that agents may ask in addition to the policy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class FurtherModel(Section):
-    """A model that agents ask by its name: frozen, trained as well, or another seat of a trained one."""
+    """A model that agents ask for by its name: frozen, trained, or a trained model under a second name."""
 
     model: str | None = None
     """Its folder or hub id; null: the run's, as it is at the start."""
@@ -43,73 +43,96 @@ class FurtherModel(Section):
 
     @property
     def is_frozen(self) -> bool:
-        """Return whether this run samples from it and does not train it."""
+        """Return whether the run only samples from the model: it is neither trained nor a trained one's second name."""
         return not self.trains and self.seat_of is None
 
     @property
     def parts(self) -> list[str]:
-        """Return the names of the services that the run starts for it."""
+        """Return the services that the run always starts for the model: "generator" and, if it trains, "trainer"."""
         if self.trains:
             return ["generator", "trainer"]
         return ["generator"] if self.is_frozen else []
 
 
-def place_part(further: FurtherModel, name: str, part: str) -> dict[str, Any]:
-    """Return the options of an additional model's part, whose name and metrics start with the model's."""
-    options = further[part]
+def place_part(model_config: FurtherModel, name: str, part: str) -> dict[str, Any]:
+    """Return the placement options of one of an additional model's services.
+
+    The service's name and its metrics start with the model's name, so that they differ from the run's own.
+
+    Args:
+        name: the model's name.
+        part: the service, "generator", "trainer", "critic" or "ref_model".
+    """
+    options = model_config[part]
     return {**options, "mesh_name": options.mesh_name or f"{name}_{part}", "env": {METRICS_OF: name, **options.env}}
 
 
 def place_models(cfg: RLConfig) -> dict[str, dict[str, Any]]:
-    """Return the options of all that a run starts for its additional models, by their settings."""
+    """Return the placement options of all services of the additional models, keyed by their settings.
+
+    Such as {"models.rival.trainer": {"procs": 1, ...}}.
+    """
     return {
-        f"models.{name}.{part}": place_part(further, name, part)
-        for name, further in cfg.models.items()
-        for part in [*further.parts, *(scoring_parts(cfg, further) if further.trains else ())]
+        f"models.{name}.{part}": place_part(model_config, name, part)
+        for name, model_config in cfg.models.items()
+        for part in [*model_config.parts, *scoring_parts(cfg, model_config)]
     }
 
 
-def scoring_parts(cfg: RLConfig, further: FurtherModel) -> list[str]:
-    """Return the critic and the reference model of an additional policy, as far as it has its own."""
-    # Compared as they are written: folders are resolved later, and placements are needed before.
-    has_own_start = cfg.grpo.reference is None and further.model not in (None, cfg.model)
-    needed = {"critic": True, "ref_model": has_own_start}
-    return [part for part, is_needed in needed.items() if is_needed and part not in cfg.idle]
+def scoring_parts(cfg: RLConfig, model_config: FurtherModel) -> list[str]:
+    """Return which of "critic" and "ref_model" the run starts for an additional model; none if it does not train.
+
+    A critic only if the algorithm needs one. A reference model only if the algorithm needs one and the policy starts
+    from other weights than the run's own policy, whose reference it would otherwise share.
+    """
+    if not model_config.trains:
+        return []
+    # Compared as they are written in the configuration: placements are needed before folders are resolved.
+    has_own_start = cfg.grpo.reference is None and model_config.model not in (None, cfg.model)
+    needed = ["critic", "ref_model"] if has_own_start else ["critic"]
+    return [part for part in needed if part not in cfg.idle]
 
 
 def check_models(cfg: RLConfig) -> dict[str, FurtherModel]:
-    """Build the section `models` of a configuration.
+    """Build and check the section `models` of a configuration, and return it by the models' names.
 
     Raises:
-        ConfigError: names or settings that do not work.
+        ConfigError: a name or a setting is invalid, or the recipe cannot train several policies.
     """
     trains_several = getattr(cfg, "trains_several", False)  # see forge_agents.several
     models = {
-        name: further if isinstance(further, FurtherModel) else build(FurtherModel, further, f"models.{name}")
-        for name, further in cfg.models.items()
+        name: values if isinstance(values, FurtherModel) else build(FurtherModel, values, f"models.{name}")
+        for name, values in cfg.models.items()
     }
-    for name, further in models.items():
+    for name, model_config in models.items():
         path = f"models.{name}"
+        seat_of = model_config.seat_of
         if name == POLICY or not name.replace("-", "_").isidentifier():
             reason = "is the run's model" if name == POLICY else "must be of letters, digits, - and _"
             raise ConfigError(f"{path}: {name!r} {reason}")
-        if further.trains and further.seat_of is not None:
+        if model_config.trains and seat_of is not None:
             raise ConfigError(f"{path}.trains and {path}.seat_of contradict each other: set one of them")
-        if further.seat_of is not None and further.seat_of not in trained_models(models):
+        if seat_of is not None and seat_of not in trained_models(models):
             names = ", ".join(trained_models(models))
-            raise ConfigError(f"{path}.seat_of: {further.seat_of!r} is not trained here: name one of {names}")
-        if (further.trains or further.seat_of is not None) and not trains_several:
+            raise ConfigError(f"{path}.seat_of: {seat_of!r} is not trained here: name one of {names}")
+        if not model_config.is_frozen and not trains_several:
             raise ConfigError(f"{path}: this recipe trains one policy; use apps.selfplay.main or a loop like it")
 
     return models
 
 
 def trained_models(models: dict[str, FurtherModel]) -> list[str]:
-    """Return the names of the trained models, the run's own first."""
-    return [POLICY, *(name for name, further in models.items() if further.trains)]
+    """Return the names of the models that train, starting with "policy", the run's own."""
+    return [POLICY, *(name for name, model_config in models.items() if model_config.trains)]
 
 
 def seats(models: dict[str, FurtherModel]) -> dict[str, str]:
-    """Return the trained model that plays under each name whose turns become episodes."""
-    trained = {name: name for name in trained_models(models)}
-    return trained | {name: further.seat_of for name, further in models.items() if further.seat_of is not None}
+    """Return the names whose turns become episodes, each with the trained model that plays under it.
+
+    A trained model plays under its own name, and under each name that has it as `seat_of`. Frozen models have none.
+    """
+    own_names = {name: name for name in trained_models(models)}
+    second_names = {
+        name: model_config.seat_of for name, model_config in models.items() if model_config.seat_of is not None
+    }
+    return own_names | second_names

@@ -1,4 +1,4 @@
-"""The models that the clients of a session may ask, and the tokens that these models sample."""
+"""The policies that the clients of a session may ask, and how turns are sampled from them."""
 
 import asyncio
 import secrets
@@ -12,18 +12,21 @@ from forge_envs.dialogue import Dialogue
 
 from .messages import BadRequest, ModelRequest, TokenLogprob
 
-POLL = 0.05  # seconds between two looks at a stream: at each step of a small model they would cost more than the step
+# Seconds between two requests for the new pieces of a stream. A request at each step of a small model would take longer
+# than the step.
+POLL = 0.05
 
 
 @dataclass(slots=True)
 class Policy:
-    """A model that clients know by a name.
+    """A model that clients ask for by a name.
 
-    service: of `forge.actors.Generator`.
-    dialogue: converts its messages and tokens.
-    sampling: the run's settings, which a client cannot change.
-    chat_error: why the tokenizer's template cannot render messages; "": it can.
-    whole_turns: sample a turn in one request even where the client streams: for what streams lack, such as experts.
+    service: a service of `forge.actors.Generator`.
+    dialogue: converts messages to tokens and back.
+    sampling: the run's sampling settings, fields of `forge.types.Sampling`.
+    whole_turns: sample a turn in one request even where the client streams, since a stream does not return all that is
+        recorded, such as the experts of each token.
+    chat_error: why the tokenizer's chat template cannot render messages; "": it can.
     """
 
     service: Any
@@ -36,45 +39,57 @@ class Policy:
 async def sample_turns(
     policy: Policy, session: str, prompt: Sequence[int], sampling: Mapping[str, Any], *, streamed: bool
 ) -> AsyncGenerator[list[tuple[int, Completion]]]:
-    """Sample `sampling["n"]` turns after a prompt: lists of (sample, new tokens), whose last piece has a `finish`.
+    """Sample turns after a prompt, and yield lists of (number of the sample, its new tokens) as they arrive.
+
+    The last piece of each sample has a `finish`.
+
+    Args:
+        session: requests with the same name are sent to the same replica of the service.
+        prompt: token ids.
+        sampling: fields of `forge.types.Sampling`; "n" is the number of samples.
+        streamed: yield pieces while they are sampled; False: yield all samples at once, complete.
 
     Raises:
-        StreamLost: the generator of a stream is gone, and what it has sampled with it.
+        StreamLost: the generator has died, and the tokens that it had sampled are lost.
     """
     service = policy.service
     async with service.session(session):
         if policy.whole_turns or not streamed:
-            completions = await service.generate.route(list(prompt), **sampling)
-            yield list(enumerate(completions))
+            yield list(enumerate(await service.generate.route(list(prompt), **sampling)))
             return
 
-        number = secrets.randbits(63)
-        running = sampling["n"]
+        stream_id = secrets.randbits(63)
+        unfinished = sampling["n"]  # samples
         try:
-            await service.open_stream.route(list(prompt), stream=number, **sampling)
-            while running:
-                pieces = await service.next_pieces.route(number)
-                running -= sum(bool(piece.finish) for _, piece in pieces)
+            await service.open_stream.route(list(prompt), stream=stream_id, **sampling)
+            while unfinished:
+                pieces = await service.next_pieces.route(stream_id)
+                unfinished -= sum(bool(piece.finish) for _, piece in pieces)
                 if pieces:
                     yield pieces
-                if running:
+                if unfinished:
                     await asyncio.sleep(POLL)
         finally:
-            await service.close_stream.route(number)
+            await service.close_stream.route(stream_id)
 
 
 NUMBERS = ("temperature", "top_p", "top_k", "seed")
 
 
 def client_sampling(request: ModelRequest) -> dict[str, Any]:
-    """Return the fields of `Sampling` that a request has, in any dialect. BadRequest: an invalid value."""
+    """Return the sampling settings that a client asks for, as fields of `forge.types.Sampling`.
+
+    Raises:
+        BadRequest: a value is not a number, or outside its range.
+    """
     values = {name: value for name, value in request.overridden.items() if name in NUMBERS}
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise BadRequest(f"{name} must be a number", name)
     try:
-        # Off is -1 for some clients.
-        values |= {"top_k": max(int(values["top_k"]), 0)} if "top_k" in values else {}
+        # Some clients send -1 to switch top_k off, where `Sampling` has 0.
+        if "top_k" in values:
+            values["top_k"] = max(int(values["top_k"]), 0)
         Sampling(**values)
     except (ValueError, OverflowError) as error:
         raise BadRequest(str(error)) from None
@@ -82,9 +97,14 @@ def client_sampling(request: ModelRequest) -> dict[str, Any]:
 
 
 def choose_grammar(request: ModelRequest, dialogue: Dialogue) -> str:
-    """Return the grammar of the turn; "" for any text. BadRequest: the client asks for a form without a grammar."""
+    """Return the grammar that a turn must satisfy, for a JSON schema or a required tool call; "" for any text.
+
+    Raises:
+        BadRequest: the grammar of this schema, or of calls in the policy's syntax, is not supported.
+    """
     if request.schema is None and request.tool_choice in ("auto", "none"):
         return ""
+    # Imported here: grammars are optional, and few requests need one.
     from forge_agents.grammar import calls_grammar, json_grammar
 
     field = "response_format" if request.schema is not None else "tool_choice"
@@ -92,19 +112,23 @@ def choose_grammar(request: ModelRequest, dialogue: Dialogue) -> str:
         if request.schema is not None:
             return json_grammar(request.schema)
         choice = request.tool_choice.removeprefix("function:")
-        added = dialogue.tokenizer.get_added_vocab()
-        return calls_grammar(dialogue.syntax, request.tools, choice, request.parallel_calls, added)
+        return calls_grammar(
+            dialogue.syntax, request.tools, choice, request.parallel_calls, dialogue.tokenizer.get_added_vocab()
+        )
     except ValueError as error:
         raise BadRequest(str(error), field) from None
 
 
 def read_logprobs(request: ModelRequest, turn: Completion, tokenizer: Any) -> tuple[TokenLogprob, ...]:
-    """Return the log-probabilities that a request asks for."""
+    """Return the log-probabilities of a turn's tokens, with the most probable tokens at each; () if not requested."""
     if request.logprobs is None:
         return ()
-    names = [spell_token(tokenizer, token)[0] for token in turn.token_ids]
-    tops = turn.top_logprobs or [{} for _ in names]
+
+    def spell(token: int) -> str:
+        return spell_token(tokenizer, token)[0]
+
+    top_logprobs = turn.top_logprobs or [{} for _ in turn.token_ids]
     return tuple(
-        TokenLogprob(name, logprob, tuple((spell_token(tokenizer, other)[0], value) for other, value in top.items()))
-        for name, logprob, top in zip(names, turn.logprobs, tops, strict=True)
+        TokenLogprob(spell(token), logprob, tuple((spell(other), value) for other, value in top.items()))
+        for token, logprob, top in zip(turn.token_ids, turn.logprobs, top_logprobs, strict=True)
     )

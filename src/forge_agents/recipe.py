@@ -1,4 +1,4 @@
-"""Agents in the RL recipe: the environment that `episode.agent` configures."""
+"""Builds the environment that the section `episode.agent` of the RL recipe configures."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ if TYPE_CHECKING:
     from forge.recipes.rl_config import RLConfig
     from forge.runtime.controller.handle import Handle
 
-RETRIES = 5  # of a coroutine's client, within which a generator that died is back
+RETRIES = 5  # of a coroutine's requests: enough time for a generator that died to be restarted
 
 
 def agent_config(values: Any) -> AgentConfig:
-    """Return the section `episode.agent`. ConfigError: it is invalid."""
+    """Return the section `episode.agent` as an object; ConfigError if it is invalid."""
     return build(AgentConfig, dict(values), "episode.agent")
 
 
 async def agent_env(cfg: RLConfig, job: Job, policy: Handle) -> AgentEnv:
-    """Start the gateway and additional models, and return the environment whose episodes its agents play.
+    """Start the gateway and the additional models, and return the environment whose episodes agents play.
 
     Args:
-        policy: the generators of the run's own policy.
+        policy: the service of generators of the run's own policy.
     """
     agent = agent_config(cfg.episode.agent)
     learners = await start_learners(cfg, job, cfg.load_algorithm())
@@ -55,7 +55,7 @@ async def agent_env(cfg: RLConfig, job: Job, policy: Handle) -> AgentEnv:
     settings = await policy_settings(cfg, job, policies)
     gateway = await GatewayActor.options(num_replicas=1).as_service(settings)
 
-    # What plays the episodes, and what is closed at the end of the run.
+    # `play` runs an agent; `player` is the object behind it that must be closed at the end of the run, if there is one.
     play: Play
     player: CommandRunner | WorkerPlay | None = None
     if agent.collection is not None:
@@ -88,28 +88,41 @@ async def agent_env(cfg: RLConfig, job: Job, policy: Handle) -> AgentEnv:
 
 
 async def policy_settings(cfg: RLConfig, job: Job, policies: Mapping[str, Any]) -> dict[str, PolicySettings]:
-    """Return all models that the gateway samples from, by the names that agents use; starts the frozen ones."""
+    """Start the generators of the frozen models, and return the settings of all models that the gateway samples from.
+
+    Args:
+        policies: the services of generators of the trained models, by the models' names.
+
+    Returns:
+        The settings by the names under which agents ask for the models.
+    """
     settings = {}
     for seat, policy in seats(cfg.models).items():
         model = job.model if policy == POLICY else cfg.models[policy].model or job.model
-        sampling = {"temperature": cfg.grpo.temperature}
-        settings[seat] = PolicySettings(policies[policy], model, cfg.episode, sampling, cfg.generator.router_replay)
-    for name, further in cfg.models.items():
-        if further.is_frozen:
-            model = further.model or job.model
-            options = place_part(further, name, "generator")
-            service = await Generator.options(**options).as_service(model, **cfg.generator)
-            model_format = {"template": further.template, "syntax": further.syntax, "chat_options": None}
-            episode = cfg.episode.model_copy(update=model_format)
-            settings[name] = PolicySettings(service, model, episode, {"temperature": further.temperature})
+        settings[seat] = PolicySettings(
+            policies[policy], model, cfg.episode, {"temperature": cfg.grpo.temperature}, cfg.generator.router_replay
+        )
+
+    for name, model_config in cfg.models.items():
+        if model_config.is_frozen:
+            model = model_config.model or job.model
+            service = await Generator.options(**place_part(model_config, name, "generator")).as_service(
+                model, **cfg.generator
+            )
+            episode = cfg.episode.model_copy(
+                update={"template": model_config.template, "syntax": model_config.syntax, "chat_options": None}
+            )
+            settings[name] = PolicySettings(service, model, episode, {"temperature": model_config.temperature})
+
     return settings
 
 
 def check_agent(values: Any) -> None:
-    """Check what needs no process.
+    """Check the section `episode.agent` as far as that is possible before the run starts its processes.
 
     Raises:
-        ConfigError: the program of the section is missing, or its collection or environment is missing or invalid.
+        ConfigError: the section is invalid, its program is missing, or its collection or environment is missing or
+            invalid.
     """
     agent = agent_config(values)
     if agent.collection is not None:
@@ -119,7 +132,13 @@ def check_agent(values: Any) -> None:
 
 
 def check_program(agent: AgentConfig) -> None:
-    """ConfigError: the program is in no folder of its PATH. One with a path may be of the task folder."""
+    """Check that an agent's program is in a folder of the PATH that it will have.
+
+    Not checked are a program with a path, which may be in the task folder, and one whose `env` sets another PATH.
+
+    Raises:
+        ConfigError: the program is not there.
+    """
     command = agent.agent_command()
     name = command.command[0]
     if "/" in name or "PATH" in agent.env or shutil.which(name, path=program_path(command)):
@@ -129,7 +148,7 @@ def check_program(agent: AgentConfig) -> None:
 
 
 async def hold_player(player: CommandRunner | WorkerPlay) -> None:
-    """Hold what plays the episodes until the run's event loop ends."""
+    """Wait until the run's event loop cancels this coroutine at its end, then close what plays the episodes."""
     try:
         await asyncio.Event().wait()
     finally:
@@ -137,7 +156,11 @@ async def hold_player(player: CommandRunner | WorkerPlay) -> None:
 
 
 async def command_play(agent: AgentConfig, runner: CommandRunner) -> Play:
-    """Return how a command plays a task, and how its test scores it."""
+    """Start the runner, and return a function that plays one task: runs the agent's command and then its test, if any.
+
+    Raises:
+        InfrastructureError: commands cannot be confined on this machine.
+    """
     await runner.start()
     command = agent.agent_command()
 
@@ -150,7 +173,7 @@ async def command_play(agent: AgentConfig, runner: CommandRunner) -> Play:
             info = {"exit_code": result.exit_code, "stdout": result.stdout[-500:], "stderr": result.stderr[-500:]}
             info |= {"reason": result.reason} if result.reason else {}
             if result.status == "missing":
-                # It will be missing in each episode: the run ends instead of waiting for one.
+                # An error, not a lost episode: the program would be missing in every episode.
                 raise ConfigError(f"episode.agent.command: {result.reason}")
             if result.status == "failed":
                 return Outcome(None, "infrastructure", True, info)
@@ -165,33 +188,39 @@ async def command_play(agent: AgentConfig, runner: CommandRunner) -> Play:
     async def score_folder(
         section: TestCommand, sample: Sample, folder: Path, stop: str, info: dict[str, Any]
     ) -> Outcome:
-        words = {"{task}": sample.prompt.text, "{target}": sample.target}
-        line = [_fill_words(word, words) for word in section.command]
-        files = {path: _fill_words(text, words) for path, text in section.files.items()}
-        test = replace(command, command=line, timeout=section.timeout, files=None)
-        verdict = await runner.run(test, files=files, folder=folder)
-        info = {**info, "test": (verdict.stdout + verdict.stderr)[-500:]}
+        """Run the test command in the agent's task folder, and return the outcome: reward 1.0 if it exits with 0."""
+        values = {"{task}": sample.prompt.text, "{target}": sample.target}
+        arguments = [_fill_words(argument, values) for argument in section.command]
+        files = {path: _fill_words(text, values) for path, text in section.files.items()}
+        test = replace(command, command=arguments, timeout=section.timeout, files=None)
+        result = await runner.run(test, files=files, folder=folder)
+        info = {**info, "test": (result.stdout + result.stderr)[-500:]}
 
-        if verdict.status in ("missing", "failed"):
-            info["reason"] = verdict.reason
-            # A program of the task folder is missing if the agent has removed it.
-            is_in_folder = not os.path.isabs(line[0]) and "/" in line[0]
-            if verdict.status == "missing" and is_in_folder:
+        if result.status in ("missing", "failed"):
+            info["reason"] = result.reason
+            # A test program in the task folder is missing if the agent has removed it: that is the agent's failure.
+            is_in_folder = not os.path.isabs(arguments[0]) and "/" in arguments[0]
+            if result.status == "missing" and is_in_folder:
                 return Outcome(0.0, stop, info=info)
             return Outcome(None, "infrastructure", True, info)
-        return Outcome(float(verdict.status == "exited" and verdict.exit_code == 0), stop, info=info)
+        has_passed = result.status == "exited" and result.exit_code == 0
+        return Outcome(float(has_passed), stop, info=info)
 
     return play_command
 
 
 def function_play(agent: AgentConfig) -> Play:
-    """Return how a coroutine plays a task: it gets a client of the session, and may return the reward."""
+    """Return a function that plays one task by `episode.agent.function`.
+
+    That coroutine function gets an OpenAI client of the session and the task, and returns the reward, or None.
+    """
     function = agent.load_function()
-    names = inspect.signature(function).parameters
+    parameters = inspect.signature(function).parameters
 
     async def play_function(access: Access, sample: Sample, evaluation: bool) -> Outcome:
-        options = {"evaluation": evaluation} if "evaluation" in names else {}
-        # Plain http on loopback: no proxy, and no certificates, whose loading takes 20 ms for each client.
+        options = {"evaluation": evaluation} if "evaluation" in parameters else {}
+        # The gateway is on loopback with plain http: proxies are not used, and to load certificates would take 20 ms
+        # for each client.
         http = DefaultAsyncHttpxClient(verify=False, trust_env=False)
         client = AsyncOpenAI(base_url=f"{access.url}/v1", api_key=access.key, max_retries=RETRIES, http_client=http)
 
@@ -201,9 +230,9 @@ def function_play(agent: AgentConfig) -> Play:
         except TimeoutError:
             return Outcome(None, "timeout")
         except (APIConnectionError, InternalServerError, TransportError) as error:
-            # The last: a stream that breaks off, of which the openai package says nothing.
+            # TransportError: the openai package does not convert the error of a stream that breaks off.
             raise InfrastructureError(f"the gateway did not answer: {error}") from error
-        except APIError as error:  # an event of a stream
+        except APIError as error:  # from an event of a stream, so without an HTTP status: only its code is known
             if error.code not in ("overloaded", "server_error"):
                 raise
             raise InfrastructureError(f"a stream of the gateway failed: {error}") from error
@@ -216,7 +245,7 @@ def function_play(agent: AgentConfig) -> Play:
 
 
 async def reward_score(agent: AgentConfig) -> Score | None:
-    """Return the reward of `episode.agent.reward`."""
+    """Return a function that scores an agent's last answer by `episode.agent.reward`; None if that is not set."""
     if agent.reward is None:
         return None
     reward = await RewardActor.as_local([agent.reward])
@@ -228,7 +257,7 @@ async def reward_score(agent: AgentConfig) -> Score | None:
     return score_answer
 
 
-def _fill_words(text: str, words: dict[str, str]) -> str:
-    for name, value in words.items():
-        text = text.replace(name, value)
+def _fill_words(text: str, values: dict[str, str]) -> str:
+    for placeholder, value in values.items():
+        text = text.replace(placeholder, value)
     return text

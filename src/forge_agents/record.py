@@ -1,4 +1,4 @@
-"""The record of a session, and the episode that it becomes: all branches of its tree, each sampled token in one."""
+"""The record of a closed session, and its conversion to an episode that trains each sampled token at most once."""
 
 from __future__ import annotations
 
@@ -13,28 +13,38 @@ from forge.types import Episode, Origin, Turn
 
 from .tree import TokenRun, TokenTree
 
-# Why the tokens of a turn are not trained. The last is known only once the episode has ended.
+# Why tokens are not trained:
+# - orphan: no client has received the turn;
+# - auxiliary: a call outside the task, such as for a title;
+# - constrained: sampled under a grammar;
+# - surplus: sampled after a stop string;
+# - unscored: the episode has no reward, which is known only once it has ended.
 EXCLUSIONS = ("orphan", "auxiliary", "constrained", "surplus", "unscored")
 
 
 class Certificate(Counter[str]):
-    """Account for every sampled token: it was trained once, or there is a named reason why not.
+    """Token counts by what became of the tokens: "sampled", "trained", and the reasons in `EXCLUSIONS`.
 
+    Every sampled token is trained once or excluded for one reason:
     sampled = trained + orphan + auxiliary + constrained + surplus + unscored
     """
 
     def check(self) -> None:
-        """Raise AssertionError if the counts do not add up: tokens were lost or doubled."""
+        """Raise AssertionError if the counts do not add up: some tokens were lost or counted twice."""
         excluded = sum(self[name] for name in EXCLUSIONS)
         if self["sampled"] != self["trained"] + excluded:
             parts = ", ".join(f"{name} {self[name]}" for name in ("trained", *EXCLUSIONS))
             raise AssertionError(f"{self['sampled']} sampled tokens are not {parts}: some were lost or counted twice")
 
     def without_training(self, reason: str) -> Certificate:
-        """Return the account of an episode that is not trained after all."""
-        moved = Certificate(self)
-        moved[reason] += moved.pop("trained", 0)
-        return moved
+        """Return a copy of the counts in which the trained tokens are excluded for a reason instead.
+
+        >>> Certificate(sampled=5, trained=5).without_training("unscored") == {"sampled": 5, "unscored": 5}
+        True
+        """
+        certificate = Certificate(self)
+        certificate[reason] += certificate.pop("trained", 0)
+        return certificate
 
 
 Auxiliary = Literal["drop", "train"]
@@ -42,9 +52,12 @@ Auxiliary = Literal["drop", "train"]
 
 @dataclass(frozen=True)
 class SessionRecord:
-    """A closed session: the runs of each policy, the ids of delivered turns, and counts.
+    """What a closed session has recorded.
 
-    counts: "requests", "cancelled", "limited", and by policy "surplus/...", tokens after a stop string.
+    runs: the turns of each policy.
+    delivered: the ids of the turns that a client has received.
+    counts: "requests"; "cancelled" generations; "limited", empty answers at a limit of the session; and for each policy
+        "surplus/NAME", the tokens that were sampled after a stop string.
     """
 
     runs: Mapping[str, Sequence[TokenRun]]
@@ -52,7 +65,7 @@ class SessionRecord:
     counts: Mapping[str, int] = field(default_factory=dict)
 
     def tree(self, policy: str) -> TokenTree:
-        """Return the tree of one policy's turns."""
+        """Return the tree of one policy's turns; an empty one if it has none."""
         tree = TokenTree()
         for run in self.runs.get(policy, ()):
             tree.add(run)
@@ -61,18 +74,19 @@ class SessionRecord:
     def episode(
         self, policy: str, reward: float | None, *, auxiliary: Auxiliary = "drop", info: Mapping[str, Any] | None = None
     ) -> Episode | None:
-        """Return the turns of one policy as an episode: a branch for each leaf, which all have the outcome `reward`. A
-        turn that several branches share is trained in the first of them and context in the others.
+        """Return the turns of one policy as an episode, which has a branch for each leaf of their tree.
 
         Args:
-            auxiliary: whether calls alongside the task, such as for titles, are trained.
-            info: of the episode; "certificate" is added.
+            reward: the outcome of all branches; None: the episode was not scored.
+            auxiliary: whether calls outside the task, such as for titles, are trained ("train") or not ("drop").
+            info: for the episode's `info`, to which "certificate" and counts of turns and calls are added.
 
         Returns:
-            None if no turn is to be trained: `unlearned` has the account then.
+            The last branch, which has the earlier ones as its `branches`. A turn that several branches share is trained
+            in the first of them, and context in the others. None: no turn is to be trained; `unlearned` counts them.
 
         Raises:
-            AssertionError: the account of tokens does not add up.
+            AssertionError: the counts of tokens do not add up.
         """
         tree = self.tree(policy)
         reasons = self.exclusions(policy, auxiliary)
@@ -96,7 +110,6 @@ class SessionRecord:
         if not branches:
             return None
 
-        # The last branch stands for the episode, and has the others.
         *earlier, last = branches
         last.branches = tuple(earlier)
         last.text = format_transcript(tree)
@@ -106,7 +119,11 @@ class SessionRecord:
         return last
 
     def unlearned(self, policy: str, auxiliary: Auxiliary = "drop") -> Certificate:
-        """Return the account of a session that becomes no episode, whose trainable tokens are unscored."""
+        """Return the token counts of a session that becomes no episode: tokens to train count as "unscored".
+
+        Raises:
+            AssertionError: the counts do not add up.
+        """
         reasons = self.exclusions(policy, auxiliary)
         trained = sum(len(run.completion.token_ids) for run in self.runs.get(policy, ()) if run.number not in reasons)
         account = self._count_account(policy, reasons, trained).without_training("unscored")
@@ -114,7 +131,7 @@ class SessionRecord:
         return account
 
     def exclusions(self, policy: str, auxiliary: Auxiliary = "drop") -> dict[int, str]:
-        """Return why turns are not trained, by their numbers."""
+        """Return the turns of a policy that are not trained: each turn's number with its reason from `EXCLUSIONS`."""
         tree = self.tree(policy)
         reasons: dict[int, str] = {}
         for run in tree.runs:
@@ -128,6 +145,11 @@ class SessionRecord:
         return reasons
 
     def _count_account(self, policy: str, reasons: Mapping[int, str], trained: int) -> Certificate:
+        """Return the counts of a policy's tokens, of which `trained` are trained.
+
+        Args:
+            reasons: why turns are not trained, by their numbers.
+        """
         account = Certificate(trained=trained)
         for run in self.runs.get(policy, ()):
             size = len(run.completion.token_ids)
@@ -140,6 +162,7 @@ class SessionRecord:
         return account
 
     def _episode_numbers(self, tree: TokenTree) -> dict[str, Any]:
+        # Return the entries of an episode's `info` that describe its turns.
         return {
             "turns": len(tree.runs),
             "calls": sum(len(run.added[-1].get("calls", ())) for run in tree.runs),
@@ -151,9 +174,12 @@ class SessionRecord:
 
 
 def auxiliary_runs(tree: TokenTree) -> Iterator[TokenRun]:
-    """Yield calls outside the task, such as for a title or a summary: turns without tools that nothing continues, where
-    other turns of the session have tools. The last turn is not auxiliary if its request has earlier turns: some agents
-    ask for their final answer without tools."""
+    """Yield the turns that an agent asked for outside its task, such as for a title or a summary.
+
+    They are recognised by their requests: without tools, where other requests of the session have tools, and neither
+    continuing a turn nor continued by one. The session's last turn is not auxiliary if its request has earlier turns in
+    its history: some agents ask for their final answer without tools.
+    """
     if not any(run.tools for run in tree.runs):
         return
     for run in tree.runs:
@@ -164,7 +190,7 @@ def auxiliary_runs(tree: TokenTree) -> Iterator[TokenRun]:
 
 
 def format_transcript(tree: TokenTree) -> str:
-    """Return the conversations of a tree as text, for people."""
+    """Return the conversations of a tree as one text for logs, with a line where a new branch starts."""
     parts = []
     for run in tree.runs:
         if run.reason and run.number:
@@ -176,7 +202,7 @@ def format_transcript(tree: TokenTree) -> str:
 
 
 def _branch_episode(path: Sequence[TokenRun], new: set[int], reward: float | None) -> Episode:
-    """Return the runs of a path as an episode in which only the new ones are trained."""
+    """Return the runs of a path as an episode in which only the runs whose numbers are in `new` are trained."""
     tokens: list[int] = []
     mask: list[bool] = []
     logprobs: list[float] = []
@@ -197,9 +223,11 @@ def _branch_episode(path: Sequence[TokenRun], new: set[int], reward: float | Non
             turns.append(Turn(len(mask) - len(ids), len(mask), turn.version, turn.finish))
             origins |= {Origin(v, turn.identities.get(v, ""), turn.sampled_by) for v in {*turn.versions}}
 
+        # A turn's experts include those of its context. Earlier turns have recorded the same tokens when they were
+        # sampled, except their last token, which was only read by the turn after them.
         if turn.experts is not None:
             recorded = turn.experts.copy()
-            if experts is not None:  # all but the last token's, which is known only now
+            if experts is not None:
                 recorded[: len(experts) - 1] = experts[:-1]
             experts = recorded
 

@@ -1,4 +1,4 @@
-"""A model behind the addresses of OpenAI and Anthropic, for clients of every dialect: `forge serve MODEL`."""
+"""`forge serve MODEL`: serves a model with the APIs of OpenAI and Anthropic."""
 
 import argparse
 import asyncio
@@ -19,12 +19,13 @@ from .policies import Policy
 from .session import Session
 from .settings import SessionSettings
 
-# A request looks for its turn among its session's: 1024 turns cost milliseconds. Their lines are on disk.
+# Of a session, before a new one replaces it: a request looks for the turn that it continues among all of them, which
+# takes milliseconds for 1024.
 MAX_TURNS = 1024
 MAX_SESSIONS = 256
-MAX_OPEN = 512  # requests of a session at once: as many as connections
-HEALTH_TIMEOUT = 10.0  # seconds for the engines' stats
-NO_LIMIT = 1 << 40  # the engine's own limits hold
+MAX_OPEN = 512  # requests that a session may have open at once
+HEALTH_TIMEOUT = 10.0  # seconds within which the engines must report their statistics
+NO_LIMIT = 1 << 40  # tokens or turns: only the engine's own limits apply
 
 ENGINE_OPTIONS = {
     "engine": "embedded or vllm",
@@ -35,22 +36,24 @@ ENGINE_OPTIONS = {
 
 
 class ModelServer(Gateway):
-    """Answers all that may call.
+    """A gateway that serves one model, and creates a session for each client.
 
-    Conversations are found by their histories, within a client's session. Without `key` a session is what clients send
-    as their key. With it, clients send the key itself, or `KEY:NAME` for a separate session.
+    The turn that a request continues is looked for among the turns of its client's session. Without `key`, clients with
+    the same API key share a session, whatever the key is. With it, clients send the key, or `KEY:NAME` for a separate
+    session.
 
     Args:
         policy: a service of `forge.actors.Generator`.
-        tokenizer: of the model.
-        name: of the model for clients.
-        key: the API key that clients must send.
+        tokenizer: the model's tokenizer.
+        name: the model's name for clients.
+        key: the API key that clients must send; None: any key, or none.
     """
 
     def __init__(self, policy: Any, tokenizer: Any, name: str, key: str | None = None) -> None:
         try:
             dialogue, chat_error = Dialogue(tokenizer), ""
         except ValueError as error:
+            # No chat template: requests for completions still work, and chats get this error.
             dialogue, chat_error = Dialogue(tokenizer, "plain"), str(error)
         super().__init__({name: Policy(policy, dialogue, chat_error=chat_error)})
         self.key = key
@@ -62,22 +65,24 @@ class ModelServer(Gateway):
 
     async def _report_health(self, _: web.Request) -> web.Response:
         (policy,) = self.policies.values()
-        engines = await policy.service.stats.options(timeout=HEALTH_TIMEOUT).fanout()
-        return web.json_response({"status": "ok", "engines": engines})
+        return web.json_response(
+            {"status": "ok", "engines": (await policy.service.stats.options(timeout=HEALTH_TIMEOUT).fanout())}
+        )
 
     def access(self, host: str) -> Any:
-        """Return the middleware that says who may call: with a key those that have it, else programs of this
-        machine."""
+        """Return the middleware that rejects requests without the API key; if no key is set, requests of other
+        machines."""
         return guard_requests(host, self.key, key_of=self._server_key)
 
     def _server_key(self, request: web.Request) -> str:
-        """Return the text that a client sends as its key, without the name of the session."""
-        text = client_key(request)
+        """Return the API key of a request without the name of a session: KEY of `KEY:NAME`."""
+        # Split by length: the server's key may itself have colons.
+        sent_key = client_key(request)
         size = len(self.key or "")
-        return text[:size] if text[size : size + 1] == ":" else text
+        return sent_key[:size] if sent_key[size : size + 1] == ":" else sent_key
 
     def _session_of(self, request: web.Request) -> Session:
-        # Clients may send the key of a provider by mistake: only its digest is kept.
+        # Only a digest of the key is kept: clients may send their key of another provider by mistake.
         name = hashlib.sha256(client_key(request).encode(errors="surrogateescape")).hexdigest()[:12]
         session = self.sessions.pop(name, None)
         if session is None or session.turns >= MAX_TURNS:
@@ -89,10 +94,10 @@ class ModelServer(Gateway):
                 max_open=MAX_OPEN,
                 is_served=True,
             )
-            # One that makes room for another still answers its open requests.
+            # A full session, which this one replaces, still answers the requests that it has open.
             session = self._make_session(f"{name}-{secrets.token_hex(3)}", settings)
 
-        # In the order of use: the first is the one that was idle for longest.
+        # Inserted at the end, so that the first session is the least recently used.
         self.sessions[name] = session
         if len(self.sessions) > MAX_SESSIONS:
             del self.sessions[next(iter(self.sessions))]
@@ -100,7 +105,7 @@ class ModelServer(Gateway):
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to the parser."""
+    """Add the command `forge serve` to the subparsers `commands`."""
     parser = commands.add_parser(
         "serve",
         help="serve a model to OpenAI clients",
@@ -120,21 +125,30 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--replicas", type=int, default=1, help="engines that requests are balanced over")
     parser.add_argument("--with-gpus", action="store_true", help="give each engine a GPU")
 
-    # Without a default, the engine's own holds.
+    # SUPPRESS: an option that is not given is not passed on, and the engine's default applies.
     for name, about in ENGINE_OPTIONS.items():
-        kind = int if name in ("slots", "max_seq_len") else str
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=argparse.SUPPRESS, help=about)
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=int if name in ("slots", "max_seq_len") else str,
+            default=argparse.SUPPRESS,
+            help=about,
+        )
 
     parser.set_defaults(run=serve_model)
 
 
 def serve_model(args: argparse.Namespace) -> None:
-    """Start the engines, then serve until interrupted. SystemExit: an error, in one line."""
+    """Start the engines, then serve until interrupted.
+
+    Raises:
+        SystemExit: an option is invalid, the model or an engine cannot be started; the message is one line.
+    """
+    # Imported here: they take seconds, which other commands need not wait.
     from forge.engines import EngineSettings
     from forge.models.find import check_family, resolve_model
     from forge.runtime.controller import ForgeError, run
 
-    # What can be wrong is found before the engines start, which takes a minute.
+    # All settings are checked before the engines start, which takes a minute.
     try:
         key = required_key(args.host, args.api_key)
         options = {name: getattr(args, name) for name in ENGINE_OPTIONS if hasattr(args, name)}
@@ -162,6 +176,6 @@ async def _serve_policy(
 
     policy = await Generator.options(num_replicas=args.replicas, with_gpus=args.with_gpus).as_service(model, **options)
     async with make_server(policy).listen(listener) as url:
-        # Clients of Anthropic add more to their base URL than OpenAI's.
+        # Anthropic's clients add /v1 to their base URL, OpenAI's do not.
         print(f"{name} is served at {url}/v1 (OpenAI) and {url} (Anthropic)", flush=True)
         await asyncio.Event().wait()

@@ -1,4 +1,4 @@
-"""One session: the requests of one episode's clients, the turns that answer them, and what became of each."""
+"""A session: answers the requests of one episode's clients by sampling turns, and records these turns."""
 
 import asyncio
 import random
@@ -24,7 +24,13 @@ InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 @dataclass(eq=False)
 class Generation:
-    """The answer to one request. `news` has its pieces, and None once its task has ended."""
+    """The answer to one request while it is generated.
+
+    ids: the ids of its samples.
+    turns: the complete samples, once they are all sampled.
+    news: pieces of the samples for the connection that sends them; None once the task has ended.
+    task: generates the answer.
+    """
 
     request: ModelRequest
     ids: tuple[str, ...]
@@ -33,20 +39,20 @@ class Generation:
     news: asyncio.Queue[Delta | None] = field(default_factory=asyncio.Queue)
     task: asyncio.Task[None] | None = None
 
-    def tell(self, sample: int, kind: str, text: str) -> None:
-        """Pass on a piece of a sample's thought or content."""
+    def put_text(self, sample: int, kind: str, text: str) -> None:
+        """Queue a piece of a sample's text, whose kind is "thought" or "content"."""
         self.news.put_nowait(Delta(sample, thought=text) if kind == "thought" else Delta(sample, content=text))
 
-    async def pieces(self, patience: float) -> AsyncIterator[Delta | None]:
-        """Yield the pieces of the answer; None after each `patience` seconds without one.
+    async def pieces(self, interval: float) -> AsyncIterator[Delta | None]:
+        """Yield the pieces of the answer as they arrive, and None after each `interval` seconds without one.
 
         Raises:
-            what ended the generation.
+            Exception: the one with which the generation failed, after all of its pieces.
         """
         assert self.task is not None
         while True:
             try:
-                piece = await asyncio.wait_for(self.news.get(), patience)
+                piece = await asyncio.wait_for(self.news.get(), interval)
             except TimeoutError:
                 yield None
                 continue
@@ -57,24 +63,25 @@ class Generation:
 
 
 def cut_turn(turn: Completion, count: int) -> None:
-    """Keep the first tokens of a turn, which a stop string ends."""
+    """Remove all tokens of a turn after the first `count`, with which a stop string is complete."""
     del turn.token_ids[count:], turn.logprobs[count:], turn.versions[count:], turn.top_logprobs[count:]
     turn.finish = "stop"
 
 
 def make_token() -> str:
-    """Return random letters for an id."""
-    # Not of the seed: an id must not recur in another session.
+    """Return 24 random hexadecimal digits for an id."""
+    # Not from the session's seed: another session with the same seed must have other ids.
     return f"{random.SystemRandom().getrandbits(96):024x}"
 
 
 class Session:
-    """The state of one episode.
+    """The requests and turns of one episode.
 
     Args:
-        key: its secret.
-        policies: by the name that clients ask for.
-        in_thread: runs what takes long, templates and tokenizers, alongside the event loop, one after the other.
+        key: the session's secret, which clients send as their API key.
+        settings: its seed and limits.
+        policies: the policies by the names that clients ask for.
+        in_thread: runs a slow function, such as a tokenizer's, outside the event loop, one function at a time.
     """
 
     def __init__(
@@ -91,23 +98,23 @@ class Session:
         self.trees = {
             name: TokenTree(restores_thoughts=policy.dialogue.thoughts == "keep") for name, policy in policies.items()
         }
-        self.delivered: set[str] = set()  # ids of turns
-        self.counts: Counter[str] = Counter()
+        self.delivered: set[str] = set()  # ids of the turns that a client has received
+        self.counts: Counter[str] = Counter()  # see `SessionRecord.counts`
         self.ends_at = time.monotonic() + settings.seconds
-        self.readers: set[asyncio.Task[Any]] = set()  # that wait for an answer, or send it
+        self.readers: set[asyncio.Task[Any]] = set()  # connections that wait for an answer, or send it
         self.open_generations: set[Generation] = set()
         self._random = random.Random(f"{settings.seed}/{settings.name}")
 
     @property
     def turns(self) -> int:
-        """Return the number of turns so far."""
+        """Return the number of turns that all policies have sampled so far."""
         return sum(len(tree.runs) for tree in self.trees.values())
 
     def answer(self, dialect: Dialect, request: ModelRequest) -> Generation:
-        """Start the answer to a request.
+        """Start a task that generates the answer to a request, and return the generation.
 
         Raises:
-            BadRequest: another model, or too many requests at once.
+            BadRequest: no policy has the model's name, or too many requests are open.
         """
         self.policy_of(request.model)
         limit = self.settings.max_open
@@ -121,7 +128,8 @@ class Session:
         def end_generation(task: asyncio.Task[None]) -> None:
             self.open_generations.discard(generation)
             generation.news.put_nowait(None)
-            # A failure is raised to the connection, which may be gone.
+            # `pieces` raises a failure to the connection. If that is gone, asyncio would log an exception that nothing
+            # has retrieved: so it is retrieved here.
             _ = task.cancelled() or task.exception()
 
         generation.task.add_done_callback(end_generation)
@@ -129,8 +137,11 @@ class Session:
 
     @contextmanager
     def reading(self, generation: Generation) -> Iterator[None]:
-        """Within the block a connection waits for an answer, or is sent it. Of a server's client that hangs up the
-        answer is cancelled; an episode's is completed, and counted."""
+        """Count the current task as a connection that waits for or sends an answer, within the block.
+
+        After the block a server cancels the generation, since its client has the answer or has hung up. An episode's
+        generation continues, so that all of its tokens are counted.
+        """
         task = asyncio.current_task()
         assert task is not None
         assert generation.task is not None
@@ -143,11 +154,11 @@ class Session:
                 generation.task.cancel()
 
     def mark_delivered(self, generation: Generation) -> None:
-        """Note that a client has received an answer."""
+        """Record that a client has received an answer."""
         self.delivered.update(generation.ids)
 
     async def close(self) -> None:
-        """Cancel the turns that are still sampled: their client has exited."""
+        """Cancel the generations that are still running, whose clients have exited, and wait until they have ended."""
         tasks = [generation.task for generation in self.open_generations if generation.task is not None]
         self.counts["cancelled"] += len(tasks)
         for task in tasks:
@@ -156,17 +167,19 @@ class Session:
             await asyncio.wait(tasks)
 
     def policy_of(self, name: str) -> Policy:
-        """Return the policy of this name. BadRequest: no policy has it."""
-        if name not in self.policies:
-            message = f"model {name[:60]!r} is not served here: ask for {', '.join(self.policies)}"
-            raise BadRequest(message, "model", 404, "model_not_found")
-        return self.policies[name]
+        """Return the policy that clients know by a name; BadRequest if there is none."""
+        if name in self.policies:
+            return self.policies[name]
+        names = ", ".join(self.policies)
+        raise BadRequest(f"model {name[:60]!r} is not served here: ask for {names}", "model", 404, "model_not_found")
 
     def context(self, request: ModelRequest) -> tuple[Place, list[int], tuple[int, ...]]:
-        """Return where a request belongs, all tokens of its prompt, and those that come after its parent.
+        """Return a request's place in the tree, all tokens of its prompt, and those after the turn that it continues.
+
+        If the request continues no turn, the last two are the same tokens.
 
         Raises:
-            BadRequest: a conversation that the chat template cannot render, or an unknown id.
+            BadRequest: the chat template cannot render the conversation, or the id of the previous turn is unknown.
         """
         policy = self.policy_of(request.model)
         dialogue = policy.dialogue
@@ -184,8 +197,12 @@ class Session:
         try:
             place = tree.place(request)
         except KeyError:
-            message = f"no response {request.previous[:60]!r} in this session: send the whole conversation"
-            raise BadRequest(message, "previous_response_id", 404, "previous_response_not_found") from None
+            raise BadRequest(
+                f"no response {request.previous[:60]!r} in this session: send the whole conversation",
+                "previous_response_id",
+                404,
+                "previous_response_not_found",
+            ) from None
 
         try:
             if place.parent is not None:
@@ -196,7 +213,7 @@ class Session:
                     context = tuple(dialogue.extend(tokens, render_prompt(dialogue, place.messages), tools))
                     return place, [*tokens, *context], context
 
-                # The template renders the turns before it in other tokens than were sampled: a branch starts.
+                # The template renders earlier turns differently, such as without thoughts: a branch starts.
                 place = Place(None, tuple(conversation), "thoughts_dropped")
 
             ids = dialogue.initial(render_prompt(dialogue, place.messages), request.tools)
@@ -206,12 +223,13 @@ class Session:
         return place, ids, tuple(ids)
 
     async def _generate_turns(self, generation: Generation, dialect: Dialect) -> None:
+        # Sample the turns that answer a request, add them to the tree, and queue their pieces for the client.
         request = generation.request
         policy = self.policy_of(request.model)
         place, ids, context = await self.in_thread(lambda: self.context(request))
         generation.prompt_tokens = len(ids)
 
-        # Beyond a limit of the session the answer is empty.
+        # At a limit of the session the answer is empty, not an error: agents then end by themselves.
         capacity = self._tokens_left(len(ids), request)
         if capacity < 1:
             generation.turns = [ModelTurn(turn, finish="length", prompt_tokens=len(ids)) for turn in generation.ids]
@@ -219,6 +237,7 @@ class Session:
             return
 
         sampling = self._sampling_settings(request, policy, capacity)
+        # Some templates end the prompt with <think>, which is at most 8 tokens with the line breaks after it.
         is_thinking = policy.dialogue.text(ids[-8:], truncated=True).rstrip().endswith(OPENING)
         tools = () if request.tool_choice == "none" else request.tools
         readers = [
@@ -235,7 +254,7 @@ class Session:
                 for sample, turn in enumerate(turns)
             ]
         )
-        # Numbered without an await: another generation may add its runs meanwhile.
+        # No await between the numbers and `add`: another generation of this session could add its runs there.
         tree = self.trees[request.model]
         runs = [replace(run, number=len(tree.runs) + sample) for sample, run in enumerate(runs)]
         for run in runs:
@@ -243,9 +262,10 @@ class Session:
 
         cached = 0 if place.parent is None else len(tree.tokens(place.parent))
         for sample, (run, reader) in enumerate(zip(runs, readers, strict=True)):
-            for kind, text in reader.rest(run.added[-1]):
-                generation.tell(sample, kind, text)
-            for call in run.added[-1].get("calls", ()):
+            message = run.added[-1]
+            for kind, text in reader.remaining_text(message):
+                generation.put_text(sample, kind, text)
+            for call in message.get("calls", ()):
                 generation.news.put_nowait(Delta(sample, call=call))
             generation.turns.append(self._make_turn(request, run, reader.stopped, len(ids), cached))
 
@@ -257,12 +277,13 @@ class Session:
         sampling: Mapping[str, Any],
         readers: Sequence[TurnReader],
     ) -> list[Completion]:
+        # Return the samples after a prompt of tokens `ids`, cut at stop strings; queue the text of a stream.
         request = generation.request
         turns = [Completion() for _ in readers]
         stopped: set[int] = set()  # samples that a stop string has ended
         surplus = 0  # tokens that were sampled after a stop string
 
-        # One replica has the contexts of an episode; clients of a server are balanced.
+        # An episode's requests all go to the replica that has their context cached; a server's are balanced.
         affinity = generation.ids[0] if self.settings.is_served else self.key
         streamed = request.stream or bool(request.stop)
 
@@ -288,7 +309,7 @@ class Session:
                         stopped.add(sample)
                     elif request.stream:
                         for kind, text in reader.news():
-                            generation.tell(sample, kind, text)
+                            generation.put_text(sample, kind, text)
 
                 if len(stopped) == len(turns):
                     break
@@ -306,11 +327,13 @@ class Session:
         turn: Completion,
         reader: TurnReader,
     ) -> TokenRun:
+        # Return a sampled turn as a run of the tree, whose number is set when it is added.
         request = generation.request
-        is_cut = turn.finish == "length"
-        message = reader.read(turn.token_ids, lambda: dialect.call_prefix + make_token(), truncated=is_cut)
-        added = (*place.messages, message)
         parent = place.parent
+        message = reader.read(
+            turn.token_ids, make_id=lambda: dialect.call_prefix + make_token(), truncated=turn.finish == "length"
+        )
+        added = (*place.messages, message)
         tools = request.tools if parent is None else parent.tools
         start = tools_key(request.tools) if parent is None else parent.key
         return TokenRun(
@@ -329,7 +352,7 @@ class Session:
     def _make_turn(
         self, request: ModelRequest, run: TokenRun, stop: str | None, prompt_tokens: int, cached: int
     ) -> ModelTurn:
-        """Return the answer of a run."""
+        """Return a run as the client's answer; `stop` is the stop string that ended it, `cached` a number of tokens."""
         message = run.added[-1]
         turn = run.completion
         calls: list[Call] = message.get("calls", [])
@@ -349,16 +372,18 @@ class Session:
             token_ids=tuple(turn.token_ids),
         )
 
-    def _tokens_left(self, length: int, request: ModelRequest) -> int:
-        """Return the number of tokens that the next turn can have; 0 or less: a limit is reached."""
+    def _tokens_left(self, prompt_tokens: int, request: ModelRequest) -> int:
+        """Return the most tokens that the next turn may have; 0 or less: a limit of the session is reached."""
         settings = self.settings
+        # The open generations include the one that asks.
         has_turns_left = self.turns + len(self.open_generations) <= settings.max_turns
         if not has_turns_left or time.monotonic() >= self.ends_at:
             return 0
-        limits = (settings.max_tokens - length, settings.max_turn_tokens, request.max_tokens)
+        limits = (settings.max_tokens - prompt_tokens, settings.max_turn_tokens, request.max_tokens)
         return min(limit for limit in limits if limit is not None)
 
     def _sampling_settings(self, request: ModelRequest, policy: Policy, capacity: int) -> dict[str, Any]:
+        # Return the fields of `forge.types.Sampling` for turns of at most `capacity` tokens.
         sampling = {
             **policy.sampling,
             **self.settings.sampling,
@@ -368,6 +393,7 @@ class Session:
             "seed": self._random.getrandbits(48),
             "top_logprobs": request.logprobs or 0,
         }
+        # In an episode the run decides how turns are sampled, not the agent.
         if self.settings.is_served:
             sampling |= client_sampling(request)
         grammar = choose_grammar(request, policy.dialogue)

@@ -1,28 +1,28 @@
-"""Limits of a session, and what a caller states when it opens one."""
+"""The settings with which a session of the gateway is opened, and how its clients reach it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# Limits of one session alongside the configured ones, far above what clients need.
-MAX_OPEN = 16  # requests at once
+# Limits of one session in addition to the configured ones, far above what clients need.
+MAX_OPEN = 16  # requests that may be open at once
 MAX_BODY = 8 << 20  # bytes of a request
 
 
 @dataclass(frozen=True, slots=True)
 class SessionSettings:
-    """What one episode may use.
+    """The limits of one session, and how its turns are sampled.
 
-    name: for logs and errors.
-    seed: of what the policies draw.
-    max_turns: answers of all policies together.
-    max_tokens: of one conversation, with what the policy reads.
-    max_turn_tokens: of one answer; None: as many as are left.
-    seconds: from its opening on, after which every answer is empty.
-    max_open: requests at once.
-    is_served: the clients belong to a server, not to an episode: their settings of sampling hold, and an answer that
-        all its readers have left is cancelled.
-    sampling: fields of `forge.types.Sampling` that differ from the policies' settings, such as in an evaluation.
+    name: identifies the session in logs and errors; the turns' seeds depend on it and on `seed`.
+    seed: the seed from which the turns' seeds are drawn.
+    max_turns: the limit for the number of answers of all policies together.
+    max_tokens: the limit for the tokens of one conversation, both read and sampled.
+    max_turn_tokens: the limit for the tokens of one answer; None: as many as the conversation has left.
+    seconds: the time from the session's opening on, after which every answer is empty.
+    max_open: the number of requests that may be open at once.
+    is_served: whether the clients are those of a server, not of an episode: their sampling settings are used, and an
+        answer is cancelled when its client disconnects.
+    sampling: fields of `forge.types.Sampling` that override the policies' settings, such as in an evaluation.
     """
 
     name: str = ""
@@ -38,7 +38,7 @@ class SessionSettings:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How a client reaches its session: the base URL without `/v1`, and the key, which is the session's secret."""
+    """How a client reaches its session: the base URL without `/v1`, and the API key, which identifies the session."""
 
     url: str
     key: str

@@ -1,10 +1,10 @@
-"""What the policy read and sampled in one session: a tree of token runs that never change.
+"""The tokens that one policy read and sampled in a session, as a tree of turns whose tokens never change.
 
-A request continues the turn that its history ends with, and adds only the tokens of its new messages. One that
-continues no turn starts a root. Two that continue the same turn are siblings.
+A request continues the turn with which its history ends, and adds only the tokens of its new messages. A request that
+continues no turn starts a root. Two requests that continue the same turn are siblings.
 
-A turn is found by the key of its history, equal however a client has serialised it: clients reorder the keys of
-arguments, change white space, drop thoughts and ids, and join the parts of a text.
+A turn is found by a key, a digest of its conversation that ignores what clients change when they send a history back:
+the order of the keys of arguments, white space, thoughts and ids.
 """
 
 import hashlib
@@ -20,12 +20,12 @@ from .messages import Message, ModelRequest, Schema
 
 
 def tools_key(tools: Sequence[Schema]) -> bytes:
-    """Return the key of the tools that a request offers, in any order."""
+    """Return the key of a request's tools; the same for any order of them."""
     return _digest_parts(*sorted(json.dumps(tool, sort_keys=True) for tool in tools))
 
 
 def message_key(message: Message) -> bytes:
-    """Return the key of a message without its thought and ids."""
+    """Return the key of a message, which does not depend on its thought, its ids and its white space."""
     if message["role"] != "assistant":
         return _digest_parts(message["role"], collapse_spaces(message["content"]))
     calls = [f"{call.name} {_normal_arguments(call.arguments)}" for call in message.get("calls", ())]
@@ -33,8 +33,11 @@ def message_key(message: Message) -> bytes:
 
 
 def conversation_keys(start: bytes, messages: Iterable[Message]) -> list[bytes]:
-    """Return the key of a conversation after each of its messages. `start` is the key of what came before: of the
-    tools, or of an earlier turn."""
+    """Return the key of a conversation after each of its messages, one for each message.
+
+    Args:
+        start: the key of what precedes the messages: of the tools, or of the turn that is continued.
+    """
     keys = []
     key = start
     for message in messages:
@@ -62,29 +65,30 @@ def _normal_arguments(text: str) -> str:
 
 
 def _digest_parts(*parts: Any) -> bytes:
-    # Each part with its length, so that two lists of parts never read as one.
+    # Each part is preceded by its length, so that ("ab", "c") and ("a", "bc") have different digests.
     text = "".join(f"{len(part)}:{part}" for part in parts)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:16]
 
 
-# Why a root starts: a new conversation, one that the client sent before with other words, or without its thoughts.
+# Why a request starts a root. "start": its conversation is new; "edited": its history is none that was sampled;
+# "thoughts_dropped": the template renders the sampled history without its thoughts. "": it continues a turn.
 Reason = Literal["", "start", "edited", "thoughts_dropped"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenRun:
-    """One turn of the policy, after the context between it and its parent.
+    """One turn of the policy, with the context tokens between its parent and itself.
 
-    number: its place in the tree, from 0.
-    parent: number of the turn that it continues; None: it is a root.
-    context: the tokens after the parent's last one that the policy read; of a root the whole prompt.
-    completion: what it sampled, without the prompt.
-    added: the messages of `context`, and the turn as a message.
-    tools: those that its request offered.
-    key: of the conversation up to and with this turn.
-    reason: why it starts a branch; "" where it continues its parent.
-    is_constrained: drawn under a grammar, so from another distribution than the policy's.
-    id: of the answer, and of each sibling's.
+    number: its index in the tree's `runs`.
+    parent: the number of the turn that it continues; None: it is a root.
+    context: the tokens that the policy read after the parent's last token; for a root, the whole prompt.
+    completion: the tokens that it sampled.
+    added: the messages of `context`, then the turn itself as a message.
+    tools: the tools that its request offered.
+    key: the key of the conversation up to this turn, which is included.
+    id: the id of the answer that the client got.
+    reason: why it is a root; "": it continues its parent.
+    is_constrained: whether it was sampled under a grammar, and so from a distribution other than the policy's.
     """
 
     number: int
@@ -103,7 +107,8 @@ class Place(NamedTuple):
     """Where a request belongs in the tree.
 
     parent: the turn that it continues; None: it starts a root.
-    messages: those to add after the parent, or all.
+    messages: the messages after the parent; for a root, all messages.
+    reason: why it starts a root.
     """
 
     parent: TokenRun | None
@@ -112,10 +117,11 @@ class Place(NamedTuple):
 
 
 class TokenTree:
-    """The runs of one policy in one session, in the order in which their turns ended.
+    """The turns of one policy in one session, in the order in which they ended.
 
     Args:
-        restores_thoughts: where a history that was not sampled repeats a turn without its thought, put it back.
+        restores_thoughts: if a request starts a root with a history that repeats a sampled turn without its thought,
+            add the thought to it.
     """
 
     def __init__(self, *, restores_thoughts: bool = True) -> None:
@@ -126,7 +132,7 @@ class TokenTree:
         self._parents: set[int] = set()
 
     def add(self, run: TokenRun) -> None:
-        """Append a run, which is complete."""
+        """Append a complete turn, and index it by its key, its id and the ids of its calls."""
         self.runs.append(run)
         self._by_key.setdefault(run.key, []).append(run)
         self._by_id[run.id] = run
@@ -136,7 +142,7 @@ class TokenTree:
             self._parents.add(run.parent)
 
     def is_continued(self, run: TokenRun) -> bool:
-        """Return whether a later turn follows this one: its client has received it."""
+        """Return whether another turn continues this one, which proves that the client has received it."""
         return run.number in self._parents
 
     def path(self, run: TokenRun) -> list[TokenRun]:
@@ -158,16 +164,16 @@ class TokenTree:
         return [message for step in self.path(run) for message in step.added]
 
     def place(self, request: ModelRequest) -> Place:
-        """Find the turn that a request continues: by its id, else by the history.
+        """Find the turn that a request continues: by the id that it names, otherwise by its history.
 
         Raises:
-            KeyError: the request names a turn that is not here.
+            KeyError: no turn has the id.
         """
         messages = request.messages
         if request.previous:
             return Place(self._by_id[request.previous], messages)
 
-        # The history ends with the last turn: what comes after it is new.
+        # The history ends with the assistant's last message; the messages after it are new.
         turn_ends = [index for index, message in enumerate(messages, 1) if message["role"] == "assistant"]
         history_end = turn_ends[-1] if turn_ends else 0
         history, new_messages = messages[:history_end], messages[history_end:]
@@ -182,14 +188,16 @@ class TokenTree:
         return Place(None, messages, "edited" if history and self.runs else "start")
 
     def _choose_parent(self, candidates: list[TokenRun], history: Sequence[Message]) -> TokenRun:
-        """Return the parent among turns that say the same: the one whose call ids the client sends back, else the
-        latest."""
-        ids = {call.id for call in history[-1].get("calls", ())}
-        named = [run for run in candidates if ids & {call.id for call in run.added[-1].get("calls", ())}]
-        return (named or candidates)[-1]
+        """Return the turn that is continued, among turns with the same text.
+
+        It is the latest one with a call id that the client sends back; if there is none, the latest one.
+        """
+        sent_ids = {call.id for call in history[-1].get("calls", ())}
+        with_sent_ids = [run for run in candidates if sent_ids & {call.id for call in run.added[-1].get("calls", ())}]
+        return (with_sent_ids or candidates)[-1]
 
     def _with_thought(self, message: Message) -> Message:
-        """Return a turn that a client repeats, with the thought that was sampled."""
+        """Return a message with the thought of the latest sampled turn that has the same text, if there is one."""
         if message["role"] != "assistant" or message.get("thought"):
             return message
         key = message_key(message)
@@ -200,7 +208,9 @@ class TokenTree:
         return message
 
     def _keeps_thoughts(self, run: TokenRun, history: Sequence[Message]) -> bool:
-        """Return whether the thoughts that a client sends are those that were sampled; it may omit them."""
-        pairs = zip(self.conversation(run), history, strict=True)
-        thoughts = [(sampled.get("thought", ""), sent.get("thought", "")) for sampled, sent in pairs]
-        return all(not sent or collapse_spaces(sent) == collapse_spaces(sampled) for sampled, sent in thoughts)
+        """Return whether each thought in a history is the sampled one, or omitted by the client."""
+        for sampled, sent in zip(self.conversation(run), history, strict=True):
+            sent_thought = collapse_spaces(sent.get("thought", ""))
+            if sent.get("thought") and sent_thought != collapse_spaces(sampled.get("thought", "")):
+                return False
+        return True

@@ -1,5 +1,7 @@
-"""Parse tool calls in the syntax of each family of models. Parsing never raises: malformed calls become
-`Action.errors`. Thoughts, which end with `</think>`, hold no calls.
+"""Parsing of tool calls in the syntaxes of the families of models.
+
+Parsing raises no errors: malformed calls become `Action.errors`. In thoughts, which end with `</think>`, calls are not
+parsed. The syntaxes are:
 
 - "hermes" (Qwen, Hermes): `<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`
 - "llama3": the whole answer is `{"name": "add", "parameters": {"a": 1}}`, several of them separated by `;`
@@ -20,7 +22,7 @@ from .environment import Action, ToolCall
 from .markup import MAX_CALLS, MAX_CHARACTERS
 from .schemas import Schema, parameters_of
 
-# Python warns of odd syntax as it parses, once for each place: a turn could fill the log.
+# Python warns of unusual syntax when it parses calls, such as an invalid escape: turns of a policy could fill the log.
 warnings.filterwarnings("ignore", module="<model output>")
 
 Syntax = Literal["hermes", "llama3", "plain", "mistral", "deepseek", "harmony", "glm", "qwen_xml"]
@@ -28,13 +30,13 @@ SYNTAXES: tuple[str, ...] = get_args(Syntax)
 
 
 def check_syntax(name: str) -> None:
-    """Raise ValueError unless tool calls have a syntax of this name."""
+    """Raise ValueError unless a name is one of SYNTAXES."""
     if name not in SYNTAXES:
         raise ValueError(f"syntax must be one of {', '.join(SYNTAXES)}, got {name!r}")
 
 
 _PYTHON_TAG = "<|python_tag|>"
-# What only the templates of a syntax hold, the more special ones first.
+# Texts by which the syntax of a chat template is recognised: the first one that it contains decides.
 _SIGNS: dict[str, Syntax] = {
     **{"<|channel|>": "harmony", "<arg_key>": "glm", "<function=": "qwen_xml", "<tool_call>": "hermes"},
     **{"tool▁call": "deepseek", "[TOOL_CALLS]": "mistral", "ipython": "llama3", "python_tag": "llama3"},
@@ -42,21 +44,28 @@ _SIGNS: dict[str, Syntax] = {
 
 
 def read_action(text: str, syntax: Syntax, tools: Sequence[Schema] = (), *, truncated: bool = False) -> Action:
-    """Parse the text of a turn, without the token that ends it.
+    """Return the action that the text of a turn means.
 
     Args:
-        tools: schemas of the available tools in OpenAI's format; without tools nothing is a call.
+        text: the turn without the token that ends it.
+        tools: schemas of the available tools in OpenAI's format; without tools no text is parsed as a call.
+        truncated: whether the turn was cut at its limit of tokens.
+
+    >>> tool = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {}}}}}
+    >>> read_action("Sum: add(a=1)", "plain", [tool]).calls
+    (ToolCall(name='add', arguments={'a': 1}, id='call_0'),)
     """
     schemas = {tool["function"]["name"]: tool["function"] for tool in tools}
     if syntax == "harmony":
-        content, calls, errors = _read_by_syntax(text, syntax, schemas)  # its thoughts have another form
+        # Its thoughts are messages, which the parser recognises itself. Without tools it is parsed for them only.
+        content, calls, errors = _read_by_syntax(text, syntax, schemas)
         calls, errors = (calls, errors) if tools else ([], [])
     elif not tools:
         return Action(text, text.strip(), truncated=truncated)
     else:
         content, calls, errors = _read_by_syntax(text, syntax, schemas)
         thought, closing, answer = text.partition("</think>")
-        # The tag may be within an argument; else the calls before it are thoughts.
+        # Parse the text after the thoughts only, unless the tag is within the arguments of a call.
         in_arguments = not errors and closing not in content
         in_arguments = in_arguments and any(closing in str(call.arguments) for call in calls)
         if closing and not in_arguments:
@@ -65,12 +74,15 @@ def read_action(text: str, syntax: Syntax, tools: Sequence[Schema] = (), *, trun
 
     if len(calls) > MAX_CALLS:
         errors.append(f"more than {MAX_CALLS} calls in one turn: the rest was left out")
-    numbered = (ToolCall(call.name, call.arguments, call.id or f"call_{n}") for n, call in enumerate(calls[:MAX_CALLS]))
-    return Action(text, content.strip(), tuple(numbered), tuple(errors), truncated)
+    with_ids = [
+        ToolCall(call.name, call.arguments, call.id or f"call_{number}")
+        for number, call in enumerate(calls[:MAX_CALLS])
+    ]
+    return Action(text, content.strip(), tuple(with_ids), tuple(errors), truncated)
 
 
 def syntax_of(template: str) -> Syntax:
-    """Return the syntax of a chat template's text.
+    """Return the syntax of tool calls in a chat template, "plain" if it is not recognised.
 
     >>> syntax_of("{{ '<tool_call>' }}")
     'hermes'
@@ -79,9 +91,10 @@ def syntax_of(template: str) -> Syntax:
 
 
 def _read_by_syntax(text: str, syntax: str, tools: Mapping[str, Schema]) -> tuple[str, list[ToolCall], list[str]]:
-    content, found, errors = _READERS[syntax](text, tools)
+    # Return the text without calls, at most MAX_CALLS + 1 calls, and the errors of malformed ones.
+    content, raw_calls, errors = _READERS[syntax](text, tools)
     calls: list[ToolCall] = []
-    for call in found[: MAX_CALLS + 1]:
+    for call in raw_calls[: MAX_CALLS + 1]:
         try:
             calls.append(_tool_call(call))
         except (ValueError, RecursionError) as error:
@@ -90,46 +103,50 @@ def _read_by_syntax(text: str, syntax: str, tools: Mapping[str, Schema]) -> tupl
 
 
 def _read_llama3(text: str, tools: Mapping[str, Schema]) -> markup.Found:
-    body = text.strip()
-    tagged = body.startswith(_PYTHON_TAG)
-    body = body.removeprefix(_PYTHON_TAG).strip()
-    if not tagged and not body.startswith("{"):
+    # Parse a turn that consists of JSON objects, or starts with the tag; any other turn has no calls.
+    remaining = text.strip()
+    has_tag = remaining.startswith(_PYTHON_TAG)
+    remaining = remaining.removeprefix(_PYTHON_TAG).strip()
+    if not has_tag and not remaining.startswith("{"):
         return text, [], []
     calls: list[markup.Call] = []
     decoder = json.JSONDecoder()
 
-    # Objects one after the other, as the model separated them.
-    while body and len(calls) <= MAX_CALLS:
+    # Models separate several objects by different characters.
+    while remaining and len(calls) <= MAX_CALLS:
         try:
-            _, end = decoder.raw_decode(body)
+            _, end = decoder.raw_decode(remaining)
         except (ValueError, RecursionError):
-            end = len(body)
-        calls.append(body[:end])
-        body = body[end:].lstrip(" \n\t;,")
+            end = len(remaining)
+        calls.append(remaining[:end])
+        remaining = remaining[end:].lstrip(" \n\t;,")
 
     return "", calls, []
 
 
-# A text in quotes, or one bracket; a quote that does not close matches up to the end.
 _BRACKET = re.compile(r"[()]")
+# One bracket, or a text in single or double quotes, in which brackets do not count: the quote, characters other than it
+# and backslashes, escaped characters with such characters after them, and the quote again or the end of the text. The
+# possessive quantifiers (*+) keep the time linear.
 _QUOTED = re.compile("|".join(["[()]", *(rf"{q}[^{q}\\]*+(?:\\.[^{q}\\]*+)*+(?:{q}|\\?\Z)" for q in "'\"")]), re.DOTALL)
 
 
 def _read_plain(text: str, tools: Mapping[str, Schema]) -> markup.Found:
+    # Parse calls of the tools like `add(a=1, b=2)` anywhere in a text.
     calls: list[markup.Call] = []
     errors: list[str] = []
     outside, position = [], 0
 
-    # Longer names first, so that a name is not read as the beginning of another.
+    # Longer names first: a regular expression takes the first alternative that matches.
     names = "|".join(sorted(map(re.escape, tools), key=len, reverse=True))
     for match in re.finditer(rf"(?<![\w.])({names})\(", text):
-        if match.start() < position or len(calls) + len(errors) > MAX_CALLS:
-            continue  # within the arguments of another
+        is_in_arguments = match.start() < position  # of the call before it
+        if is_in_arguments or len(calls) + len(errors) > MAX_CALLS:
+            continue
         name, start = match[1], match.end()
         outside.append(text[position : match.start()])
-        end = _find_closing(text, start, _QUOTED) or _find_closing(
-            text, start, _BRACKET
-        )  # there may be an unpaired apostrophe
+        # An unpaired apostrophe is taken for a quote that does not close: then brackets count everywhere.
+        end = _find_closing(text, start, _QUOTED) or _find_closing(text, start, _BRACKET)
         if not end:
             errors.append(f"the call of {name} is not closed by )")
             position = len(text)
@@ -145,7 +162,11 @@ def _read_plain(text: str, tools: Mapping[str, Schema]) -> markup.Found:
 
 
 def _find_closing(text: str, start: int, tokens: re.Pattern[str]) -> int:
-    """Return the index after the bracket that closes one before `start`, within MAX_CHARACTERS; 0 if none does."""
+    """Return the position after the bracket that closes the one before `start`; 0 if none does within MAX_CHARACTERS.
+
+    Args:
+        tokens: matches brackets, and texts in which they do not count.
+    """
     depth = 1
     for token in tokens.finditer(text, start, start + MAX_CHARACTERS):
         depth += {"(": 1, ")": -1}.get(token[0], 0)
@@ -155,40 +176,48 @@ def _find_closing(text: str, start: int, tokens: re.Pattern[str]) -> int:
 
 
 def _read_arguments(text: str, function: Schema) -> dict[str, Any]:
-    """Python keyword or positional arguments; of a function with one parameter also its bare text."""
+    """Return the arguments between the brackets of a call, by name.
+
+    They are written as Python's keyword or positional arguments. A function with one parameter may also be called with
+    a text without quotes: `search(any text)`.
+
+    Raises:
+        ValueError: they are neither.
+    """
     parameters = parameters_of(function)
     names = list(parameters.properties)
-    only = names[0] if len(names) == 1 else ""
-    bare = {only: re.sub(rf"^\s*{re.escape(only)}\s*=\s*", "", text)}
+    only_name = names[0] if len(names) == 1 else ""
+    unquoted = {only_name: re.sub(rf"^\s*{re.escape(only_name)}\s*=\s*", "", text)}
 
     try:
-        # Literals only: nothing is evaluated.
+        # Literals only: no code of the policy is executed.
         call: Any = ast.parse(f"f({text})", "<model output>", mode="eval").body
         values = {names[n]: ast.literal_eval(value) for n, value in enumerate(call.args)}
         values |= {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
     except (ValueError, SyntaxError, TypeError, IndexError, MemoryError, RecursionError, AttributeError) as error:
-        if only:
-            return bare
+        if only_name:
+            return unquoted
         raise ValueError(f"write its arguments as {', '.join(f'{name}=...' for name in names) or '()'}") from error
 
-    # 12 is a text where the parameter is one.
-    is_text = only in values and not parameters.takes(only, values[only]) and parameters.takes(only, bare[only])
-    return bare if is_text else values
+    # The literal is not the value where only its text has the right type: 12 for a parameter that is a text.
+    if only_name in values and not parameters.takes(only_name, values[only_name]):
+        return unquoted if parameters.takes(only_name, unquoted[only_name]) else values
+    return values
 
 
 def _tool_call(call: markup.Call) -> ToolCall:
-    """Return a call as it was read. ValueError: it has no name, or its arguments are no object."""
+    """Return a call of a parser as a `ToolCall`; ValueError if it has no name, or its arguments are not an object."""
     if isinstance(call, str):
         if len(call) > MAX_CHARACTERS:
             raise ValueError(f"it has more than {MAX_CHARACTERS} characters")
-        read = json.loads(call)
-        if not isinstance(read, dict) or not isinstance(read.get("name"), str):
+        call_object = json.loads(call)
+        if not isinstance(call_object, dict) or not isinstance(call_object.get("name"), str):
             raise ValueError('it must be an object with a "name"')
-        # Families differ in the key.
-        call = read["name"], read.get("arguments", read.get("parameters"))
+        # Families of models use different keys for the arguments.
+        call = call_object["name"], call_object.get("arguments", call_object.get("parameters"))
 
     name, arguments = call
-    # Some write the arguments as JSON text, as OpenAI's format has them.
+    # Some models write the arguments as JSON text within the JSON of the call, as OpenAI's API does.
     arguments = {} if arguments in (None, "") else arguments
     arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     if not isinstance(arguments, dict):

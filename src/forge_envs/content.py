@@ -1,4 +1,4 @@
-"""MCP tools and results in the form that models read, and the commands of servers."""
+"""Conversion of MCP's tools and results for models, and helpers for server programs."""
 
 import json
 import os
@@ -10,14 +10,20 @@ Json = Any  # the parsed JSON of a message or its parts
 
 
 def function_schema(tool: Mapping[str, Json]) -> dict[str, Json]:
-    """Convert an MCP tool to an OpenAI function schema."""
+    """Convert an MCP tool to a function schema in OpenAI's format."""
     parameters = tool.get("input_schema") or tool.get("inputSchema") or {"type": "object", "properties": {}}
-    function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": parameters}
-    return {"type": "function", "function": function}
+    return {
+        "type": "function",
+        "function": {"name": tool["name"], "description": tool.get("description") or "", "parameters": parameters},
+    }
 
 
 def text_of(result: Mapping[str, Json]) -> str:
-    """Return the content blocks of a result as text, one per line; blocks other than text are named."""
+    """Return the content blocks of an MCP tool's result as text, separated by line breaks.
+
+    >>> text_of({"content": [{"type": "text", "text": "a"}, {"type": "image", "mimeType": "image/png"}]})
+    'a\\n[image, image/png, not shown]'
+    """
     blocks = result.get("content") or []
     structured = result.get("structuredContent", result.get("structured_content"))
     if not blocks and structured is not None:
@@ -38,12 +44,12 @@ def _text_of_block(block: Mapping[str, Json]) -> str:
 
 
 def check_command(command: Sequence[str]) -> None:
-    """ValueError: a command is a string, or empty."""
+    """Raise ValueError if a command is one string or empty: it must be a list of the program and its arguments."""
     if not command or isinstance(command, str):
         raise ValueError(f"a command must be a list of its words, got {command!r}")
 
 
 def tail_of(log: IO[Any]) -> str:
-    """Return the end of a program's log, for an error."""
+    """Return the last 2000 bytes of a program's log file as text, for an error message; "(nothing)" if it is empty."""
     size = os.fstat(log.fileno()).st_size
     return os.pread(log.fileno(), TAIL, max(0, size - TAIL)).decode(errors="replace").strip() or "(nothing)"

@@ -1,7 +1,7 @@
-"""Conversations as tokens that only grow: the policy's turns stay as they were sampled.
+"""Conversion of conversations to token sequences that only grow: the policy's turns stay as they were sampled.
 
-Decoding and encoding them again changes most turns, so that the policy would be trained on tokens it did not sample.
-The chat templates here are for tokenizers without one, or whose own rewrites earlier messages.
+If turns were decoded and encoded again, most would change, and the policy would be trained on tokens that it did not
+sample. This module's chat templates are for tokenizers that have none, or one that rewrites earlier messages.
 """
 
 from __future__ import annotations
@@ -25,24 +25,26 @@ if TYPE_CHECKING:
 class Dialogue:
     """Converts messages to the tokens between two turns of the policy, and a turn of the policy to an action.
 
-    A space breaks the text of special tokens in messages, so that only the template can end a turn.
+    In messages, the text of a special token is broken by a space, so that only the template can end a turn.
 
     Args:
-        tokenizer: of the policy.
-        template: True is the tokenizer's own chat template; or "plain", "chatml", "llama3", the text of a jinja
-            template, or a file with it.
-        syntax: of tool calls, see `forge_envs.calls`; None infers it from the template.
+        tokenizer: the policy's tokenizer.
+        template: the chat template: True for the tokenizer's own; "plain", "chatml" or "llama3" for one of this module;
+            or the text of a jinja template, or a file with it.
+        syntax: how the policy writes tool calls, see `forge_envs.calls`; None: it is inferred from the template.
         options: additional arguments of the template.
-        thoughts: of earlier turns, which many templates omit once a question follows. "keep": turns stay in the
-            context as they were sampled; "template": the context is the conversation as the template renders it, and
-            where that changes an earlier turn, `rewrites` is true and a new branch starts.
+        thoughts: what becomes of the thoughts of earlier turns, which many templates omit once a question follows.
+            "keep": turns stay in the context as they were sampled. "template": the context is the conversation as the
+            template renders it; where that changes an earlier turn, `rewrites` is true, and a new branch starts.
 
     Attributes:
-        tokenizer, thoughts: as they were given.
-        stop_ids: tokens at which generation stops: those that end a turn in this template, and eos.
+        tokenizer, thoughts: the arguments.
+        syntax: the argument, or what was inferred.
+        stop_ids: the tokens at which generation stops: those that end a turn in this template, and eos.
 
     Raises:
-        ValueError: there is no template; it does not end a turn with a special token, or rewrites earlier messages.
+        ValueError: the tokenizer has no template, or the template does not end a turn with a special token or rewrites
+            earlier messages.
     """
 
     def __init__(
@@ -58,14 +60,16 @@ class Dialogue:
         if isinstance(template, str) and template in TEMPLATES:
             template = built_in(template, tokenizer)
         self.tokenizer = tokenizer
-        self._options = dict(options or {})
-        self._chat = lru_cache(16)(
-            lambda tools: ChatFormat(
-                tokenizer, template, {**self._options, **({"tools": json.loads(tools)} if tools else {})}
-            )
-        )
-        self.thoughts: Thoughts = thoughts
+        template_options = dict(options or {})
 
+        # By the tools of an episode, as JSON, since they are a part of what the template renders.
+        @lru_cache(16)
+        def chat_format(tools: str) -> ChatFormat:
+            tool_options = {"tools": json.loads(tools)} if tools else {}
+            return ChatFormat(tokenizer, template, {**template_options, **tool_options})
+
+        self._chat = chat_format
+        self.thoughts: Thoughts = thoughts
         self._rewriting = thoughts == "template"
         self.syntax: Syntax = syntax or syntax_of(self._chat("").template)
         self._special = SpecialTokens(tokenizer)
@@ -79,23 +83,27 @@ class Dialogue:
             )
 
         self.stop_ids: tuple[int, ...] = self._chat("").stop_ids
-        # A turn may end otherwise once others follow. An eos that is none of these does not end it for the template.
-        ends = [turns.closer, turns.closer_of_calls]
-        self._closers = {int(tokenizer.convert_tokens_to_ids(end)) for end in ends if end}  # type: ignore[arg-type]
+        # The tokens with which a turn ends in a rendered conversation: the last one's, one's with calls, and one's that
+        # is followed by another message. An eos that is none of these does not end a turn for the template.
+        closers = [turns.closer, turns.closer_of_calls]
+        self._closers = {int(tokenizer.convert_tokens_to_ids(end)) for end in closers if end}  # type: ignore[arg-type]
         if not self._rewriting:
             self._closers.add(self._tokens_between([{"role": "user", "content": "more"}], ())[0])
 
     @property
     def writes_calls(self) -> bool:
-        """Return whether the template has a place for the tool calls of messages; otherwise they are a part of the
-        text."""
+        """Return whether the template renders the tool calls of messages; otherwise they must be part of the text."""
         return self._chat("").writer.form() is not None
 
     def initial(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
-        """Return the tokens before the policy's first turn. ValueError: no messages, or the template fails."""
+        """Return the tokens before the policy's first turn: the rendered messages and the generation prompt.
+
+        Raises:
+            ValueError: there are no messages, or the template cannot render them or the results of the tools.
+        """
         if not messages:
             raise ValueError("an episode starts with at least one message for the policy to answer")
-        # A template without a place for the results of tools fails here, not in the middle of an episode.
+        # A template that cannot render the results of tools must fail now, not in the middle of an episode.
         if tools:
             try:
                 self._tokens_between([{"role": "tool", "name": "tool", "content": "more"}], ())
@@ -106,24 +114,29 @@ class Dialogue:
         return self._encode_text(self._render(list(map(self._plain_message, messages)), tools))
 
     def extend(self, tokens: Sequence[int], messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
-        """Return the tokens between the turn that `tokens` ends with and the next one: the end of that turn if it was
-        truncated, the messages, and the next generation prompt.
+        """Return the tokens between a turn of the policy and its next turn: the messages and the generation prompt.
+
+        Before them is the token that ends the turn, if the turn was truncated and does not have it.
+
+        Args:
+            tokens: the episode's tokens, which end with the policy's turn.
 
         Raises:
-            ValueError: no messages, or one of the assistant.
+            ValueError: there are no messages, or one of them is the assistant's.
         """
         if not messages or any(message["role"] == "assistant" for message in messages):
             raise ValueError("an episode continues with at least one message, of the user or of tools")
-        # The policy has written the token that ends its turn, unless the turn was truncated.
         between = self._tokens_between(list(map(self._plain_message, messages)), tools)
         return between[1:] if tokens and tokens[-1] in self._closers else between
 
     def rewrites(self, tokens: Sequence[int], messages: Sequence[Message], tools: Sequence[Schema] = ()) -> bool:
-        """Return whether the template renders a conversation differently from the tokens that the policy read and
-        sampled. Always false where thoughts are kept.
+        """Return whether the template renders a conversation differently from the tokens that were read and sampled.
+
+        False if `thoughts` is "keep".
 
         Args:
-            messages: the whole conversation, with the policy's turns as of `turn_message`.
+            tokens: the episode's tokens.
+            messages: the whole conversation, in which the policy's turns are messages of `turn_message`.
         """
         if not self._rewriting:
             return False
@@ -141,17 +154,20 @@ class Dialogue:
         return {"role": "assistant", "content": action.content, "tool_calls": calls}
 
     def read(self, tokens: Sequence[int], tools: Sequence[Schema] = (), *, truncated: bool = False) -> Action:
-        """Return the action in the tokens of one turn."""
+        """Return the action that the tokens of one turn of the policy mean.
+
+        Args:
+            truncated: whether the turn was cut at its limit of tokens.
+        """
         return read_action(self.text(tokens, truncated=truncated), self.syntax, tools, truncated=truncated)
 
     def text(self, tokens: Sequence[int], *, truncated: bool = False) -> str:
-        """Return the text of one turn, without the token that ends it; nothing ended a turn that was `truncated`."""
-        ended = bool(tokens) and tokens[-1] in self._special.ids and not truncated
-        return str(self.tokenizer.decode(list(tokens[:-1] if ended else tokens), skip_special_tokens=False))
+        """Return the text of one turn without the special token that ends it; a `truncated` turn has none."""
+        has_end = bool(tokens) and tokens[-1] in self._special.ids and not truncated
+        return str(self.tokenizer.decode(list(tokens[:-1] if has_end else tokens), skip_special_tokens=False))
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Schema]) -> str:
-        chat = self._chat(json.dumps(list(tools)) if tools else "")
-        return chat.render(messages, add_generation_prompt=True)
+        return self._chat(json.dumps(list(tools)) if tools else "").render(messages, add_generation_prompt=True)
 
     def _encode_text(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -160,7 +176,7 @@ class Dialogue:
         return dict(self._special.inert_values(message))
 
     def _tokens_between(self, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
-        """Return the tokens from the end of an assistant's turn to the next one's beginning."""
+        """Return the tokens from the one that ends a turn of the assistant up to its next turn."""
         try:
             return self._encode_text(self._chat(json.dumps(list(tools)) if tools else "").turns.following(messages))
         except Rewritten as error:
@@ -176,13 +192,13 @@ _TOOLS = (
     "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
 )
 
-# Messages line by line, without roles: for base models. An answer ends with eos.
+# For base models: one message a line, without roles. An answer ends with eos.
 PLAIN = (
     "{% for message in messages %}{{ message.content }}"
     "{% if message.role == 'assistant' %}{{ eos_token }}{% else %}{{ '\n' }}{% endif %}{% endfor %}"
 )
 
-# ChatML as Qwen and Hermes models read it, tool calls and results between tags. A tool's result is a user turn.
+# ChatML as Qwen and Hermes models use it: tool calls and results are between tags, and results are a user's message.
 CHATML = (
     "{% set system = messages[0].role == 'system' %}"
     "{% if tools or system %}<|im_start|>system\n"
@@ -200,7 +216,7 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-# Llama 3: a header for every message, results of tools under the role that the models know.
+# Llama 3: every message has a header with its role, which is "ipython" for the results of tools.
 LLAMA3 = (
     "{{ bos_token }}"
     "{% set system = messages[0].role == 'system' %}"
@@ -219,10 +235,12 @@ TEMPLATES = {"plain": PLAIN, "chatml": CHATML, "llama3": LLAMA3}
 
 
 def built_in(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the template of this name, beginning with the token that the tokenizer puts before every text: a base
-    model has read none without it."""
-    # Encoding adds bos to a text, but not to a rendered template.
+    """Return one of this module's templates, with bos at its beginning if the tokenizer starts every text with bos.
+
+    A model has never been trained on texts without the token. Rendered templates are encoded without it, so that the
+    template must contain it.
+    """
     template = TEMPLATES[name]
-    first = tokenizer("a")["input_ids"][:1]
-    begins = tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id]
-    return "{{ bos_token }}" + template if begins and "bos_token" not in template else template
+    bos = tokenizer.bos_token_id
+    adds_bos = bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
+    return "{{ bos_token }}" + template if adds_bos and "bos_token" not in template else template

@@ -9,17 +9,19 @@ from forge.data.thoughts import without_thoughts
 
 from .schemas import Arguments, Schema
 
-Message = dict[str, Any]  # {"role": "system" | "user" | "tool", "content": text}; a tool's answer also has its "name"
+Message = dict[str, Any]  # {"role": "system" | "user" | "tool", "content": text}; a tool's message also has its "name"
 
 
 class InfrastructureError(Exception):
-    """A connection, server or sandbox of the environment failed, which is not the policy's fault. The episode is
-    retried from the start, and unscored if retries fail."""
+    """A connection, server or sandbox of the environment failed, which is not the policy's fault.
+
+    The episode is retried from the start; if all retries fail, it has no reward.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool call of the policy."""
+    """A tool call of the policy; `id` distinguishes the calls of one turn."""
 
     name: str
     arguments: Arguments
@@ -28,8 +30,14 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One turn of the policy: the whole `text`, the `content` without tool calls, the calls, and the `errors` of
-    malformed ones. `truncated`: it ran out of tokens before the turn ended."""
+    """One turn of the policy.
+
+    text: the whole turn, with its thoughts and calls as they were written.
+    content: the text without tool calls.
+    calls: the tool calls that could be parsed.
+    errors: why others could not be parsed.
+    truncated: whether the limit of tokens was reached before the turn ended.
+    """
 
     text: str
     content: str = ""
@@ -39,13 +47,16 @@ class Action:
 
     @property
     def answer(self) -> str:
-        """Return the text of the turn after its thoughts, without tool calls; the calls as text if it says nothing
-        else."""
+        """Return the text of the turn without its thoughts and tool calls; with the calls if there is no other text."""
         return without_thoughts(self.content) or without_thoughts(self.text)
 
 
 def user_message(text: str) -> Message:
-    """Return a message of the user."""
+    """Return a text as a message of the user.
+
+    >>> user_message("hello")
+    {'role': 'user', 'content': 'hello'}
+    """
     return {"role": "user", "content": text}
 
 
@@ -54,12 +65,16 @@ CUT = "error: the turn was cut at its limit of tokens before it ended, so it was
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The environment's answer.
+    """The environment's answer to an action, or to a reset.
 
-    `reward` is for the action that led here; None leaves the whole episode unscored, which differs from 0.
-    `terminated`: the task reached its own end; `truncated`: something else ended it, such as a limit. Rewards so far
-    count in both cases. `tools` are schemas in OpenAI's format, of which only those at reset count. With `rewritten`,
-    `messages` replace the whole conversation, and a new branch of the episode starts.
+    messages: the observation, which the policy answers next.
+    reward: the reward of the action. None: it could not be scored, and the whole episode is left unscored, which is not
+        the same as a reward of 0.
+    terminated: whether the task has ended.
+    truncated: whether something else has ended the episode, such as a limit. The rewards so far count in both cases.
+    tools: the tools' schemas in OpenAI's format; only those of the reset's step are used.
+    rewritten: whether `messages` replace the whole conversation, so that a new branch of the episode starts.
+    info: for the record of the episode.
     """
 
     messages: tuple[Message, ...] = ()
@@ -72,23 +87,29 @@ class Step:
 
     @property
     def done(self) -> bool:
-        """Return whether the episode ends with this step."""
+        """Return whether the episode ends with this step, in either way."""
         return self.terminated or self.truncated
 
 
 class Environment(ABC):
-    """One episode at a time: `reset`, `step` until a step is done, `close`; then possibly `reset` again.
+    """An environment that plays one episode at a time.
 
-    An exception ends the episode: after an `InfrastructureError` it is retried, all others propagate.
+    The calls of an episode are `reset`, then `step` until a step is done, then `close`; `reset` may follow again. An
+    exception ends the episode: after an `InfrastructureError` it is retried, other exceptions are raised to the caller.
     """
 
     @abstractmethod
     async def reset(self, task: Any, *, seed: int) -> Step:
-        """Start an episode on this task; all randomness comes from the seed."""
+        """Start an episode, and return its first observation.
+
+        Args:
+            task: what is to be done, such as a `forge.types.Sample`.
+            seed: determines all random numbers of the episode.
+        """
 
     @abstractmethod
     async def step(self, action: Action) -> Step:
-        """Apply an action."""
+        """Apply the policy's action, and return the next observation and the reward."""
 
     async def close(self) -> None:  # noqa: B027 (most hold nothing)
-        """Free all resources. It may be called at any time, and twice."""
+        """Free all resources. It may be called at any time, and more than once."""

@@ -18,23 +18,23 @@ TextEnv: TypeAlias = "Env[Observation, Any]"
 
 
 class GymnasiumEnvironment(Environment):
-    """A turn is an action: text of a `Text` space, or the number or name of an action of a `Discrete` space.
+    """A Gymnasium environment whose actions are the texts of the policy's turns.
 
-    Thoughts are no part of the action. An invalid turn is answered with the valid actions and does not count as a step;
-    nor does one that was cut at its limit of tokens. A task that is a mapping becomes the `options` of the
-    environment's reset.
+    The text after the thoughts is an action of a `Text` space, or the number or the name of an action of a `Discrete`
+    space. If it is neither, or the turn was cut at its limit of tokens, the environment takes no step, and the policy
+    gets an error. A task that is a mapping becomes the `options` of the environment's reset.
 
     Args:
         make: makes the environment on first use, such as `lambda: gymnasium.make("FrozenLake-v1")`.
-        prompt: precedes the first observation.
-        actions: names of the actions of a `Discrete` space.
+        prompt: a text before the first observation.
+        actions: the names of the actions of a `Discrete` space.
         to_text: formats observations.
-        timeout: seconds for one call; InfrastructureError beyond it. The environment is replaced after a timeout or
-            a cancelled call.
+        timeout: seconds for one call, after which InfrastructureError is raised. After a timeout or a cancelled call
+            the next reset makes a new environment.
 
     Raises:
         ImportError: gymnasium is not installed.
-        ValueError: at the first reset, an unsupported space of actions.
+        ValueError: at the first reset: the action space is neither `Discrete` nor `Text`.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class GymnasiumEnvironment(Environment):
         self._env: TextEnv | None = None
 
     async def reset(self, task: Any, *, seed: int) -> Step:
-        """Start an episode."""
+        """Start an episode; the first one makes the environment."""
         if self._env is None:
             env = await self._call_environment(self._make, "make")
             if not isinstance(env.action_space, spaces.Discrete | spaces.Text):
@@ -67,19 +67,20 @@ class GymnasiumEnvironment(Environment):
         return Step((user_message(f"{self._prompt}\n{text}" if self._prompt else text),), info={"info": info})
 
     async def step(self, action: Action) -> Step:
-        """Take a turn."""
+        """Take the action that a turn of the policy names, or answer with the error in it."""
         env = self._env
         assert env is not None, "step before reset"
         if action.truncated:
             return Step((user_message(CUT),))
 
-        # An invalid turn leaves the episode as it was.
         try:
-            move = self._parse_move(env.action_space, action.answer)
+            parsed_action = self._parse_action(env.action_space, action.answer)
         except ValueError as error:
             return Step((user_message(f"error: {error}"),))
 
-        observation, reward, terminated, truncated, info = await self._call_environment(lambda: env.step(move), "step")
+        observation, reward, terminated, truncated, info = await self._call_environment(
+            lambda: env.step(parsed_action), "step"
+        )
         return Step(
             (user_message(self._to_text(observation)),),
             reward=float(reward),
@@ -94,8 +95,8 @@ class GymnasiumEnvironment(Environment):
         if env is not None:
             await self._call_environment(env.close, "close")
 
-    def _parse_move(self, space: Any, text: str) -> str | int:
-        """Parse an action. ValueError: invalid; describes the valid ones."""
+    def _parse_action(self, space: Any, text: str) -> str | int:
+        """Return the action that a text names; ValueError, which describes the valid ones, if it names none."""
         if isinstance(space, spaces.Text):
             if not space.contains(text):
                 raise ValueError(
@@ -104,17 +105,18 @@ class GymnasiumEnvironment(Environment):
             return text
         # A `Discrete` space need not start at 0.
         first, last = int(space.start), int(space.start + space.n - 1)
-        if text.casefold() in self._names:
-            return first + self._names.index(text.casefold())
-        if self._names or not text.removeprefix("-").isdecimal() or not first <= int(text) <= last:
-            valid = f"one of {', '.join(self._names)}" if self._names else f"a number from {first} to {last}"
-            raise ValueError(f"an action is {valid}")
-        return int(text)
+        if self._names:
+            if text.casefold() in self._names:
+                return first + self._names.index(text.casefold())
+            raise ValueError(f"an action is one of {', '.join(self._names)}")
+        if text.removeprefix("-").isdecimal() and first <= int(text) <= last:
+            return int(text)
+        raise ValueError(f"an action is a number from {first} to {last}")
 
     async def _call_environment(self, function: Callable[[], Any], call_name: str) -> Any:
         try:
             return await in_own_thread(function, limit=self._timeout, name=f"{call_name} of a Gymnasium environment")
-        # The thread may still use the environment: the next reset makes a new one.
+        # In both cases the thread may still use the environment: the next reset makes a new one.
         except asyncio.CancelledError:
             self._env = None
             raise

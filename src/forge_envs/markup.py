@@ -1,7 +1,8 @@
-"""Tool calls between tags, as the families of models write them. See `forge_envs.calls`, which uses these.
+"""Parsers of tool calls in the markup of each family of models, for `forge_envs.calls`.
 
-A delimiter within a value does not end a call. JSON says itself where it ends. The text of a value in XML ends at the
-first closing tag that another tag of the call follows, that is not within quotes, and that closes no tag of the text.
+A closing tag within a value must not end the call. In JSON, the parser finds the end. A value in XML ends at the first
+closing tag that is followed by another tag of the call, is not within quotes, and does not close a tag that was opened
+within the value.
 """
 
 import json
@@ -11,12 +12,12 @@ from typing import Any, NamedTuple
 
 from .schemas import Schema, parameters_of
 
-Call = str | tuple[str, Any]  # a call in JSON, or its name and arguments
-Found = tuple[str, list[Call], list[str]]  # the text without calls, the calls, errors
+Call = str | tuple[str, Any]  # the JSON text of a call, or its name and arguments
+Found = tuple[str, list[Call], list[str]]  # the text without calls, the calls, and errors of malformed calls
 
 MAX_CALLS = 64  # calls of one turn
 MAX_CHARACTERS = 1 << 16  # characters of one call
-_SCANNED = 100  # tags after the first that may close a value, within which a better one is searched
+_SCANNED = 100  # closing tags that are examined after the first one that may close a value
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _FRAME = re.compile("<｜tool▁calls▁(?:begin|end)｜>")
 _MISTRAL = "[TOOL_CALLS]"
@@ -28,15 +29,15 @@ _SPACES = re.compile(r"\s*")
 
 
 class Tags(NamedTuple):
-    """The tags with which a family writes calls in XML."""
+    """The tags with which a family of models writes calls in XML."""
 
-    name: re.Pattern[str]
-    key: re.Pattern[str]  # before a value; its group is the argument's name
-    opening: str  # of a value
-    closing: str
-    follows: re.Pattern[str]  # what comes after a value
-    margin: str  # around a value
-    python: bool  # whether values that are no text are written as Python writes them
+    name: re.Pattern[str]  # the start of a call; its group is the tool's name
+    key: re.Pattern[str]  # the tag before a value; its group is the argument's name
+    opening: str  # with which the tag before a value starts
+    closing: str  # the tag after a value
+    follows: re.Pattern[str]  # what must come after the closing tag
+    margin: str  # what the model writes before and after a value, which is not a part of it
+    python: bool  # whether values other than texts are Python literals, not JSON
 
 
 QWEN = Tags(
@@ -60,36 +61,40 @@ GLM = Tags(
 
 
 def read_hermes(text: str, tools: Mapping[str, Schema]) -> Found:
-    """`<tool_call>{"name": ..., "arguments": ...}</tool_call>`"""
+    """Parse calls like `<tool_call>{"name": ..., "arguments": ...}</tool_call>`."""
     return read_between(text, _BEGIN, _END, _json_body)
 
 
 def read_deepseek(text: str, tools: Mapping[str, Schema]) -> Found:
-    """`start function sep name, JSON in a code block, end` of V3 and R1, or `start name sep JSON end` of V3.1."""
+    """Parse calls of DeepSeek's models, between the tags that are written `begin` and `end` here.
+
+    V3 and R1 write `begin function sep NAME`, JSON in a code block and `end`; V3.1 writes `begin NAME sep JSON end`.
+    """
 
     def read_call(text: str, start: int, begin: str, end: str) -> tuple[Call, int]:
-        part, position = _json_body(text, start, begin, end)
-        kind, _, body = part.partition("<｜tool▁sep｜>")
-        name, fence, code = body.partition("\n```json\n")
-        return ((name.strip(), code.rpartition("```")[0]) if fence else (kind.strip(), body)), position
+        call_text, position = _json_body(text, start, begin, end)
+        before, _, after = call_text.partition("<｜tool▁sep｜>")
+        name, fence, code = after.partition("\n```json\n")
+        if fence:
+            return (name.strip(), code.rpartition("```")[0]), position
+        return (before.strip(), after), position
 
     content, calls, errors = read_between(text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", read_call)
     return _FRAME.sub("", content), calls, errors
 
 
 def read_glm(text: str, tools: Mapping[str, Schema]) -> Found:
-    """`<tool_call>name <arg_key>a</arg_key> <arg_value>1</arg_value> ... </tool_call>`"""
+    """Parse calls like `<tool_call>name <arg_key>a</arg_key> <arg_value>1</arg_value> ... </tool_call>`."""
     return _read_xml(text, tools, GLM)
 
 
 def qwen_xml(text: str, tools: Mapping[str, Schema]) -> Found:
-    """`<tool_call><function=name><parameter=a>1</parameter> ... </function></tool_call>`"""
+    """Parse calls like `<tool_call><function=name><parameter=a>1</parameter> ... </function></tool_call>`."""
     return _read_xml(text, tools, QWEN)
 
 
 def read_mistral(text: str, tools: Mapping[str, Schema]) -> Found:
-    """`[TOOL_CALLS]` and a JSON list of calls, or `[TOOL_CALLS]name[ARGS]{...}` for each."""
-    # A list of calls after one mark, or a mark before each call.
+    """Parse calls like `[TOOL_CALLS][{"name": ...}, ...]`, a JSON list, or `[TOOL_CALLS]name[ARGS]{...}` for each."""
     content, _, _ = text.partition(_MISTRAL)
     calls: list[Call] = []
     errors: list[str] = []
@@ -101,8 +106,10 @@ def read_mistral(text: str, tools: Mapping[str, Schema]) -> Found:
         position = text.find(_MISTRAL, _json_end(text, start))
         try:
             value = json.loads(text[start : None if position < 0 else position])
-            listed = value if isinstance(value, list) and header is None else [value]
-            calls += map(json.dumps, listed) if header is None else [(header[1].strip(), value)]
+            if header is not None:
+                calls.append((header[1].strip(), value))
+            else:
+                calls += map(json.dumps, value if isinstance(value, list) else [value])
         except (ValueError, RecursionError) as error:
             errors.append(f"a call cannot be read: {error}")
 
@@ -110,15 +117,18 @@ def read_mistral(text: str, tools: Mapping[str, Schema]) -> Found:
 
 
 def read_harmony(text: str, tools: Mapping[str, Schema]) -> Found:
-    """Messages of gpt-oss: `<|channel|>analysis<|message|>` holds thoughts, which are returned between tags as other
-    models write them, `to=functions.name` calls."""
+    """Parse a turn of gpt-oss, which is a sequence of messages, each with a header before `<|message|>`.
+
+    A header with `to=functions.NAME` makes the message a call, and `<|channel|>analysis` a thought. Thoughts are
+    returned at the beginning of the text between <think> tags, as other models write them.
+    """
     thoughts, messages = [], []
     calls: list[Call] = []
     errors: list[str] = []
     position = 0
 
     while position < len(text):
-        # A message has a header with channel and recipient, and ends at a mark, or where the next one starts.
+        # A message ends at a mark, or where the next one starts. In the JSON of a call, marks are part of its text.
         header = _HEADER.match(text, position)
         start = position if header is None else header.end()
         recipient = None if header is None else re.search(r"to=(\S+?)(?=<|\s)", header[0])
@@ -138,8 +148,15 @@ def read_harmony(text: str, tools: Mapping[str, Schema]) -> Found:
 
 
 def read_between(text: str, begin: str, end: str, read: Callable[[str, int, str, str], tuple[Call, int]]) -> Found:
-    """Return the text without calls, what `read` makes of each call between two tags, with the position behind it, and
-    errors. A malformed call ends where its end or the next one's beginning is."""
+    """Parse all calls between two tags.
+
+    A malformed call is an error, and ends at its closing tag or at the next opening tag, whichever comes first.
+
+    Args:
+        begin, end: the tags.
+        read: returns the call whose text starts at a position, and the position after its closing tag. Its arguments
+            are the text, the position, and the tags. It raises ValueError for a malformed call.
+    """
     outside: list[str] = []
     calls: list[Call] = []
     errors: list[str] = []
@@ -160,38 +177,50 @@ def read_between(text: str, begin: str, end: str, read: Callable[[str, int, str,
 
 
 def _json_body(text: str, start: int, begin: str, end: str) -> tuple[str, int]:
-    """Return the text of a call whose arguments are JSON, and the position behind its end. ValueError: it is not
-    closed."""
+    """Return the text of a call that contains JSON, and the position after its closing tag.
+
+    Raises:
+        ValueError: the call is not closed before the next one.
+    """
     stop, following = _find_mark(text, end, start), _find_mark(text, begin, start)
-    # Marks within JSON arguments do not end the call.
+    # Tags within the JSON do not count: search again after its end.
     bracket = text.find("{", start, min(stop, following))
     if bracket >= 0:
-        past = _json_end(text, bracket)
-        stop, following = _find_mark(text, end, past), _find_mark(text, begin, past)
+        json_end = _json_end(text, bracket)
+        stop, following = _find_mark(text, end, json_end), _find_mark(text, begin, json_end)
     if following < stop or stop == len(text):
         raise ValueError(f"it is not closed by {end}")
     return text[start:stop], stop + len(end)
 
 
 def _read_xml(text: str, tools: Mapping[str, Schema], tags: Tags) -> Found:
+    # Parse the calls of a turn in XML; the schemas of the tools decide which values are texts.
+
     def read_call(text: str, start: int, begin: str, end: str) -> tuple[Call, int]:
         name, pairs, position = _read_call(text, start, tags)
         parameters = parameters_of(tools.get(name, {}))
-        return (name, {key: parameters.value(key, value, python=tags.python) for key, value in pairs}), position
+        arguments = {key: parameters.value(key, value, python=tags.python) for key, value in pairs}
+        return (name, arguments), position
 
     return read_between(text, _BEGIN, _END, read_call)
 
 
 def _read_call(text: str, start: int, tags: Tags) -> tuple[str, list[tuple[str, str]], int]:
-    """Return the name and arguments of the call whose text starts at `start`, and where it ends. ValueError: it has no
-    name, or something is not closed."""
+    """Return the tool's name of a call in XML, its arguments as pairs of texts, and the position after its closing tag.
+
+    Args:
+        start: the position after the opening tag.
+
+    Raises:
+        ValueError: the call has no name, or the call or an argument is not closed.
+    """
     if (name := tags.name.match(text, start)) is None:
         raise ValueError("it must hold <function=name> ... </function>")
     pairs: list[tuple[str, str]] = []
     position = name.end()
 
     while True:
-        # Arguments up to the end of this call, or the beginning of the next one.
+        # The next argument must start before this call ends and before the next call starts.
         end, following = _find_mark(text, _END, position), _find_mark(text, _BEGIN, position)
         key = tags.key.search(text, position, min(end, following))
         if key is None:
@@ -209,53 +238,68 @@ def _read_call(text: str, start: int, tags: Tags) -> tuple[str, list[tuple[str, 
 
 
 def _value_end(text: str, start: int, limit: int, tags: Tags) -> int:
-    """Return the position of the tag that closes the value from `start` on. ValueError: there is none."""
-    # JSON says itself where it ends.
-    past = _SPACES.match(text, _json_end(text, start))
-    assert past is not None
-    if text.startswith(tags.closing, past.end()) and tags.follows.match(text, past.end() + len(tags.closing)):
-        return past.end()
-    first, open_tags, scanned = -1, 0, 0
+    """Return the position of the tag that closes a value.
 
-    # An opening tag is on a separate line or after another tag, as templates write it, or it is only spoken of.
+    If several tags may, it is the first one that is neither quoted nor closes a tag within the value; without such a
+    tag, the first one that is followed by another tag of the call.
+
+    Args:
+        start: the position of the value.
+        limit: the position up to which tags are searched.
+
+    Raises:
+        ValueError: no tag closes it.
+    """
+    # A JSON value ends where the parser says so, if the closing tag comes then. Otherwise it is text.
+    json_end = _SPACES.match(text, _json_end(text, start))
+    assert json_end is not None
+    if text.startswith(tags.closing, json_end.end()) and tags.follows.match(text, json_end.end() + len(tags.closing)):
+        return json_end.end()
+
+    # Only opening tags on a new line or after another tag count, as templates write them: others are only mentioned.
+    first_candidate, open_tags, scanned = -1, 0, 0
     for tag in re.compile(f"(?<=[\n>]){tags.opening}|{tags.closing}").finditer(text, start, limit):
         if tag[0] == tags.opening:
             open_tags += 1
             continue
         after = tags.follows.match(text, tag.end())
-        first = tag.start() if first < 0 and after is not None else first
+        if first_candidate < 0 and after is not None:
+            first_candidate = tag.start()
         if open_tags:
             open_tags -= 1
         elif after is not None and not _is_quoted(text[start : tag.start()], text[after.end() : limit]):
             return tag.start()
 
-        scanned += first >= 0
+        scanned += first_candidate >= 0
         if scanned > _SCANNED:
             break
 
-    if first < 0 or _BEGIN in text[start:first]:
+    if first_candidate < 0 or _BEGIN in text[start:first_candidate]:
         raise ValueError(f"an argument is not closed by {tags.closing}")
-    return first
+    return first_candidate
 
 
 def _is_quoted(before: str, following: str) -> bool:
-    """Return whether quotes that are open before a tag close after it: on its line, or anywhere if there are three of
-    them."""
+    """Return whether a quote is open before a tag and closed after it.
+
+    Args:
+        before, following: the texts before and after the tag. Single quotes count on the tag's line only, triple ones
+            anywhere.
+    """
     if any(before.count(quotes) % 2 and quotes in following for quotes in ('"""', "'''", "```")):
         return True
-    # Quotes of one line, other than three of them, do not reach beyond it.
-    line, following = before.rpartition("\n")[2], following.partition("\n")[0]
-    return any(line.count(quote) % 2 and quote in following for quote in "\"'`")
+    line_before, line_after = before.rpartition("\n")[2], following.partition("\n")[0]
+    return any(line_before.count(quote) % 2 and quote in line_after for quote in "\"'`")
 
 
 def _find_mark(text: str, mark: str, start: int) -> int:
-    """Return the position of a mark; the end of the text if there is none."""
+    """Return the position of the next mark from `start` on; the length of the text if there is none."""
     position = text.find(mark, start)
     return len(text) if position < 0 else position
 
 
 def _json_end(text: str, start: int) -> int:
-    """Return the end of the JSON that starts at `start`, after spaces; `start` if there is none."""
+    """Return the position after the JSON value at `start`, or after spaces there; `start` if there is no JSON."""
     spaces = _SPACES.match(text, start)
     try:
         return _DECODER.raw_decode(text, start if spaces is None else spaces.end())[1]

@@ -42,18 +42,23 @@ log = logging.getLogger(f"forge.{__name__}")
 
 __all__ = ["HTTPTools", "StdioTools", "ToolError"]
 
-CLOSE_TIMEOUT = 30.0  # seconds, above those that the SDK takes
-# Errors of the connection or of the server as a whole, not of a tool.
+CLOSE_TIMEOUT = 30.0  # seconds, more than the SDK takes to end a program
+# Codes of errors of the connection or of the whole server, not of one tool.
 _FAILURES = (CONNECTION_CLOSED, INTERNAL_ERROR, INVALID_REQUEST, PARSE_ERROR)
 
 Streams = tuple[Any, Any]  # of the SDK: a read stream and a write stream
 
 
 class MCPTools(ABC):
-    """The tools of one server. Calls may run concurrently.
+    """The tools of one MCP server, which may be called concurrently.
 
-    A call that fails, times out or names no tool is a `ToolError`. A server that is gone, or answers with what is not
-    MCP, is an `InfrastructureError`: it ends the session, and the next call opens another.
+    A call that fails, times out or names an unknown tool raises `ToolError`. If the server cannot be reached, or its
+    answer is not MCP, a call raises `InfrastructureError` and ends the session; the next call opens another one.
+
+    Args:
+        name: the server in errors.
+        timeout: seconds for one call.
+        start_timeout: seconds for initialize and tools/list.
     """
 
     def __init__(self, name: str, timeout: float, start_timeout: float) -> None:
@@ -65,17 +70,18 @@ class MCPTools(ABC):
         self._task: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
         self._opening = asyncio.Lock()
-        self._details = ""  # on the end of the connection, for an error
+        self._details = ""  # appended to errors of the connection: the end of a program's log
 
     async def open(self) -> None:
-        """Connect and list the tools; no effect while connected.
+        """Connect to the server and list its tools; no effect while connected.
 
-        InfrastructureError: the server does not answer as MCP requires within `start_timeout` seconds.
+        Raises:
+            InfrastructureError: the server does not answer as MCP requires within `start_timeout` seconds.
         """
         async with self._opening:
             if self._session is not None:
                 return
-            # A connection that was lost may have left a task behind.
+            # The task of a lost connection may not have ended.
             await self.close()
             self._stop = asyncio.Event()
             ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -87,7 +93,7 @@ class MCPTools(ABC):
                 raise
 
     def schemas(self) -> tuple[dict[str, Json], ...]:
-        """Return the tools in OpenAI's form. RuntimeError: `open` was not called."""
+        """Return the tools as function schemas in OpenAI's format; RuntimeError if `open` was not called."""
         if self._schemas is None:
             raise RuntimeError(f"the tools of {self.name} are not known before `await open()`")
         return self._schemas
@@ -97,11 +103,12 @@ class MCPTools(ABC):
 
         Raises:
             ToolError: the tool failed, does not exist, or took more than `timeout` seconds.
-            InfrastructureError: the server is gone.
+            InfrastructureError: the server cannot be reached, or its answer is not MCP.
         """
+        # Arguments that cannot be encoded would end the connection.
         try:
             json.dumps(dict(arguments), ensure_ascii=False).encode()
-        except UnicodeEncodeError:  # it would end the connection
+        except UnicodeEncodeError:
             raise ToolError("the arguments hold a lone surrogate, which is not a character") from None
 
         await self.open()
@@ -126,25 +133,31 @@ class MCPTools(ABC):
                 raise ToolError(text)
             return text
 
-        # The session is of no more use, unless another call has replaced it.
+        # The session has failed, and is closed, unless a concurrent call has replaced it already.
         if self._session is session:
-            await self.close()  # after which the end of a program's log is known
+            await self.close()  # sets `_details`
         raise InfrastructureError(f"{self.name}: {message}{self._details}")
 
     async def close(self) -> None:
-        """Disconnect; idempotent. `open` reconnects."""
+        """Disconnect; no effect while disconnected. `open` connects again."""
         task = self._task
         self._task = None
-        # Set at once: calls from now on do not use a session that ends.
+        # Before the first await, so that concurrent calls do not use a session that is being closed.
         self._session = None
         self._stop.set()
         if task is not None:
-            # The SDK gives a program seconds to end, and then kills it; a cancelled task would leave it.
+            # Not cancelled at once: the SDK needs seconds to end a program, or to kill it, which would be left running.
             await asyncio.wait([task], timeout=CLOSE_TIMEOUT)
             task.cancel()
 
     async def _hold_connection(self, ready: asyncio.Future[None], stop: asyncio.Event) -> None:
-        """Hold the connection: the SDK's contexts must be exited by the task that entered them."""
+        """Connect, and hold the connection until it fails or `stop` is set.
+
+        It runs as a separate task, since the SDK's contexts must be exited by the task that has entered them.
+
+        Args:
+            ready: gets its result once the tools are listed, or the error.
+        """
         reason = "it was closed"
 
         try:
@@ -165,12 +178,13 @@ class MCPTools(ABC):
         finally:
             if not ready.done():
                 ready.set_exception(InfrastructureError(f"{self.name}: {reason}{self._details}"))
-            if self._stop is stop:  # or `close` and `open` have replaced it
+            # Otherwise `close` and `open` have started another connection, whose session this is.
+            if self._stop is stop:
                 self._session = None
 
     @abstractmethod
     def _open_connection(self) -> AbstractAsyncContextManager[Streams]:
-        """Return an async context manager of a read stream and a write stream."""
+        """Return a context in which the server is connected by a read stream and a write stream."""
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -181,17 +195,19 @@ class MCPTools(ABC):
 
 
 class StdioTools(MCPTools):
-    """The tools of a program, which runs from `open` to `close`. It ends when its standard input does, as MCP requires.
+    """The tools of a program that is an MCP server, and runs from `open` to `close`.
+
+    To end it, its standard input is closed, upon which MCP requires it to exit.
 
     Args:
-        command: program and arguments.
-        cwd: working directory.
-        env: variables added to this process's.
+        command: the program and its arguments.
+        cwd: its working directory; None: this process's.
+        env: environment variables in addition to this process's.
         timeout: seconds for one call.
         start_timeout: seconds for initialize and tools/list.
 
     Raises:
-        ValueError: a command that is a string.
+        ValueError: the command is one string, or empty.
     """
 
     def __init__(
@@ -226,11 +242,11 @@ class StdioTools(MCPTools):
 
 
 class HTTPTools(MCPTools):
-    """The tools of a server over streamable HTTP, bound to the event loop in which it is opened.
+    """The tools of an MCP server that is reached by streamable HTTP, from the event loop in which it is opened.
 
     Args:
-        url: of its endpoint, such as http://127.0.0.1:8000/mcp.
-        headers: sent with every request, such as an authorization.
+        url: the server's endpoint, such as http://127.0.0.1:8000/mcp.
+        headers: HTTP headers for every request, such as an authorization.
         timeout: seconds for one call.
         start_timeout: seconds for initialize and tools/list.
     """
@@ -258,7 +274,7 @@ class HTTPTools(MCPTools):
 
 
 async def _list_tools(session: ClientSession) -> tuple[dict[str, Json], ...]:
-    """List a server's tools, page by page."""
+    """Return all tools of a server, which may list them in several pages, as function schemas in OpenAI's format."""
     page = await session.list_tools()
     tools = [*page.tools]
     while page.next_cursor:

@@ -1,4 +1,4 @@
-"""reasoning-gym tasks: one question, one answer, a score."""
+"""Tasks of reasoning-gym as environments of one turn: a question, an answer, a score."""
 
 import math
 import re
@@ -14,43 +14,48 @@ try:
 except ImportError as error:
     raise ImportError("reasoning-gym tasks need reasoning-gym: pip install reasoning-gym") from error
 
-# Families whose scorers were found to reward wrong answers.
+# Families of tasks whose scorers were found to reward wrong answers, each with the reason for the error.
 UNRELIABLE = {
     "complex_arithmetic": 'the answer "nan" scores 1',
     "game_of_life_halting": "unreadable answers score 1",
     "coin_flip": 'the answer "0" scores near 1',
 }
 _DIVISION = 'some labels of divisions are wrong; take operators=["+", "-", "*"]'
-# Scorers that compare numbers by a tolerance accept these for any number.
+# The words "nan", "inf" and "infinity", possibly with Python's "j" of an imaginary number. Scorers that compare numbers
+# by a tolerance accept them for any number.
 _NOT_FINITE = re.compile(r"(?<![a-z])(nan|inf|infinity)(?=j?(?![a-z]))", re.IGNORECASE)
-# An answer that is right for no question.
-_NONSENSE = "?!~ no answer ~!?"
+_NONSENSE = "?!~ no answer ~!?"  # an answer that is right for no question
 _SCORE_LIMIT = 10.0  # seconds for one score
-_MAX_SURPLUS = 10_000  # characters of an answer beyond ten times the right one's: scorers are not of linear time
+# Characters that an answer may have beyond ten times those of the right one: the time of some scorers is not linear.
+_MAX_SURPLUS = 10_000
 
-Entry = Mapping[str, Any]  # of a dataset: its question and answer, and metadata of its family
+Entry = Mapping[str, Any]  # an entry of a dataset: "question", "answer", and "metadata" of its family
 
 
 class ReasoningGymEnvironment(Environment):
-    """The task of an episode is the index of a question, or None to pick one by the seed.
+    """An environment that asks one question of a reasoning-gym dataset, and scores the answer.
 
-    Answers are scored by the family's scorer, with guards: "nan" and "inf" score 0 unless they are right, and so do
-    answers that are far longer than the right one; an answer that breaks the scorer scores 0 if the right answer does
-    not. If that breaks it too, or the scorer accepts nonsense, leaves [0, 1] or takes more than 10 s, the episode has
-    no reward and `info["unscored"]` has the reason. A turn that was cut at its limit of tokens is not an answer: the
-    episode is truncated, with reward 0.
+    The task of an episode is the index of a question; None: the seed chooses one.
+
+    The family's scorer gives the reward, with these exceptions:
+    - "nan" and "inf" score 0 unless they are right, and so do answers that are far longer than the right one;
+    - an answer for which the scorer raises an error scores 0, if the scorer accepts the right answer;
+    - if it does not, or accepts nonsense, returns a score outside 0 to 1 or takes more than 10 s, the episode has no
+      reward, and `info["unscored"]` has the reason;
+    - a turn that was cut at its limit of tokens is not an answer: the episode is truncated, with reward 0.
 
     Args:
-        family: such as "gcd".
-        size, seed: of the dataset.
+        family: the family of tasks, such as "gcd".
+        size: the number of questions.
+        seed: the seed of the dataset.
         prompt: formats a dataset entry; by default its "question". Small models do better with the payload only.
-        answer: extracts the answer from a turn, which it gets without its thoughts; by default all of it.
-        allow_wrong: allow a family known to reward wrong answers.
-        settings: of the family.
+        answer: extracts the answer from a turn without its thoughts; by default it is all of the text.
+        allow_wrong: allow a family that is known to reward wrong answers.
+        settings: the family's settings.
 
     Raises:
         ImportError: reasoning-gym is not installed.
-        ValueError: unknown family or invalid settings, or it rewards wrong answers.
+        ValueError: the family is unknown or rewards wrong answers, or its settings are invalid.
     """
 
     def __init__(
@@ -72,7 +77,7 @@ class ReasoningGymEnvironment(Environment):
         except (AssertionError, TypeError) as error:
             raise ValueError(f"{family}: {error}") from error
 
-        # A scorer that gives points for wrong answers teaches them.
+        # With a scorer that rewards wrong answers, the policy would learn to give them.
         fault = UNRELIABLE.get(family)
         if family == "basic_arithmetic" and "/" in dataset.config.operators:
             fault = _DIVISION
@@ -86,7 +91,7 @@ class ReasoningGymEnvironment(Environment):
         self._entry: Entry | None = None
 
     def __len__(self) -> int:
-        """Return number of questions."""
+        """Return the number of questions."""
         return len(self._dataset)
 
     async def reset(self, task: int | None, *, seed: int) -> Step:
@@ -98,7 +103,7 @@ class ReasoningGymEnvironment(Environment):
         """Score the answer, which ends the episode."""
         entry = self._entry
         assert entry is not None, "step before reset"
-        if action.truncated:  # the answer did not come
+        if action.truncated:
             return Step(truncated=True, info={"entry": entry})
         answer = self._answer(action.answer)
         try:
@@ -110,9 +115,11 @@ class ReasoningGymEnvironment(Environment):
         return Step(reward=reward, terminated=True, info={"entry": entry})
 
     def _score_answer(self, answer: str, entry: Entry) -> float:
+        # Return the score of an answer; Unscored if the scorer cannot be trusted with this question.
         expected = entry.get("answer")
-        is_long = len(answer) > 10 * len(str(expected)) + _MAX_SURPLUS
-        if is_long or (_NOT_FINITE.search(answer) and not _NOT_FINITE.search(str(expected))):
+        is_too_long = len(answer) > 10 * len(str(expected)) + _MAX_SURPLUS
+        is_not_finite = _NOT_FINITE.search(answer) and not _NOT_FINITE.search(str(expected))
+        if is_too_long or is_not_finite:
             return 0.0
 
         try:
@@ -125,13 +132,13 @@ class ReasoningGymEnvironment(Environment):
         if not math.isfinite(score) or not 0 <= score <= 1:
             raise Unscored(f"the scorer of {self._family} gave {score}")
 
-        # A scorer that accepts nonsense says nothing about this answer.
+        # The score of a scorer that accepts nonsense means nothing.
         if answer != expected and score > 0.5 and self._accepts_answer(_NONSENSE, entry):
             raise Unscored(f"the scorer of {self._family} gives nonsense more than half a point on this question")
         return score
 
     def _accepts_answer(self, answer: object, entry: Entry) -> bool:
-        """Return whether the scorer gives this answer more than half a point."""
+        """Return whether the scorer gives an answer more than half a point, without an error."""
         try:
             return float(self._dataset.score_answer(answer, entry)) > 0.5
         except Exception:

@@ -1,4 +1,4 @@
-"""Roll out episodes: policy and environment take turns until one of them, or a limit, ends it."""
+"""Rollout of episodes: the policy and an environment take turns until the environment or a limit ends the episode."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ from .dialogue import Dialogue
 from .environment import Environment, InfrastructureError, Message, Step
 
 log = logging.getLogger(f"forge.{__name__}")
-_CLOSING = 10.0  # seconds for an environment to close
+_CLOSING = 10.0  # seconds within which an environment must close
 
 
 async def rollout(
@@ -36,30 +36,37 @@ async def rollout(
     retries: int = 2,
     **sampling: Any,
 ) -> Episode:
-    """Play an episode of `env` on `task`.
+    """Play one episode of an environment, and return it with the tokens that the policy read and sampled.
 
-    The episode's tokens are those that the policy was given and sampled, in one array that only grows; a conversation
-    that the environment rewrites, or the chat template with `thoughts="template"`, starts a new branch
-    (`Episode.branches` has the earlier ones). `info` has "stop", why
-    it ended ("terminated" or "truncated" by the environment, "max_turns", "max_tokens", "infrastructure"), "messages",
-    and "environment", the info of its last step. The reward is the sum of the steps', however the episode ended; None
-    if the environment failed or could not score a step.
+    The tokens are in one array that only grows. If the conversation is rewritten, by the environment or by a chat
+    template with `thoughts="template"`, a new branch starts, which has the earlier ones in `Episode.branches`.
 
     Args:
-        seed: of the environment; with `sample`, the number of this episode of the task, of the policy.
-        max_tokens: of the whole episode, or of each branch, the first prompt included.
-        max_turn_tokens: of one turn; None: as many as are left.
-        step_timeout: seconds for each answer of the environment.
+        policy: a service of generators.
+        env: the environment, which is closed at the end.
+        task: what the environment's `reset` gets.
+        dialogue: converts between messages and tokens.
+        seed: the environment's seed.
+        sample: the number of this episode among those of the same task; with `seed` it determines the turns' seeds.
+        max_turns: the limit for the policy's turns.
+        max_tokens: the limit for the tokens of each branch, which include its prompt.
+        max_turn_tokens: the limit for the tokens of one turn; None: as many as the branch has left.
+        step_timeout: seconds within which the environment must answer each call.
         retries: how often an episode is played again after an `InfrastructureError`.
-        sampling: fields of `forge.types.Sampling` that differ from the policy's defaults.
+        sampling: fields of `forge.types.Sampling` that override the policy's defaults.
+
+    Returns:
+        The reward is the sum of the steps' rewards; None if the environment failed or could not score a step. `info`
+        has "stop", why the episode ended ("terminated" or "truncated" by the environment, "max_turns", "max_tokens",
+        "infrastructure"), "messages", and "environment", the info of the last step.
 
     Raises:
-        Exceptions of the environment other than `InfrastructureError`, and those of the policy.
+        Exception: any of the policy, or of the environment except `InfrastructureError`.
     """
     for attempt in range(retries + 1):
         played = _Played(dialogue, max_tokens, step_timeout, turn_seeds(seed, sample, attempt))
         try:
-            # One replica gets all turns: it has the keys and values of the earlier ones.
+            # Within a session one replica gets all turns: it has the cached keys and values of the earlier ones.
             async with policy.session() if hasattr(policy, "session") else nullcontext():
                 played.stop = await played.play(policy, env, task, seed, max_turns, max_turn_tokens, sampling)
             break
@@ -67,12 +74,13 @@ async def rollout(
             played.stop, played.error = "infrastructure", str(error)
         except Exception as error:
             turns = [message["content"] for message in played.messages if message["role"] == "assistant"]
-            last = f", after the turn {turns[-1]!r:.300}" if turns else ""
-            error.add_note(f"while {type(env).__name__} was played on task {str(task)[:300]!r}{last}")
+            last_turn = f", after the turn {turns[-1]!r:.300}" if turns else ""
+            error.add_note(f"while {type(env).__name__} was played on task {str(task)[:300]!r}{last_turn}")
             raise
         finally:
             played.attempts = attempt + 1
-            try:  # a failed close does not invalidate the episode
+            # A failed close is only logged: the episode is valid without it.
+            try:
                 async with asyncio.timeout(min(step_timeout, _CLOSING)):
                     await env.close()
             except (InfrastructureError, TimeoutError) as error:
@@ -82,7 +90,7 @@ async def rollout(
 
 
 class _Branch:
-    """An append-only token sequence with mask, logprob and version of each token."""
+    """A sequence of tokens that only grows, with the mask, log-probability and weight version of each token."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self.tokens: list[int] = []
@@ -95,18 +103,17 @@ class _Branch:
         self.observe(prompt)
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Append tokens of the environment."""
+        """Append tokens that the policy reads and that are not trained."""
         self.tokens += tokens
         self.mask += [False] * len(tokens)
         self.logprobs += [0.0] * len(tokens)
         self.versions += [-1] * len(tokens)
 
-    def sampled(self, completion: Completion) -> None:
-        """Append a turn of the policy. ValueError: it was not sampled as a continuation of these tokens."""
+    def append_turn(self, completion: Completion) -> None:
+        """Append a turn of the policy; ValueError if it was not sampled as a continuation of the branch's tokens."""
         if list(completion.prompt_ids) != self.tokens:
             raise ValueError(f"a turn continues {len(completion.prompt_ids)} tokens that are not the episode's")
 
-        # The turn's tokens, with the version that drew each.
         start, ids = len(self.tokens), completion.token_ids
         self.tokens += ids
         self.mask += [True] * len(ids)
@@ -114,14 +121,18 @@ class _Branch:
         self.versions += completion.versions
         self.turns.append(Turn(start, len(self.tokens), completion.version, completion.finish))
 
+        # A turn's experts include those of its context. Earlier turns have recorded the same tokens when they were
+        # sampled, except their last token, which was only read by the turn after them.
         if completion.experts is not None:
             experts = completion.experts.copy()
-            if self.experts is not None:  # all but its last token's, which is known only now
+            if self.experts is not None:
                 experts[: len(self.experts) - 1] = self.experts[:-1]
             self.experts = experts
 
-        identities = completion.identities
-        self.origins |= {Origin(v, identities.get(v, ""), completion.sampled_by) for v in {*completion.versions}}
+        self.origins |= {
+            Origin(version, completion.identities.get(version, ""), completion.sampled_by)
+            for version in {*completion.versions}
+        }
 
     @property
     def reward(self) -> float:
@@ -129,7 +140,7 @@ class _Branch:
 
 
 def turn_seeds(seed: int, sample: int, attempt: int) -> Iterator[int]:
-    """Yield seeds of the policy's turns in one attempt at an episode, without end."""
+    """Yield the seeds of the policy's turns in one attempt at an episode; the iterator is infinite."""
     random = Random(f"{seed}/{sample}/{attempt}")
     while True:
         yield random.getrandbits(48)
@@ -142,7 +153,7 @@ class _Played:
         self.dialogue, self.max_tokens, self.step_timeout, self.seeds = dialogue, max_tokens, step_timeout, seeds
         self.branches = [_Branch([])]
         self.messages: list[Message] = []
-        self.context: list[Message] = []  # those that the policy reads: from the last rewriting on
+        self.context: list[Message] = []  # the messages of the last branch
         self.scored, self.stop, self.error, self.attempts = True, "", "", 0
         self.calls = self.unread_calls = 0
         self.info: Mapping[str, Any] = {}
@@ -157,13 +168,12 @@ class _Played:
         max_turn_tokens: int | None,
         sampling: dict[str, Any],
     ) -> str:
-        """Return why it ended.
+        """Play the episode, and return why it ended; the arguments are those of `rollout`.
 
         Raises:
             InfrastructureError: the environment failed or timed out.
-            ValueError: the environment ended at reset, or gave a reward that is not finite.
+            ValueError: the environment ended the episode at reset, or gave a reward that is not finite.
         """
-        # The first context comes from the environment.
         name = type(env).__name__
         step = await self._await_answer(env.reset(task, seed=seed), f"{name}.reset")
         if step.done:
@@ -174,19 +184,19 @@ class _Played:
 
         branch = self.branches[0] = _Branch(self.dialogue.initial(step.messages, tools))
         for _ in range(max_turns):
-            room = self.max_tokens - len(branch.tokens)
-            if room < 1:
+            tokens_left = self.max_tokens - len(branch.tokens)
+            if tokens_left < 1:
                 return "max_tokens"
 
             # One turn: the policy continues the branch, up to the limits of the turn and of the branch.
             completion: Completion = await policy.generate.route(
                 list(branch.tokens),
-                max_tokens=min(room, max_turn_tokens or room),
+                max_tokens=min(tokens_left, max_turn_tokens or tokens_left),
                 stop_token_ids=self.dialogue.stop_ids,
                 seed=next(self.seeds),
                 **sampling,
             )
-            branch.sampled(completion)
+            branch.append_turn(completion)
             action = self.dialogue.read(completion.token_ids, tools, truncated=completion.finish == "length")
             self.calls += len(action.calls)
             self.unread_calls += len(action.errors)
@@ -201,8 +211,8 @@ class _Played:
             elif not math.isfinite(step.reward):
                 raise ValueError(f"an environment gave the reward {step.reward}: use None for what could not be scored")
             else:
-                last = branch.turns[-1]
-                branch.turns[-1] = last._replace(reward=last.reward + step.reward)
+                turn = branch.turns[-1]
+                branch.turns[-1] = turn._replace(reward=turn.reward + step.reward)
 
             self.messages += step.messages
             if step.done:
@@ -219,32 +229,36 @@ class _Played:
         return "max_turns"
 
     async def _await_answer(self, call: Awaitable[Step], method: str) -> Step:
-        """Return the environment's answer. InfrastructureError: there was none in time."""
+        """Return the environment's answer to a call; InfrastructureError if there is none in time."""
         try:
             async with asyncio.timeout(self.step_timeout) as limit:
                 return await call
         except TimeoutError:
-            if not limit.expired():
+            if not limit.expired():  # the environment itself has raised it
                 raise
             raise InfrastructureError(f"{method} gave no answer within {self.step_timeout:g} s") from None
 
     def episode(self) -> Episode:
-        """Return the last branch, with the earlier ones. The reward of a branch is the sum from its beginning on."""
+        """Return the last branch as an episode, with the earlier ones in its `branches`.
+
+        The reward of a branch is the sum of all rewards from its beginning to the end of the episode.
+        """
         scored = self.scored and self.stop != "infrastructure"
         remaining_reward = sum(branch.reward for branch in self.branches)
 
-        # What a log or a metric needs to know of the attempt.
         info: dict[str, Any] = {"stop": self.stop, "turns": sum(len(branch.turns) for branch in self.branches)}
         info |= {"messages": self.messages, "calls": self.calls, "unread_calls": self.unread_calls}
         info |= {"attempts": self.attempts}
         info |= {"error": self.error} if self.error else {}
         info |= {"environment": dict(self.info)} if self.info else {}
-        text = "\n".join(f"[{m['role']}] {m['content']}" for m in self.messages[1:])
+        text = "\n".join(f"[{message['role']}] {message['content']}" for message in self.messages[1:])
 
-        # Branches without a turn have nothing to learn from; of an episode without turns the last one stays.
+        # A branch without a turn has no token to train, and is omitted; but an episode needs at least one branch.
+        branches_with_turns = [branch for branch in self.branches if branch.turns]
         episodes: list[Episode] = []
-        for branch in [b for b in self.branches if b.turns] or self.branches[-1:]:
-            end = branch.turns[-1].end if branch.turns else len(branch.tokens)  # nothing is trained after it
+        for branch in branches_with_turns or self.branches[-1:]:
+            # Tokens after the last turn are not trained.
+            end = branch.turns[-1].end if branch.turns else len(branch.tokens)
             episodes.append(
                 Episode.played(
                     branch.tokens[:end],
@@ -267,12 +281,12 @@ class _Played:
 
 
 class MultiTurnEnv(GroupEnv):
-    """Environments of several turns, one for each episode.
+    """Plays groups of episodes in environments of several turns, each episode in a separate environment.
 
     Args:
         environment: makes an environment.
         dialogue: converts between messages and tokens.
-        limits: of `forge_envs.rollout`: max_turns, max_tokens and so on.
+        limits: keyword arguments of `rollout`, such as max_turns and max_tokens.
     """
 
     def __init__(self, environment: Callable[[], Environment], dialogue: Dialogue, **limits: Any) -> None:
@@ -282,7 +296,7 @@ class MultiTurnEnv(GroupEnv):
     async def play(
         self, policy: PolicyService, sample: Sample, n: int, seed: int, *, evaluation: bool, **sampling: Any
     ) -> list[Episode]:
-        """Play n episodes concurrently, each in a separate environment."""
+        """Play n episodes of a task concurrently, and return them; an evaluation records no metrics."""
         options = {"dialogue": self.dialogue, "seed": seed, **self.limits, **sampling}
         plays = (rollout(policy, self.environment(), sample, sample=number, **options) for number in range(n))
         episodes = await asyncio.gather(*plays)

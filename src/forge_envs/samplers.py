@@ -1,4 +1,4 @@
-"""Samplers of rows: a curriculum, the frontier of what is sometimes solved, and others."""
+"""Samplers that choose the rows of a dataset by how well the policy has solved them."""
 
 from collections.abc import Sequence
 
@@ -9,12 +9,15 @@ SOLVED = 1.0  # the reward of a right answer
 
 
 class Curriculum(Sampler):
-    """Rows of one level until they are mostly solved, then of the next; the last level stays.
+    """Draws rows of one level until most answers are right, then rows of the next level, up to the last.
 
     Args:
-        level: the column of the level, a number; lower is easier.
-        advance_at: share of right answers, over the last `window` groups of the level, at which the next starts.
-        window: groups.
+        level: the column with a row's level, a number; lower is easier.
+        advance_at: the share of right answers in the last `window` groups of the level at which the next level starts.
+        window: a number of groups.
+
+    Raises:
+        ValueError: a row has no level.
     """
 
     def __init__(
@@ -26,21 +29,21 @@ class Curriculum(Sampler):
                 raise ValueError(f"row {number} has no {level}: it has {', '.join(map(str, row))}")
         self.level, self.advance_at, self.window = level, advance_at, window
         self.levels = sorted({row[level] for row in rows})
-        self.stage = 0  # position in `levels`
-        self.shares: list[float] = []  # of right answers, of the last groups of this stage
+        self.stage = 0  # index of the current level in `levels`
+        self.shares: list[float] = []  # of right answers in the last groups of the current level
 
     def draw(self) -> int:
-        """Return a row of the current level."""
+        """Return the number of a random row of the current level."""
         level = self.levels[self.stage]
         return self.random().choice([number for number, row in enumerate(self.rows) if row[self.level] == level])
 
     def observe(self, row: int, rewards: Sequence[float]) -> None:
-        """Start the next level where this one is mostly solved."""
-        # Groups of the stage before may still come in.
+        """Record the rewards of a row's group, and start the next level if this one is mostly solved."""
+        # Groups that were drawn from an earlier level may still arrive.
         if not rewards or self.rows[row][self.level] != self.levels[self.stage]:
             return
         self.shares = [*self.shares, _solved_share(rewards)][-self.window :]
-        # A few lucky groups at its beginning must not end a level.
+        # Only with a full window: a few lucky groups at its beginning must not end a level.
         is_full = len(self.shares) == self.window
         if is_full and sum(self.shares) / self.window >= self.advance_at and self.stage + 1 < len(self.levels):
             self.stage += 1
@@ -48,12 +51,16 @@ class Curriculum(Sampler):
 
 
 class Frontier(Sampler):
-    """Rows that are sometimes solved, the only ones with a signal: a row of success rate p is drawn in proportion to
-    p (1 - p) + `floor`. Rows that were never drawn count as p = 1/2.
+    """Prefers rows that are sometimes solved, the only ones whose groups have advantages other than 0.
+
+    A row with success rate p is drawn in proportion to p (1 - p) + `floor`. Rows that were never drawn have p = 1/2.
 
     Args:
-        floor: what solved and hopeless rows still get; they may change as the policy does.
-        memory: weight of the newest group in a row's success rate.
+        floor: what rows with p = 0 or 1 still get, since they may change as the policy does.
+        memory: the weight of the newest group in a row's success rate, a moving average.
+
+    Raises:
+        ValueError: `floor` is not above 0.
     """
 
     def __init__(self, rows: Sequence[Row], seed: int, floor: float = 0.05, memory: float = 0.5) -> None:
@@ -61,39 +68,40 @@ class Frontier(Sampler):
         if floor <= 0:
             raise ValueError(f"floor must be above 0, got {floor}")
         self.floor, self.memory = floor, memory
-        self.rates: dict[str, float] = {}  # by the position as text, as JSON has it
+        self.rates: dict[str, float] = {}  # by the row's number as text, since checkpoints are JSON
 
     def draw(self) -> int:
-        """Return a row in proportion to its weight."""
+        """Return the number of a row, drawn in proportion to its weight."""
         rates = (self.rates.get(str(row), 0.5) for row in range(len(self.rows)))
-        # The variance of a reward of 0 or 1: without it the advantages of a group are 0.
+        # p (1 - p) is the variance of a reward of 0 or 1. Where it is 0, so are the advantages of a group.
         weights = [rate * (1 - rate) + self.floor for rate in rates]
         return self.random().choices(range(len(self.rows)), weights)[0]
 
     def observe(self, row: int, rewards: Sequence[float]) -> None:
-        """Move a row's success rate."""
+        """Update a row's success rate by the rewards of its group."""
         if rewards:
-            before = self.rates.get(str(row), 0.5)
-            self.rates[str(row)] = before + self.memory * (_solved_share(rewards) - before)
+            old_rate = self.rates.get(str(row), 0.5)
+            self.rates[str(row)] = old_rate + self.memory * (_solved_share(rewards) - old_rate)
 
 
 class Retire(Sampler):
-    """All rows in turn, in a new order each time, without those that were solved by every answer `times` in
-    succession. When all are retired they come back.
+    """Draws all rows in turn, in a new order each time, except retired ones.
+
+    A row is retired once every answer of `times` groups in succession was right. When all rows are retired, all return.
 
     Args:
-        times: groups.
+        times: a number of groups.
     """
 
     def __init__(self, rows: Sequence[Row], seed: int, times: int = 1) -> None:
         super().__init__(rows, seed)
         self.times = times
-        self.streaks: dict[str, int] = {}  # groups that were solved in succession, by the position as text
+        self.streaks: dict[str, int] = {}  # solved groups in succession, by the row's number as text
         self.queue: list[int] = []
 
     def draw(self) -> int:
-        """Return the next row that is not retired."""
-        # What is retired while it waits is passed over.
+        """Return the number of the next row that is not retired."""
+        # A row may have been retired since the queue was filled.
         self.queue = [row for row in self.queue if not self._is_retired(row)]
         if not self.queue:
             if all(map(self._is_retired, range(len(self.rows)))):
@@ -103,16 +111,15 @@ class Retire(Sampler):
         return self.queue.pop()
 
     def observe(self, row: int, rewards: Sequence[float]) -> None:
-        """Count how often in succession a row was solved."""
-        # One wrong answer, and the row is still worth a group.
+        """Count a row's solved groups in succession; one wrong answer in the group starts the count again at 0."""
         if rewards:
-            solved = min(rewards) >= SOLVED
-            self.streaks[str(row)] = self.streaks.get(str(row), 0) + 1 if solved else 0
+            all_right = min(rewards) >= SOLVED
+            self.streaks[str(row)] = self.streaks.get(str(row), 0) + 1 if all_right else 0
 
     def _is_retired(self, row: int) -> bool:
         return self.streaks.get(str(row), 0) >= self.times
 
 
 def _solved_share(rewards: Sequence[float]) -> float:
-    """Return the share of right answers."""
+    """Return the share of right answers in a group that is not empty."""
     return sum(reward >= SOLVED for reward in rewards) / len(rewards)

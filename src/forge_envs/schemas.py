@@ -1,4 +1,4 @@
-"""The parameters of a tool, which are a JSON Schema: the errors of a call, and values that a model wrote as text."""
+"""Checks tool calls by the JSON schema of the tool's parameters, and parses values that a model wrote as text."""
 
 import ast
 import json
@@ -17,103 +17,126 @@ from referencing.jsonschema import DRAFT202012
 Schema = Mapping[str, Any]
 Arguments = Mapping[str, Any]
 
-_LONGEST = 1 << 16  # characters of a value that is read as Python
-_SLOW = ("pattern", "patternProperties", "uniqueItems")
-# Of a laxer schema these are stricter, or depend on the names that patterns match.
+_LONGEST = 1 << 16  # characters of a value that is parsed as Python
+_SLOW = ("pattern", "patternProperties", "uniqueItems")  # keywords whose check may take hours: they are not checked
+# Keywords that may reject a right value once the slow ones accept everything, such as {"not": {"pattern": "a"}}.
 _STRICTER = ("not", "disallow", "if", "contains", "additionalProperties", "unevaluatedProperties", "unevaluatedItems")
 
 
 class Parameters:
-    """The parameters of a function in OpenAI's format. A `$ref` to another document is not fetched.
+    """The parameters of a tool, a JSON schema by which the arguments of calls are checked.
 
-    Patterns and `uniqueItems` are not checked, for they may take hours, which no timeout ends, and a pattern may be
-    JavaScript's: the tool itself decides. In a schema that has any, `not`, `if` and the like are left to it too.
+    Some parts of a schema are not checked but left to the tool: patterns and `uniqueItems`, whose check may take hours,
+    which no timeout ends, and patterns may be JavaScript's; in a schema with one of these, `not`, `if` and the like;
+    and a `$ref` to another document, which is not fetched.
+
+    Args:
+        function: the tool's function in OpenAI's format, whose "parameters" are the schema; without them, any
+            arguments are right.
 
     Attributes:
-        properties: the schema of each parameter by its name, including references and alternatives.
+        properties: the schema of each parameter by its name, including those in references and alternatives.
 
     Raises:
-        ValueError: they are no JSON Schema.
+        ValueError: the parameters are not a JSON schema.
     """
 
     def __init__(self, function: Schema) -> None:
         schema = function.get("parameters")
         self._schema: Any = {} if schema is None or schema is True else schema
         try:
-            kind = validator_for(self._schema, default=Draft202012Validator)
-            kind.check_schema(self._schema, format_checker=None)  # patterns may be JavaScript's
+            validator_class = validator_for(self._schema, default=Draft202012Validator)
+            # Without a format checker, which would reject patterns in JavaScript's syntax.
+            validator_class.check_schema(self._schema, format_checker=None)
 
-            # A part that names its own version would be checked by that version's class.
+            # A part with another "$schema" would be checked by the class of that version, not by the one extended here.
             self._schema = _without_versions(self._schema)
             text = json.dumps(self._schema)
-            if any(f'"{word}"' in text for word in _SLOW):
-                nothing: Any = lambda *_: None  # noqa: E731
-                one_of = kind.VALIDATORS.get("anyOf", nothing)
-                kind = extend(kind, dict.fromkeys((*_SLOW, *_STRICTER), nothing) | {"oneOf": one_of})
+            if any(f'"{keyword}"' in text for keyword in _SLOW):
+                accept_all: Any = lambda *_: None  # noqa: E731
+                # oneOf accepts one alternative only: without their patterns, several may accept a right value.
+                any_of = validator_class.VALIDATORS.get("anyOf", accept_all)
+                unchecked = dict.fromkeys((*_SLOW, *_STRICTER), accept_all)
+                validator_class = extend(validator_class, unchecked | {"oneOf": any_of})
 
-            # With an empty registry, for the default one requests the addresses in a server's schema.
-            self._validator = kind(self._schema, registry=Registry())
+            # An empty registry: the default one would request addresses that a server has put into its schema.
+            self._validator = validator_class(self._schema, registry=Registry())
             self._resolver = Registry().resolver_with_root(DRAFT202012.create_resource(self._schema))
             parts = list(self._schema_parts(self._schema, set()))
             properties_of_parts = [dict(part.get("properties", {})) for part in parts]
-        except Exception as error:  # of whatever a server sends as a schema: there is no common class
+        except Exception as error:  # a server may send anything as a schema: the errors have no common class
             raise ValueError(
                 f"the parameters of {function.get('name')} are no JSON Schema: {_cut_error(error)}"
             ) from None
 
+        # Where several parts have a parameter of the same name, the first one, of the outer schema, has priority.
         self.properties: dict[str, Any] = {}
         for properties in properties_of_parts:
             self.properties = {**properties, **self.properties}
 
-        # JSON Schema allows others alongside the listed ones, unless it says so; for tools a misspelt name is an error.
+        # Whether other parameters are allowed. By JSON Schema they are unless a schema excludes them; but for tools, a
+        # misspelt name should be an error unless a schema allows it.
         self._open = not any("properties" in part for part in parts) or any(
             part.get("additionalProperties", False) is not False or "patternProperties" in part for part in parts
         )
 
     def mismatch(self, arguments: Arguments) -> str:
-        """Return the error in the arguments of a call; "" if there is none. Null is as good as no value for an optional
-        parameter, as signatures have it."""
-        # Missing and unknown names first: their messages help most.
+        """Return what is wrong with the arguments of a call, for the policy; "" if they are right.
+
+        Null for an optional parameter counts as no value, since models often write it for parameters with a default.
+
+        >>> schema = {"properties": {"n": {"type": "integer"}}, "required": ["n"]}
+        >>> Parameters({"name": "roll", "parameters": schema}).mismatch({"n": "six"})
+        "n: 'six' is not of type 'integer'"
+        """
+        # Missing and unknown names come first: their messages help the policy most.
         required = self._schema.get("required", ()) if isinstance(self._schema, Mapping) else ()
         if missing := [name for name in required if name not in arguments]:
             return f"missing {', '.join(missing)}"
         if unknown := [name for name in arguments if name not in self.properties and not self._open]:
             return f"no parameter {', '.join(map(repr, unknown))}: it has {', '.join(self.properties) or 'none'}"
-        values = {name: value for name, value in arguments.items() if value is not None or name in required}
+        without_nulls = {name: value for name, value in arguments.items() if value is not None or name in required}
 
+        # The arguments are right if the schema accepts them with or without their nulls.
         try:
-            error = best_match(self._validator.iter_errors(values))
-            with_nulls = best_match(self._validator.iter_errors(dict(arguments))) if error else None
-        except Unresolvable:  # a document elsewhere: the tool itself decides
+            error = best_match(self._validator.iter_errors(without_nulls))
+            error_with_nulls = best_match(self._validator.iter_errors(dict(arguments))) if error else None
+        except Unresolvable:  # the schema refers to another document: the tool itself decides
             return ""
-        except Exception as failure:  # of whatever a model writes as values
+        except Exception as failure:  # a model may write anything as values: the errors have no common class
             return f"its arguments cannot be checked: {type(failure).__name__}: {_cut_error(failure)}"
 
-        return "" if error is None or with_nulls is None else _error_line(error)
+        return "" if error is None or error_with_nulls is None else _error_line(error)
 
     def value(self, name: str, text: str, *, python: bool = False) -> Any:
-        """Return the value of a parameter that is written as text: JSON where the schema takes that, else the text
-        itself.
+        """Return the value of a parameter that a model wrote as text: its JSON if the schema accepts it, or the text.
 
         Args:
-            python: also literals of Python, such as True, None and {'a': 1}.
+            name: the parameter.
+            python: parse Python's literals too, such as True, None and {'a': 1}.
+
+        >>> parameters = Parameters({"parameters": {"properties": {"n": {"type": "integer"}, "s": {"type": "string"}}}})
+        >>> parameters.value("n", "12"), parameters.value("s", "12")
+        (12, '12')
         """
         schema = self.properties.get(name, True)
         try:
-            # Text that is not JSON is the value itself.
             value = _parse_value(text, python)
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             return text
-        error, as_text = self._find_error(schema, value), self._find_error(schema, text)
-        if as_text is None:
-            return value if error is None and not isinstance(value, str) else text  # quotes are a part of a text
-        if error is None:
+
+        value_error, text_error = self._find_error(schema, value), self._find_error(schema, text)
+        if text_error is None:
+            # If both are accepted, the parsed value is taken, unless it is a text: its quotes are part of the text.
+            return value if value_error is None and not isinstance(value, str) else text
+        if value_error is None:
             return value
-        # The one that has the right type, for its error says more.
-        return text if error.validator == "type" and as_text.validator != "type" else value
+        # Neither is accepted: the one of the right type is taken, since the error in it tells the policy more.
+        has_text_type = value_error.validator == "type" and text_error.validator != "type"
+        return text if has_text_type else value
 
     def takes(self, name: str, value: object) -> bool:
-        """Return whether a parameter may have this value."""
+        """Return whether the schema of a parameter accepts a value; any value for an unknown parameter."""
         return self._find_error(self.properties.get(name, True), value) is None
 
     def _find_error(self, schema: object, value: object) -> ValidationError | None:
@@ -125,26 +148,29 @@ class Parameters:
             return ValidationError(_cut_error(failure))
 
     def _schema_parts(self, schema: object, followed: set[str]) -> Iterator[Schema]:
-        """Yield a schema, and those that its references and alternatives name."""
+        """Yield a schema and, recursively, the schemas of its references and alternatives.
+
+        Args:
+            followed: the references that were followed already; new ones are added.
+        """
         if not isinstance(schema, Mapping):
             return
         yield schema
         reference = schema.get("$ref")
         if isinstance(reference, str) and reference not in followed:
             followed.add(reference)
-            with suppress(Unresolvable):  # an error of each call
+            with suppress(Unresolvable):  # `mismatch` handles it at each call
                 yield from self._schema_parts(self._resolver.lookup(reference).contents, followed)
-        # Parameters may be named in any alternative.
-        alternatives = [schema.get(word) for word in ("if", "then", "else")]
-        for word in ("allOf", "anyOf", "oneOf"):
-            alternatives += schema.get(word, [])
+        # Any alternative may name parameters.
+        alternatives = [schema.get(keyword) for keyword in ("if", "then", "else")]
+        for keyword in ("allOf", "anyOf", "oneOf"):
+            alternatives += schema.get(keyword, [])
         for alternative in alternatives:
             yield from self._schema_parts(alternative, followed)
 
 
 def parameters_of(function: Schema) -> Parameters:
-    """Return the parameters of a tool, which are any where they are no JSON Schema: a server's tools are read as they
-    are."""
+    """Return the parameters of a tool; ones that accept any arguments, if the tool's are not a JSON schema."""
     try:
         return Parameters(function)
     except ValueError:
@@ -152,24 +178,26 @@ def parameters_of(function: Schema) -> Parameters:
 
 
 def _without_versions(schema: Any) -> Any:
+    # Return a schema without the "$schema" keywords in it.
     if isinstance(schema, Mapping):
-        return {word: _without_versions(part) for word, part in schema.items() if word != "$schema"}
+        return {keyword: _without_versions(part) for keyword, part in schema.items() if keyword != "$schema"}
     return [_without_versions(part) for part in schema] if isinstance(schema, list) else schema
 
 
 def _parse_value(text: str, python: bool) -> Any:
-    """Parse JSON, or Python's literals. ValueError and others: the text is neither."""
+    """Return the value of a JSON text or, with `python`, of a Python literal; ValueError or others if it is neither."""
     try:
         return json.loads(text)
     except ValueError:
         if not python or len(text) > _LONGEST:
             raise
     value = ast.literal_eval(ast.parse(text.strip(), "<model output>", mode="eval"))
+    # As JSON would have it: a tuple becomes a list, and a set, which JSON does not have, an error.
     return json.loads(json.dumps(value))
 
 
 def _error_line(error: ValidationError) -> str:
-    """Return an error for the policy, with its place."""
+    """Return an error in one line with the path of the wrong value: "points[0].x: ..."."""
     path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in error.absolute_path).lstrip(".")
     return f"{path}: {_cut_error(error)}" if path else _cut_error(error)
 

@@ -1,4 +1,4 @@
-"""Python functions as tools, with a schema from the signature and limits, and an environment that offers them."""
+"""Tools for the policy, which are Python functions or remote, and an environment in which it can call them."""
 
 import asyncio
 import functools
@@ -27,37 +27,41 @@ _TYPES: dict[Any, str] = {
 
 
 class ToolServer(Protocol):
-    """Remote tools, such as `forge_envs.mcp`'s. A `ToolError` of `call` is shown to the policy, an
-    InfrastructureError propagates."""
+    """A server of remote tools, such as those of `forge_envs.mcp`."""
 
     def schemas(self) -> Sequence[Mapping[str, Any]]:
-        """Return schemas of its tools, as OpenAI's function calling has them."""
+        """Return the schemas of the server's tools in OpenAI's format."""
 
     async def call(self, name: str, arguments: Arguments) -> str:
-        """Return the answer of a tool. ToolError: a message for the policy."""
+        """Call a tool, and return its result as text.
+
+        Raises:
+            ToolError: the call failed; the policy is shown the message.
+            InfrastructureError: the server failed; the episode is retried.
+        """
 
 
 class ToolError(Exception):
-    """An error of a call; its text is shown to the policy."""
+    """A call of a tool failed; the policy is shown the message."""
 
 
 class Toolbox:
-    """Tools by name; the calls of one turn run concurrently.
+    """A set of tools, which runs the calls of one turn concurrently.
 
-    Every call is answered by one message: its result, cut to `max_chars`, or its error. Only an InfrastructureError is
-    raised.
+    Every call is answered by one message with its result or its error. The only exception that is raised is
+    InfrastructureError.
 
     Args:
-        tools: functions, plain (they run in a thread) or async, with annotated parameters; results that are not strings
-            are shown as JSON.
-        servers: remote tools.
+        tools: functions with annotated parameters. Plain ones run in a thread, async ones in the event loop. Results
+            other than texts are shown as JSON.
+        servers: servers of remote tools.
         timeout: seconds for one call.
-        max_chars: of an answer.
-        max_calls: of one turn; additional calls get an error.
+        max_chars: the most characters of a message, after which it is cut.
+        max_calls: the most calls of one turn; further ones are answered by an error.
 
     Raises:
-        ValueError: a function without a schema (see `schema_of`), two tools of one name, or parameters of a remote tool
-            that are no JSON Schema.
+        ValueError: a function has no schema (see `schema_of`), two tools have the same name, or the parameters of a
+            remote tool are not a JSON schema.
     """
 
     def __init__(
@@ -73,14 +77,13 @@ class Toolbox:
         self._servers: dict[str, ToolServer] = {}
         schemas: dict[str, Schema] = {}
 
-        # Functions and servers share one space of names.
-        offered = [schema_of(tool) for tool in tools]
+        all_schemas = [schema_of(tool) for tool in tools]
         for server in servers:
             server_schemas = [dict(schema) for schema in server.schemas()]
             self._servers |= {schema["function"]["name"]: server for schema in server_schemas}
-            offered += server_schemas
+            all_schemas += server_schemas
 
-        for schema in offered:
+        for schema in all_schemas:
             if schemas.setdefault(schema["function"]["name"], schema) is not schema:
                 raise ValueError(f"two tools have the name {schema['function']['name']}")
         self._schemas = schemas
@@ -92,18 +95,18 @@ class Toolbox:
         return tuple(self._schemas.values())
 
     async def answer(self, action: Action) -> list[Message]:
-        """Return a message for each call of the turn, in order, and one for each malformed call."""
-        # Every call has an answer, also those beyond the limit and malformed ones.
+        """Run the calls of a turn, and return a message for each of them, in order, and for each malformed call."""
         texts = await asyncio.gather(*map(self._run_call, action.calls[: self._max_calls]))
         texts += [f"error: not run: a turn may make {self._max_calls} calls"] * (len(action.calls) - len(texts))
         answers = [
             {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text}
             for call, text in zip(action.calls, texts, strict=True)
         ]
-        return [*answers, *({"role": "tool", "name": "error", "content": f"error: {e}"} for e in action.errors)]
+        errors = [{"role": "tool", "name": "error", "content": f"error: {error}"} for error in action.errors]
+        return [*answers, *errors]
 
     def _round_integers(self, call: ToolCall) -> dict[str, Any]:
-        """Return the arguments of a function, of which JSON Schema takes 2.0 for an integer, and Python does not."""
+        """Return a call's arguments with integers for values like 2.0, which JSON Schema accepts as an integer."""
         schemas = self._parameters[call.name].properties
         return {
             name: int(value) if isinstance(value, float) and schemas[name].get("type") == "integer" else value
@@ -111,13 +114,13 @@ class Toolbox:
         }
 
     async def _run_call(self, call: ToolCall) -> str:
+        # Run one call, and return its result or its error as text, cut to `max_chars`.
         if call.name not in self._schemas:
             return f"error: there is no tool {call.name!r}: there is {', '.join(self._schemas)}"
         try:
-            if wrong := self._parameters[call.name].mismatch(call.arguments):
-                raise ToolError(f"{call.name}: {wrong}")
+            if problem := self._parameters[call.name].mismatch(call.arguments):
+                raise ToolError(f"{call.name}: {problem}")
 
-            # A server's tool, or a function: async, or plain in a thread.
             function = self._functions.get(call.name)
             if function is None:
                 result = await await_within(
@@ -126,8 +129,8 @@ class Toolbox:
             elif inspect.iscoroutinefunction(function):
                 result = await await_within(self._timeout, function(**self._round_integers(call)), call.name)
             else:
-                work = functools.partial(function, **self._round_integers(call))
-                result = await in_own_thread(work, limit=self._timeout, name=call.name)
+                bound_function = functools.partial(function, **self._round_integers(call))
+                result = await in_own_thread(bound_function, limit=self._timeout, name=call.name)
 
             try:
                 text = result if isinstance(result, str) else json.dumps(result)
@@ -135,7 +138,7 @@ class Toolbox:
                 text = str(result)
         except InfrastructureError:
             raise
-        except (Unscored, ToolError) as error:  # Unscored: the timeout
+        except (Unscored, ToolError) as error:  # Unscored: the call took more than `timeout` seconds
             text = f"error: {error}"
         except Exception as error:
             text = f"error: {call.name} raised {type(error).__name__}: {error}"
@@ -145,13 +148,18 @@ class Toolbox:
 
 
 def schema_of(function: Tool) -> Schema:
-    """Return the schema of a function, from its name, the first paragraph of its docstring and its annotated
-    parameters.
+    """Return the schema of a Python function in OpenAI's format.
+
+    It has the function's name, the first paragraph of its docstring as the description, and the annotated parameters.
 
     Raises:
-        ValueError: a parameter without an annotation, of a type that JSON does not have, or that takes any number.
+        ValueError: a parameter has no annotation or a type that JSON does not have, or cannot be given by its name.
+
+    >>> def roll(sides: int = 6) -> int:
+    ...     "Roll a die."
+    >>> schema_of(roll)["function"]["parameters"]
+    {'type': 'object', 'properties': {'sides': {'type': 'integer'}}, 'required': []}
     """
-    # A schema needs a name and a type for every parameter.
     hints = typing.get_type_hints(function)
     properties: dict[str, Schema] = {}
     required = []
@@ -168,14 +176,27 @@ def schema_of(function: Tool) -> Schema:
         if parameter.default is parameter.empty:
             required.append(name)
 
-    about = " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
-    parameters = {"type": "object", "properties": properties, "required": required}
-    return {"type": "function", "function": {"name": function.__name__, "description": about, "parameters": parameters}}
+    first_paragraph, *_ = (inspect.getdoc(function) or "").split("\n\n")
+    description = " ".join(first_paragraph.split())
+    return {
+        "type": "function",
+        "function": {
+            "name": function.__name__,
+            "description": description,
+            "parameters": {"type": "object", "properties": properties, "required": required},
+        },
+    }
 
 
 def _type_schema(hint: Any, *, optional: bool = False) -> Schema:
-    """Return the schema of a type. `optional`: without None, which a call says by leaving the parameter out."""
-    # Plain types, then generic ones by their origin.
+    """Return the JSON schema of an annotation's type.
+
+    Args:
+        optional: whether the parameter has a default. Then None is not part of the schema: a call omits the parameter.
+
+    Raises:
+        ValueError: JSON does not have the type.
+    """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint in _TYPES:
         return {"type": _TYPES[hint]}
@@ -192,20 +213,21 @@ def _type_schema(hint: Any, *, optional: bool = False) -> Schema:
 
 
 class ToolEnvironment(Environment):
-    """The policy may call tools in every turn; the first turn without a call is the answer and ends the episode. A
-    truncated answer has reward 0.
+    """An environment that asks a question, which the policy answers after any number of turns with tool calls.
+
+    The first turn without a call is the answer, and ends the episode. A truncated answer has reward 0.
 
     Args:
         tools: the available tools.
-        score: a reward, plain or async, whose parameters get what they name: `response` (the answer), `prompt`,
-            `target`, columns of the row, `messages` (the whole conversation, with calls and their results), `env` (this
-            environment) and `state`.
-        system: a system message before the question.
-        turn_reward: for each turn that calls a tool; negative to penalise calls.
-        state: the world that the tools of this episode change, for `score`.
+        score: a reward function, plain or async. Each parameter gets what its name says: `response` (the answer),
+            `prompt`, `target`, a column of the row, `messages` (the whole conversation, with calls and their results),
+            `env` (this environment) or `state`.
+        system: a system message before the question; None: no such message.
+        turn_reward: the reward of each turn with a tool call; a negative one discourages calls.
+        state: an object that the tools of this episode change, for `score`.
 
     Raises:
-        ValueError: the score takes other arguments, or scores groups.
+        ValueError: a parameter of `score` has another name, or it scores groups.
     """
 
     def __init__(
@@ -225,13 +247,13 @@ class ToolEnvironment(Environment):
             raise ValueError(f"{self._call.name} scores a group, and an environment plays one episode: name response")
 
     async def reset(self, task: Sample | Mapping[str, Any] | str, *, seed: int) -> Step:
-        """Return the question, with the system message and the schemas of the tools.
+        """Return the system message, the question and the schemas of the tools.
 
         Args:
-            task: a sample; of clients of a server a question, or a mapping with a question and an answer.
+            task: a sample; a question; or a mapping with a question and an answer, which clients of a server send.
 
         Raises:
-            ValueError: it has no question.
+            ValueError: the task has no question.
         """
         self.task = task if isinstance(task, Sample) else _sample_of_task(task)
         system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
@@ -239,8 +261,7 @@ class ToolEnvironment(Environment):
         return Step(tuple(self.messages), tools=self.tools.schemas)
 
     async def step(self, action: Action) -> Step:
-        """Answer tool calls, or score the answer."""
-        # A call is answered, also a malformed one; text without calls is the answer to the question.
+        """Return the results of a turn's tool calls, malformed ones included, or score a turn without calls."""
         if action.calls or action.errors:
             answers = await self.tools.answer(action)
             self.messages += [{"role": "assistant", "content": action.text}, *answers]
@@ -248,13 +269,17 @@ class ToolEnvironment(Environment):
         if action.truncated:
             return Step(truncated=True)
         prompt, target = self.task
-        row = {**prompt.row, "env": self, "state": self.state}
-        reward = self._call(Answers(prompt.text, [action.content], target, row, self.messages), 0)
+        reward = self._call(
+            Answers(
+                prompt.text, [action.content], target, {**prompt.row, "env": self, "state": self.state}, self.messages
+            ),
+            0,
+        )
         return Step(reward=await reward if inspect.isawaitable(reward) else reward, terminated=True)
 
 
 def _sample_of_task(task: Mapping[str, Any] | str) -> Sample:
-    # A client of a server sends plain JSON; the tokens of the prompt are the policy's.
+    # Return a task in plain JSON as a sample, whose prompt has no tokens; ValueError if it has no question.
     row = task if isinstance(task, Mapping) else {"question": task}
     question = next((row[name] for name in QUESTION_FIELDS if name in row), None)
     target = row.get("answer", row.get("target", ""))

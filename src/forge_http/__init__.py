@@ -1,1 +1,1 @@
-"""HTTP of the extensions: who may call a server, and answers of bounded size."""
+"""HTTP for the other packages: servers that check who may call them, and clients that bound the size of answers."""

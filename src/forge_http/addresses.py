@@ -1,4 +1,4 @@
-"""Addresses that servers listen at."""
+"""Formatting of addresses at which servers listen, and of the errors for them."""
 
 import errno
 import os
@@ -17,13 +17,15 @@ def join_address(host: str, port: int) -> str:
 
 
 def listening_error(host: str, port: int, error: OSError | OverflowError, any_port: str) -> OSError:
-    """Return the error for an address that a server cannot have, with its fix.
+    """Return an error that says why a server cannot listen at an address, and what to do.
 
     Args:
-        any_port: the option that takes a free port, such as `--port 0`.
+        error: what opening the socket has raised; OverflowError for a port out of range.
+        any_port: the option with which the command takes a free port, such as `--port 0`.
     """
     number = error.errno if isinstance(error, OSError) else None
-    # The errors of asyncio and socket.create_server repeat the address; numbers of name resolution are negative.
+    # The system's text for the number, without the address, which asyncio and socket.create_server add to it. Errors of
+    # name resolution have negative numbers, for which there is no such text.
     reason = os.strerror(number) if number and number > 0 else re.sub(r"\[Errno .*?\] | \(while .*|\.$", "", str(error))
     fixes = {
         errno.EADDRINUSE: f"stop what listens there, or choose another port ({any_port}: any that is free)",

@@ -1,28 +1,30 @@
-"""HTTP transports for servers that are not trusted: their responses have a size limit."""
+"""HTTP transports that bound the size of responses, for servers that are not trusted."""
 
 import re
 from collections.abc import AsyncIterable, AsyncIterator
 from types import ModuleType
 from typing import Any
 
-MAX_BYTES = 16 << 20  # of a response, or of one event of a stream: far more than any model's completion
+MAX_BYTES = 16 << 20  # of a response, or of one event of a stream: far more than the longest completion of a model
 Transport = Any  # classes and objects of httpx, which need not be installed
 _BLANK = re.compile(rb"(?:\r\n|\n|\r(?!\n))[\r\n]")  # a blank line ends an event
 
 
 def bounded_transport(httpx: ModuleType) -> Transport:
-    """Return a class of transports of `httpx`, or of its successor `httpx2`.
+    """Return a class of transports that raise the library's ReadError for a response longer than MAX_BYTES.
 
-    It requests responses without compression, and raises the library's ReadError for one that is compressed or longer
-    than MAX_BYTES. Clients that use it should not follow redirects: their headers, with any key in them, would be sent
-    to the new address too.
+    They also raise it for compressed responses, and request responses without compression. Clients that use them should
+    not follow redirects: their headers, with any key in them, would be sent to the new address too.
+
+    Args:
+        httpx: the library, `httpx` or its successor `httpx2`.
     """
 
     class BoundedTransport(httpx.AsyncHTTPTransport):  # type: ignore[name-defined, misc]
         async def handle_async_request(self, request: Transport) -> Transport:
             request.headers["Accept-Encoding"] = "identity"
             response = await super().handle_async_request(request)
-            # A small compressed response may be gigabytes when it is unpacked, before any limit could be applied.
+            # The library would unpack it before its size could be checked: a small response may become gigabytes.
             encoding = response.headers.get("Content-Encoding", "identity")
             if encoding != "identity":
                 await response.aclose()
@@ -50,9 +52,16 @@ def bounded_transport(httpx: ModuleType) -> Transport:
 
 
 async def bound_stream(stream: AsyncIterable[bytes], events: bool) -> AsyncIterator[bytes]:
-    """Yield the chunks of a stream. OverflowError: it, or with `events` one event of it, is longer than MAX_BYTES."""
-    size = 0
-    tail = b""  # a blank line may be split between two chunks
+    """Yield the chunks of a stream.
+
+    Args:
+        events: whether the stream consists of server-sent events, each of which may have MAX_BYTES.
+
+    Raises:
+        OverflowError: the stream, or an event of it, is longer than MAX_BYTES.
+    """
+    size = 0  # bytes so far, of the stream or of the event that is being received
+    tail = b""  # the end of the chunk before: a blank line of up to 4 bytes may be split between two chunks
     async for chunk in stream:
         size += len(chunk)
         if events:

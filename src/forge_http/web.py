@@ -1,9 +1,9 @@
-"""Protection of this library's HTTP servers: who may call them.
+"""HTTP servers of this library, and the checks of who may call them.
 
-A page in a browser reaches a server on 127.0.0.1 too: by a form, by a WebSocket, or by a name that it has pointed at
-that address (DNS rebinding). Without an API key, requests must therefore name this server as their Host and, if a
-browser states an Origin, come from it; bodies must be JSON, which a page cannot send to another origin without a
-preflight request. An address that other machines reach needs a key.
+A web page in a browser can send requests to a server on 127.0.0.1 too: by a form, by a WebSocket, or by a name that it
+resolves to that address (DNS rebinding). So, without an API key, the Host of a request must be this server, and its
+Origin, which browsers send, must be the same. Bodies must be JSON, which a page cannot send to another origin without a
+preflight request. A server at an address that other machines can reach must have a key.
 """
 
 import asyncio
@@ -28,9 +28,9 @@ except ImportError as error:
     raise ImportError("serving needs aiohttp: pip install aiohttp") from error
 
 API_KEY = "FORGE_API_KEY"
-BODY_TIME = 60.0  # seconds for a request's body
-CLOSING = 1.0  # seconds for open requests to end, and once more after they were cancelled
-SHORT = 1 << 16  # characters of JSON that are parsed in the event loop
+BODY_TIME = 60.0  # seconds within which the body of a request must arrive
+CLOSING = 1.0  # seconds for open requests to end when a server closes, and again after they were cancelled
+SHORT = 1 << 16  # characters of JSON that are parsed in the event loop; longer texts are parsed in a thread
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -39,7 +39,7 @@ Json = Any
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches an address.
+    """Return whether only this machine can reach an address.
 
     >>> is_loopback("127.0.0.1")
     True
@@ -53,10 +53,13 @@ def is_loopback(host: str) -> bool:
 
 
 def required_key(host: str, key: str | None = None) -> str | None:
-    """Return the API key of a server at this address: `key`, or that of FORGE_API_KEY.
+    """Return the API key of a server: `key`, or the environment variable FORGE_API_KEY; None if neither is set.
+
+    Args:
+        host: the address at which the server listens.
 
     Raises:
-        ValueError: other machines reach the address, and there is no key.
+        ValueError: there is no key, and other machines can reach the address.
     """
     key = key or os.environ.get(API_KEY) or None
     if key is None and not is_loopback(host):
@@ -68,10 +71,10 @@ def bind_socket(host: str, port: int, any_port: str = "--port 0") -> socket.sock
     """Open a listening socket; port 0 takes a free port.
 
     Args:
-        any_port: the option for a free port, for the error.
+        any_port: the option with which the command takes a free port, for the error.
 
     Raises:
-        OSError: the address is not available; names it and the fix.
+        OSError: the address is not available; the message says why, and what to do.
     """
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -80,39 +83,42 @@ def bind_socket(host: str, port: int, any_port: str = "--port 0") -> socket.sock
 
 
 def bearer_key(request: web.Request) -> str:
-    """Return the API key that a request's Authorization has; "" for none."""
+    """Return the API key in a request's Authorization header; "" if there is none."""
     return request.headers.get("Authorization", "").removeprefix("Bearer ")
 
 
 def guard_requests(
     host: str, key: str | None, second_key: str | None = None, key_of: Callable[[web.Request], str] = bearer_key
 ) -> Middleware:
-    """Return middleware that accepts the requests that this module's docstring allows.
+    """Return middleware that rejects requests of callers without the key or, without a key, of web pages.
+
+    It responds with status 401 to a missing or wrong key, 403 to another Host or Origin, 415 to a body that is not
+    JSON, and 408 to a body that does not arrive in time. The module's docstring explains these checks.
 
     Args:
-        second_key: is accepted as well as `key`.
-        key_of: where a request has its key.
-
-    The middleware raises 401 without the key, 403 for another Host or Origin, 415 for a body that is not JSON, 408 for
-    a body that does not arrive.
+        host: the address at which the server listens.
+        key: the API key; None: callers need none.
+        second_key: another key that is accepted.
+        key_of: returns the API key of a request.
     """
     names = {*LOOPBACK, host} if is_loopback(host) else {host}
 
     @web.middleware
     async def check_request(request: web.Request, handler: Handler) -> web.StreamResponse:
         if key is not None:
-            sent = key_of(request).encode(errors="surrogateescape")
+            sent_key = key_of(request).encode(errors="surrogateescape")
             keys = [accepted.encode(errors="surrogateescape") for accepted in (key, second_key) if accepted]
-            # A list, not a generator: the time must not tell which key was compared.
-            if not any([hmac.compare_digest(sent, accepted) for accepted in keys]):
+            # A list, not a generator: all keys are compared, so that the time does not show which one is right.
+            if not any([hmac.compare_digest(sent_key, accepted) for accepted in keys]):
                 raise web.HTTPUnauthorized(reason="the API key is missing or wrong")
         else:
             origin = request.headers.get("Origin")
             if _host_name(f"//{request.headers.get('Host', '')}") not in names:
                 raise web.HTTPForbidden(reason="the Host header is not the address of this server")
-            # Images and the like of a page come without an Origin.
-            foreign = request.headers.get("Sec-Fetch-Site") == "cross-site"
-            if foreign or (origin is not None and _host_name(origin) not in names):
+            # Browsers request a page's images and the like without an Origin, but with this header.
+            is_cross_site = request.headers.get("Sec-Fetch-Site") == "cross-site"
+            has_other_origin = origin is not None and _host_name(origin) not in names
+            if is_cross_site or has_other_origin:
                 raise web.HTTPForbidden(reason="requests from pages of other origins are not allowed")
 
         if request.can_read_body:
@@ -135,7 +141,11 @@ def guard_requests(
 async def serve_application(
     app: web.Application, listener: socket.socket, context: ssl.SSLContext | None = None
 ) -> AsyncIterator[str]:
-    """Serve an application on a socket of `bind` within the block, by TLS with a context; yields its URL."""
+    """Serve an application on a listening socket within the block, and yield its URL.
+
+    Args:
+        context: serve by HTTPS with this context; None: serve by HTTP.
+    """
     runner = web.AppRunner(
         app, handler_cancellation=True, shutdown_timeout=CLOSING, access_log=None, auto_decompress=False, logger=_log
     )
@@ -149,7 +159,7 @@ async def serve_application(
 
 
 async def json_of(request: web.Request) -> Json:
-    """Parse the JSON of a request's body. ValueError: it is not JSON; says why in one line."""
+    """Return the parsed JSON body of a request; ValueError, with the reason in one line, if it is not JSON in UTF-8."""
     if (request.charset or "utf-8").lower() not in ("utf-8", "utf8"):
         raise ValueError("it must be in UTF-8")
     text = (await request.read()).decode()
@@ -162,7 +172,7 @@ async def json_of(request: web.Request) -> Json:
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """Return whether a log record of aiohttp is about this side: errors of clients are answered, and not logged."""
+    """Return whether to log a record of aiohttp: any but those of invalid requests, which are answered instead."""
     return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
 
 
@@ -171,7 +181,7 @@ _log.addFilter(_is_ours)
 
 
 def _host_name(url: str) -> str | None:
-    """Return the host of a URL, in lower case and without brackets."""
+    """Return the host of a URL in lower case, without the brackets of IPv6; None if it has none or is invalid."""
     try:
         return urlsplit(url).hostname
     except ValueError:

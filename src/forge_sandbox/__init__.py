@@ -23,7 +23,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    # The actor needs Monarch, which takes seconds to import.
+    # Imported on first use: the actor needs Monarch, which takes seconds to import.
     if name == "SandboxedPythonCoder":
         from .coder import SandboxedPythonCoder
 

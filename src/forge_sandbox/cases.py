@@ -1,4 +1,4 @@
-"""Tests of programs: their forms, and the checks that each is made of."""
+"""Tests of programs, and the checks into which each test is split."""
 
 import ast
 import builtins
@@ -12,18 +12,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-# The parser warns of odd syntax, once for each location: a program could fill the log.
+# The parser warns of unusual syntax, once for each location: programs could fill the log.
 warnings.filterwarnings("ignore", module="<model output>")
 
-Value = Any  # of any literal
+Value = Any  # of a Python literal
 
-# Of which expressions a test's constants are made, as `-1`, `2 ** 10`, `[1, float("inf")]`.
+# The kinds of expressions in a test's constants, such as `-1`, `2 ** 10`, `[1, float("inf")]`.
 _CONSTANT = (ast.Constant, ast.UnaryOp, ast.unaryop, ast.BinOp, ast.expr_context, ast.Call, ast.Name)
 _ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow)
 _DISPLAYS = (ast.List, ast.Tuple, ast.Set, ast.Dict)
 MAX_EXPONENT = 1024  # larger powers could take minutes
 
-# What a comparison is called in the harness, which compares plain values whatever the program's objects say.
+# The names of functions of the harness in guarded tests. They compare plain values, without methods of the program's
+# objects.
 _COMPARE = "__compare__"
 _VALUE = "__value__"
 _SIGNS: dict[type[ast.cmpop], str] = {
@@ -40,7 +41,7 @@ _OPERATORS: dict[type[ast.cmpop], Callable[[Value, Value], Value]] = {
     ast.Is: operator.is_,
     ast.IsNot: operator.is_not,
 }
-# Methods of unittest that compare two values by ==, and those that ask other things of values.
+# Methods of unittest that compare two values by ==, and others whose first two arguments are values.
 _EQUALITIES = {f"assert{kind}Equal" for kind in ("", "List", "Tuple", "Set", "Dict", "Sequence", "MultiLine")}
 _OF_VALUES = {
     *("assertAlmostEqual", "assertNotAlmostEqual", "assertCountEqual", "assertIn", "assertNotIn"),
@@ -50,11 +51,15 @@ _OF_VALUES = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One test of a program: expected stdout for an input, or the value of an expression after the program has run, or
-    statements that must not raise. Exactly one of the three.
+    """One test of a program, in one of three forms.
 
-    Expected output and values stay outside the sandbox, as do constants in a test of asserts only
-    (`assert f(2) == 2 ** 10 and abs(f(3) - 1.5) < 1e-3`). Other tests run in the program's process, see `forgeable`.
+    stdin, stdout: the input, "" if None, and the output that the program must print.
+    call, value: an expression that is evaluated after the program has run, and the value that it must have.
+    test: statements that must not raise an error after the program has run.
+
+    A program cannot see the expected outputs and values, which stay outside the sandbox, nor the constants in a test of
+    assert statements only, such as `assert f(2) == 2 ** 10 and abs(f(3) - 1.5) < 1e-3`. Other tests are decided in the
+    program's process, see `forgeable`.
     """
 
     stdin: str | None = None
@@ -70,7 +75,11 @@ class Case:
 
 
 def read_cases(target: str) -> list[Case]:
-    """Read cases from a JSON list of objects with the fields of `Case`. ValueError: another form, or an empty list."""
+    """Return the cases in a JSON list of objects with the fields of `Case`; ValueError if it is not one, or is empty.
+
+    >>> read_cases('[{"call": "f(1)", "value": "2"}]')
+    [Case(stdin=None, stdout=None, call='f(1)', value='2', test=None)]
+    """
     try:
         cases = [Case(**row) for row in json.loads(target)]
     except (ValueError, TypeError) as error:
@@ -81,50 +90,72 @@ def read_cases(target: str) -> list[Case]:
 
 
 def forgeable(case: Case) -> bool:
-    """Return whether a test is decided in the program's process. Its comparisons hold of plain values only, so that an
-    object that equals everything does not pass; but a program that looks for the test, or replaces what it calls,
-    could."""
+    """Return whether a wrong program could pass a test, because the test is decided in the program's process.
+
+    There, an object that claims to equal everything does not pass, as only plain values are compared. But a program
+    that looks for the test, or replaces functions that the test calls, could pass.
+
+    >>> forgeable(Case(test="assert f(2) == 4")), forgeable(Case(test="x = f(2)\\nassert x == 4"))
+    (False, True)
+    """
     if case.test is None:
         return False
+    # A test without any of these passes whenever it raises no error: there is nothing to forge.
+    can_fail = (ast.Assert, ast.Raise, ast.ClassDef)
+    if not any(isinstance(node, can_fail) for node in ast.walk(_parse_test(case.test))):
+        return False
     checks = _assert_checks_of(0, case.test)
-    deciding = (ast.Assert, ast.Raise, ast.ClassDef)
-    decides = any(isinstance(node, deciding) for node in ast.walk(_parse_test(case.test)))
-    return decides and (not checks or any(check.in_process for check in checks))
+    return not checks or any(check.in_process for check in checks)
 
 
 def parse_literal(text: str) -> tuple[Value] | None:
-    """Return the value in a 1-tuple; None if the text is not a literal."""
+    """Return the value of a Python literal in a 1-tuple, as it may be None; None if the text is not a literal.
+
+    >>> parse_literal("[1, None]"), parse_literal("f(1)")
+    (([1, None],), None)
+    """
     with suppress(ValueError, SyntaxError, TypeError, ArithmeticError, MemoryError, RecursionError):
         return (ast.literal_eval(ast.parse(text.strip(), "<model output>", mode="eval")),)
     return None
 
 
 def evaluate_constant(expression: str | ast.expr) -> tuple[Value] | None:
-    """Return the value of an expression of a test in a 1-tuple; None if it has names but `float`, `inf` and `set`."""
+    """Return the value of a constant expression of a test in a 1-tuple; None if the expression is not constant.
+
+    The only names that it may contain are `float`, `inf` and `set`.
+
+    >>> evaluate_constant("2 ** 10"), evaluate_constant("f(1)")
+    ((1024,), None)
+    """
     with suppress(ValueError, SyntaxError, TypeError, ArithmeticError, MemoryError, RecursionError):
         node = ast.parse(expression.strip(), "<test>", mode="eval").body if isinstance(expression, str) else expression
-        nodes = list(ast.walk(node))
-        names = {each.id for each in nodes if isinstance(each, ast.Name)}
-        exponents = [each.right for each in nodes if isinstance(each, ast.BinOp) and isinstance(each.op, ast.Pow)]
-        is_small = all(ast.literal_eval(each) <= MAX_EXPONENT for each in exponents)
-        is_constant = all(isinstance(each, _CONSTANT + _ARITHMETIC + _DISPLAYS) for each in nodes)
+        parts = list(ast.walk(node))
+        names = {part.id for part in parts if isinstance(part, ast.Name)}
+        exponents = [part.right for part in parts if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Pow)]
+        is_small = all(ast.literal_eval(exponent) <= MAX_EXPONENT for exponent in exponents)
+        is_constant = all(isinstance(part, _CONSTANT + _ARITHMETIC + _DISPLAYS) for part in parts)
         if names <= {"float", "inf", "set"} and is_small and is_constant:
-            scope = {"__builtins__": {}, "float": float, "inf": float("inf"), "set": set}
-            return (eval(compile(ast.Expression(node), "<test>", "eval"), scope),)
+            return (
+                eval(
+                    compile(ast.Expression(node), "<test>", "eval"),
+                    {"__builtins__": {}, "float": float, "inf": float("inf"), "set": set},
+                ),
+            )
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A part of a case, which the harness executes.
+    """A part of a case that the harness executes, and that passes or fails separately.
 
     Args:
-        case: index of the case.
-        text: executed if `kind` is "test", else evaluated.
-        kind: the form of the harness's report (a key of its `kinds`).
-        right: whether the reported value is right; `NO_LITERAL` stands for one without a literal form.
-        expected: text of the expected value.
-        in_process: whether the harness compares, in the program's process.
+        case: the index of the case.
+        text: statements if `kind` is "test", otherwise an expression.
+        kind: what the harness reports: for "value" the expression's value as a literal, for "text" its `repr`, for
+            "truth" whether it is true; for "test" None, once the statements have run without an error.
+        right: returns whether the reported value is right; `NO_LITERAL` stands for a value without a literal form.
+        expected: the text of the expected value.
+        in_process: whether the value is compared in the program's process, by the harness.
     """
 
     case: int
@@ -135,17 +166,21 @@ class Check:
     in_process: bool = False
 
 
-# Stands for the result of a program without a literal form: no comparison with it holds.
+# Stands for a value of a program without a literal form. It equals no expected value.
 NO_LITERAL = object()
 
 
 # An example of each way in which a test runs, for a program that defines f:
 #
-#   assert f(2) == 4              f(2) runs in the program's process and is compared outside of the sandbox
-#   assert 3 < f(2) and f(1)      both parts likewise: f(1) can only return what it likes
-#   x = f(1); assert x + x == 2   in the program's process, where the comparison is one of plain values
+#   assert f(2) == 4              f(2) is evaluated in the program's process, and its value compared outside the sandbox
+#   assert 3 < f(2) and f(1)      two checks; f(1) need not be compared: the program decides what it returns anyway
+#   x = f(1); assert x + x == 2   all of it runs in the program's process, where the harness compares plain values
 def checks_of(number: int, case: Case) -> list[Check]:
-    """Return the checks of a case that is not one of input and output."""
+    """Return the checks of a case with a call or a test; none for a case of input and output.
+
+    Args:
+        number: the index of the case.
+    """
     if case.call is not None:
         expected = (case.value or "").strip()
         value_of = evaluate_constant(expected)
@@ -159,28 +194,31 @@ def checks_of(number: int, case: Case) -> list[Check]:
 
 
 def _parse_test(test: str) -> ast.Module:
-    """Return the tree of a test; an empty one where it does not parse, as it will raise in the sandbox, too."""
+    """Return the tree of a test; an empty one if it is not valid Python, as the sandbox will report the error."""
     with suppress(SyntaxError, ValueError, MemoryError, RecursionError):
         return ast.parse(test)
     return ast.Module([], [])
 
 
 def _assert_checks_of(number: int, test: str) -> list[Check]:
-    """Return the checks of a test that consists of asserts; none for other tests."""
+    """Return the checks of a test that consists of assert statements only; none for other tests."""
     body = _parse_test(test).body
-    tests = [statement.test for statement in body if isinstance(statement, ast.Assert)]
-    return [check for test in tests for check in _assert_checks(number, test)] if len(tests) == len(body) else []
+    conditions = [statement.test for statement in body if isinstance(statement, ast.Assert)]
+    if len(conditions) < len(body):
+        return []
+    return [check for condition in conditions for check in _assert_checks(number, condition)]
 
 
 def _assert_checks(number: int, test: ast.expr) -> list[Check]:
-    """Return checks of an asserted expression that keep constants on one side of a comparison out of the sandbox."""
+    """Return the checks of an asserted condition. Constants with which values are compared stay outside the sandbox."""
     match test:
         # Each part of a conjunction is a separate check, so that its constants stay outside too.
         case ast.BoolOp(op=ast.And(), values=values):
             return [check for value in values for check in _assert_checks(number, value)]
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             return [_truth_check(number, operand, False)]
-        # The constant is compared outside the sandbox, where the program cannot see or replace it.
+        # A comparison with a constant: the other side's value is reported, and compared outside the sandbox, where the
+        # program cannot see or replace the constant.
         case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _OPERATORS:
             compare = _OPERATORS[type(op)]
             right_value = evaluate_constant(right)
@@ -198,16 +236,17 @@ def _assert_checks(number: int, test: ast.expr) -> list[Check]:
 
 
 def _truth_check(number: int, test: ast.expr, wanted: bool) -> Check:
-    """Return a check of whether an expression holds. A call of the program gains nothing by lies: it may return what it
-    likes."""
+    """Return a check of whether an expression is true or false, as `wanted`."""
+    # A call of the program itself cannot be forged: the program decides what it returns anyway.
     root = re.match(r"\w+", ast.unparse(test)) if isinstance(test, ast.Call) else None
     calls_program = root is not None and root.group() not in dir(builtins)
-    text = ast.unparse(_Guard().visit(test))
-    return Check(number, text, "truth", lambda value: value is wanted, in_process=not calls_program)
+    return Check(
+        number, ast.unparse(_Guard().visit(test)), "truth", lambda value: value is wanted, in_process=not calls_program
+    )
 
 
 def _value_check(number: int, node: ast.expr, right: Callable[[Value], bool], expected: str) -> Check:
-    """Return a check of a value; for `abs(value - constant)` the constant stays out of the sandbox, too."""
+    """Return a check of an expression's value. For `abs(value - constant)` it is the value, without the constant."""
     match node:
         case ast.Call(func=ast.Name("abs"), args=[ast.BinOp(left=first, op=ast.Sub(), right=second)], keywords=[]):
             for node_of_program, other in ((first, second), (second, first)):
@@ -219,13 +258,15 @@ def _value_check(number: int, node: ast.expr, right: Callable[[Value], bool], ex
 
 
 class _Guard(ast.NodeTransformer):
-    """Replaces the comparisons of a test by calls of the harness, which the program's objects cannot answer."""
+    """Replaces the comparisons in a test by calls of the harness, which call no methods of the program's objects."""
 
     def visit_Compare(self, node: ast.Compare) -> ast.expr:
         """Rewrite `a == b` as `__compare__(a, ('==', b))`."""
         self.generic_visit(node)
-        pairs = zip(node.ops, node.comparators, strict=True)
-        signs = [ast.Tuple([ast.Constant(_SIGNS[type(sign)]), right], ast.Load()) for sign, right in pairs]
+        signs = [
+            ast.Tuple([ast.Constant(_SIGNS[type(sign)]), right], ast.Load())
+            for sign, right in zip(node.ops, node.comparators, strict=True)
+        ]
         return _call_name(_COMPARE, node.left, *signs)
 
     def visit_Call(self, node: ast.Call) -> ast.expr:

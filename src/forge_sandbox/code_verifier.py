@@ -1,4 +1,4 @@
-"""Verification of programs in responses, by running tests in a sandbox."""
+"""A verifier that runs the programs in responses with tests in a sandbox."""
 
 import asyncio
 import json
@@ -16,19 +16,22 @@ from .cases import NO_LITERAL, Case, Check, checks_of, forgeable, parse_literal,
 from .harness import BEGUN, HARNESS, read_marked
 from .sandbox import Sandbox
 
-Json = Any  # plain data of a report
+Json = Any  # plain data in a report of the harness
 
 
 @runtime_checkable
 class Runner(Protocol):
-    """Runs untrusted programs, as `forge_sandbox.Sandbox`. Exceptions are failures of the runner, not the program."""
+    """An object that runs untrusted programs, such as a `forge_sandbox.Sandbox`."""
 
     async def run(self, program: str, *, stdin: str = "", time_limit: float) -> Any:
-        """Run a program for at most `time_limit` seconds; return an object with `status` and `stdout`."""
+        """Run a program for at most `time_limit` seconds, and return an object with `status` and `stdout`.
+
+        An exception means that the runner has failed, not the program.
+        """
 
 
 def code_block(response: str) -> str | None:
-    r"""Return the program of a response after its thoughts, as `python_block` reads it; None if it has none.
+    r"""Return the last Python program in a response, after its thoughts; None if it has none. See `python_block`.
 
     >>> code_block("<think>x</think>```python\nprint(1)\n```")
     'print(1)\n'
@@ -37,26 +40,29 @@ def code_block(response: str) -> str | None:
 
 
 class CodeVerifier:
-    """Scores the program in a response by its tests: 1 if all pass, else 0; or the fraction that passes.
+    """A verifier that scores the program in a response by tests, from 0 to 1.
 
-    No program, an error or a timeout scores 0. Unscored (NaN) if the sandbox fails, there are no tests, or the expected
-    output exceeds the sandbox's output limit; a program's own output beyond the limit is wrong.
+    A response without a program, or whose program raises an error or times out, scores 0. A response is unscored (NaN)
+    if the sandbox fails, there are no tests, or the expected output exceeds the sandbox's output limit. A program whose
+    output exceeds the limit is wrong.
 
     Args:
-        sandbox: a `forge_sandbox.Sandbox`, its settings, or any `Runner`. It starts with the first program.
-        name: name of the column of scores.
-        credit: "all" or "share".
-        cases: parses tests from the target of a call.
-        program: extracts the program from a response, None for none.
-        time_limit: seconds per execution: of a case with input, or of all calls and statements together. Those left
-            unanswered at a time or output limit are executed again; one fails only if it was first and unanswered.
-        concurrency: maximum concurrent executions per call.
+        sandbox: a `forge_sandbox.Sandbox`, its settings, or any `Runner`; None: a sandbox with default settings. It is
+            started by the first program.
+        name: the name of the column.
+        credit: "all" scores 1 if all tests pass, otherwise 0; "share" scores the share of tests that pass.
+        cases: parses the tests in a target.
+        program: extracts the program from a response; returns None if there is none.
+        time_limit: seconds for one execution, which runs a case with input, or all calls and statements together. Those
+            without an answer when the time or output limit is reached are executed again; one fails if it was the first
+            of an execution and has no answer.
+        concurrency: how many executions of one `score` may run at once.
 
     Attributes:
-        progress: number of executions that ended or failed, not counting cancelled ones.
+        progress: the number of executions that have ended or failed; cancelled ones do not count.
 
     Raises:
-        ValueError: an invalid setting.
+        ValueError: a setting is invalid.
     """
 
     def __init__(
@@ -85,22 +91,26 @@ class CodeVerifier:
         self.progress = 0
 
     def warning(self, targets: Iterable[str | None]) -> str:
-        """Warn of problems of a data set whose tests a program could pass without being right; "" if there are none."""
-        weak = 0
+        """Return a warning if some tests of a dataset could be passed by a wrong program; "" if there are none.
+
+        Args:
+            targets: the targets of all problems.
+        """
+        forgeable_problems = 0
         problems = 0
         for target in targets:
-            with suppress(ValueError):  # it is reported when it is scored
-                weak += any(map(forgeable, self._cases(target or "")))
+            with suppress(ValueError):  # invalid tests are reported when they are used
+                forgeable_problems += any(map(forgeable, self._cases(target or "")))
             problems += 1
-        if not weak:
+        if not forgeable_problems:
             return ""
         return (
-            f"{self.names[0]}: {weak} of {problems} problems have tests that run in the program's own process, "
-            "which can forge them: write them as values, or as asserts with plain arguments"
+            f"{self.names[0]}: {forgeable_problems} of {problems} problems have tests that run in the program's own "
+            "process, which can forge them: write them as values, or as asserts with plain arguments"
         )
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
-        """Return scores [responses, 1] in [0, 1]; `target` holds the tests."""
+        """Return scores [responses, 1] of the responses to one prompt, from 0 to 1, by the tests in `target`."""
         if target is None:
             return Scores.none(len(responses), 1, "there is no target with tests")
         try:
@@ -111,11 +121,12 @@ class CodeVerifier:
         return await collect_scores([self._score_response(response, cases, slots) for response in responses], 1)
 
     async def close(self) -> None:
-        """Close the sandbox, if it has a `close`."""
+        """Close the sandbox, if it has a method `close`."""
         if hasattr(self._sandbox, "close"):
             await self._sandbox.close()
 
     async def _score_response(self, response: str, cases: Sequence[Case], slots: asyncio.Semaphore) -> float:
+        # Return the score of one response; Unscored if it cannot be scored.
         program = self._program(response)
         if program is None:
             return 0.0
@@ -124,7 +135,7 @@ class CodeVerifier:
         except UnicodeEncodeError:  # lone surrogates
             return 0.0
 
-        # Calls and statements share executions; inputs have one each.
+        # Calls and statements are run together, and each input in a separate execution.
         passed = await self._run_checks(program, cases, slots)
         for number, case in enumerate(cases):
             if self._credit == "all" and False in passed.values():
@@ -132,41 +143,44 @@ class CodeVerifier:
             if case.stdout is not None:
                 result = await self._run_program(program, case.stdin or "", slots)
                 _check_limit(case.stdout, result)
-                passed[number] = result.status == "ok" and _stripped_lines(result.stdout) == _stripped_lines(
-                    case.stdout
-                )
+                has_right_output = _stripped_lines(result.stdout) == _stripped_lines(case.stdout)
+                passed[number] = result.status == "ok" and has_right_output
 
         return float(all(passed.values())) if self._credit == "all" else sum(passed.values()) / len(cases)
 
     async def _run_checks(self, program: str, cases: Sequence[Case], slots: asyncio.Semaphore) -> dict[int, bool]:
-        """Return whether the cases with calls and statements pass; with credit "all" up to the first failure."""
+        """Return whether each case with calls or statements passes, by its number.
+
+        With credit "all" it returns at the first failure, and later cases count as passed.
+        """
         checks = [check for number, case in enumerate(cases) for check in checks_of(number, case)]
         passed = {check.case: True for check in checks}
         while checks:
             mark = secrets.token_hex(16)
             texts = [(check.text.strip(), check.kind) for check in checks]
-            script = f"{HARNESS}harness({program!r}, {texts!r}, {mark!r})\n"
-            result = await self._run_program(script, "", slots)
+            result = await self._run_program(f"{HARNESS}harness({program!r}, {texts!r}, {mark!r})\n", "", slots)
             reports = read_marked(result.stdout, mark)
 
-            # The first unanswered check may have run out of time or output used by earlier ones, unless it was first.
-            answered = next((index for index in range(len(checks)) if index not in reports), len(checks)) or 1
+            # The checks up to the first one without a report are decided now. That one may only have been left without
+            # time or output by the checks before it, and is executed again, unless it was the first.
+            decided = next((index for index in range(len(checks)) if index not in reports), len(checks)) or 1
             if BEGUN not in reports:
-                answered = len(checks)  # the program itself failed, and so all checks
+                decided = len(checks)  # the program failed before its checks, and so all of them
             elif 0 not in reports:
                 _check_limit(json.dumps(checks[0].expected), result)
 
-            for index, check in enumerate(checks[:answered]):
+            for index, check in enumerate(checks[:decided]):
                 if not _check_passes(check, reports.get(index)):
                     passed[check.case] = False
                     if self._credit == "all":
                         return passed
 
-            checks = checks[answered:]
+            checks = checks[decided:]
 
         return passed
 
     async def _run_program(self, program: str, stdin: str, slots: asyncio.Semaphore) -> Any:
+        # Return the sandbox's result of a program, once there is a free slot; Unscored if the sandbox fails.
         async with slots:
             try:
                 result = await self._sandbox.run(program, stdin=stdin, time_limit=self._time_limit)
@@ -178,6 +192,7 @@ class CodeVerifier:
 
 
 def _check_passes(check: Check, report: list[Json] | None) -> bool:
+    # Return whether a check passes by its report, see `read_marked`.
     if not report:
         return False
     value = report[0]
@@ -193,11 +208,11 @@ def _check_passes(check: Check, report: list[Json] | None) -> bool:
 
 
 def _check_limit(expected: str, result: Any) -> None:
-    """Raise Unscored if the expected output exceeds the sandbox's limit."""
+    """Raise Unscored if a program's output was cut at a limit that is below the length of the expected output."""
     if result.status == "output" and len(expected) > len(result.stdout):
         raise Unscored(f"{len(expected)} characters are expected, the sandbox's output limit is {len(result.stdout)}")
 
 
 def _stripped_lines(text: str) -> list[str]:
-    """Return lines without trailing white space, which is not compared."""
+    """Return the lines of a text without white space at their ends, which is not compared."""
     return [line.rstrip() for line in text.strip().splitlines()]

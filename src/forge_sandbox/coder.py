@@ -8,7 +8,7 @@ from .sandbox import Result, Sandbox
 
 
 class SandboxedPythonCoder(ForgeActor):
-    """Runs programs in the sandboxes of its replicas.
+    """A service that runs programs, each replica in its own sandbox.
 
     coder = await SandboxedPythonCoder.options(num_replicas=2).as_service(memory_mb=1024)
     result = await coder.execute.route("print(6 * 7)")
@@ -26,7 +26,7 @@ class SandboxedPythonCoder(ForgeActor):
 
     @endpoint
     async def execute(self, code: str, stdin: str = "", time_limit: float = 5.0) -> Result:
-        """Run a program; see `Sandbox.run`."""
+        """Run a program, and return its result; see `Sandbox.run`."""
         return await self.sandbox.run(code, stdin, time_limit)
 
     @endpoint

@@ -1,14 +1,15 @@
-"""Harness in the process of a program, as text: executes the program and reports what its calls return."""
+"""The harness, which executes a response's program in the sandbox, and reports the results of tests."""
 
 import json
 from typing import Any
 
 Json = Any
 
-# The index of the report that only says that the checks have started.
+# The index of the report that is written before the first check, once the program has been executed.
 BEGUN = -1
-# All that it uses is bound before the program runs, which may replace any global. Values are formatted by the methods
-# of the built-in types, whatever a subclass overrides, and compared outside. Objects of the program are never true.
+# Everything that the harness uses is bound before the program runs, since the program may replace any global. Values
+# are formatted by methods of the built-in types, which the program cannot override by a subclass, and are compared
+# outside the sandbox. Objects of classes of the program never count as true.
 HARNESS = r"""
 def harness(program, checks, mark):
     import json, os, sys, types
@@ -129,8 +130,14 @@ def harness(program, checks, mark):
 
 
 def read_marked(stdout: str, mark: str) -> dict[int, list[Json]]:
-    """Return the reports of the harness by index of the check: empty if it raised, else one value; None without a
-    form."""
+    """Return the harness's reports in the output of a program, by the index of the check.
+
+    A report is a list: empty if the check raised an error, otherwise with one value, which is None if the value has no
+    plain form.
+
+    Args:
+        mark: a random text with which the lines of reports start.
+    """
     reports: dict[int, list[Json]] = {}
     for line in stdout.split("\n"):
         if line.startswith(mark):
@@ -138,5 +145,5 @@ def read_marked(stdout: str, mark: str) -> dict[int, list[Json]]:
                 index, _, report = line.removeprefix(mark).partition(" ")
                 reports.setdefault(int(index), list(json.loads(report)))
             except (ValueError, TypeError, RecursionError):
-                continue  # forged by the program
+                continue  # not written by the harness, but by the program
     return reports

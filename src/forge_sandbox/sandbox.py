@@ -1,4 +1,4 @@
-"""Sandbox for untrusted Python programs."""
+"""A sandbox for untrusted Python programs."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ _NO_MEMORY = re.compile(r"^[\w.]*MemoryError\b")
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Outcome of a program.
+    """How a program ended, and what it has printed.
 
-    `status` is one of
-
-    - "ok": exit code 0;
-    - "error": another exit code, or an exception;
-    - "timeout": of wall or CPU time;
-    - "memory": an uncaught MemoryError, or its processes together exceeded the limit;
-    - "output": stdout or stderr exceeded the limit and was cut (`truncated`);
-    - "killed": by a signal, as in a crash.
-
-    `exit_code` is the negative signal number for a signal. Invalid UTF-8 is replaced.
+    status: one of
+        - "ok": its exit code is 0;
+        - "error": it has another exit code, or raised an exception;
+        - "timeout": it reached the limit of wall-clock or CPU time;
+        - "memory": it did not catch a MemoryError, or its processes together exceeded the limit;
+        - "output": its stdout or stderr exceeded the limit, and was cut;
+        - "killed": a signal ended it, as in a crash.
+    stdout, stderr: what it has printed, in which invalid UTF-8 is replaced.
+    seconds, cpu_seconds: the wall-clock and CPU time that it took.
+    exit_code: the negative number of the signal that ended it, if one did.
+    truncated: whether stdout or stderr was cut.
     """
 
     status: str
@@ -51,7 +52,7 @@ class Result:
 
 
 class _Pending:
-    """A submitted program and the worker that runs it, for its cancellation."""
+    """Links a submitted program with the worker that runs it, so that it can be cancelled from another thread."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -59,13 +60,13 @@ class _Pending:
         self._worker: Worker | None = None
 
     def assign(self, worker: Worker | None) -> bool:
-        """Set the worker. False if the program was cancelled."""
+        """Set the worker that will run the program, None once it has; return False if the program was cancelled."""
         with self._lock:
             self._worker = worker
             return not self._cancelled
 
     def cancel(self) -> None:
-        """Cancel the program."""
+        """Cancel the program, and interrupt its worker if it has one."""
         with self._lock:
             self._cancelled = True
             if self._worker is not None:
@@ -73,28 +74,29 @@ class _Pending:
 
 
 class Sandbox:
-    """Runs each program in a process forked from a warm one; see docs/sandbox.md.
+    """Runs untrusted programs, each in a process that is forked from one with all imports; see docs/sandbox.md.
 
-    It starts with the first program, `start` or `async with`, and is not bound to an event loop.
+    It is started by the first program, `start` or `async with`, and may be used in several event loops.
 
     Args:
-        level: "namespaces"; "none" isolates nothing and requires `allow_unsafe`; "auto" is namespaces, or none where
-            they are not permitted and `allow_unsafe` is set.
-        workers: concurrent programs.
-        memory_mb: address space of a process, and memory of a program's processes together.
-        cpu_seconds: per process, and for a program's processes together.
-        processes: of a program, including threads.
-        file_mb: total size of files in /tmp.
-        output_kb: of each of stdout and stderr.
-        imports: modules imported once for all programs; add their folders to `path` unless in the standard library.
-        path: folders to import from; readable.
-        readable: additional readable files and folders.
-        python: the interpreter; by default the running one.
-        user: user id of the processes; requires root.
+        level: "namespaces" isolates programs; "none" isolates nothing, and requires `allow_unsafe`; "auto" is
+            "namespaces", or "none" where namespaces are not permitted and `allow_unsafe` is set.
+        workers: the number of programs that run at once.
+        memory_mb: the limit for the address space of each process, and for the memory of all of a program's processes.
+        cpu_seconds: the limit for each process, and for a program's processes together.
+        processes: the number of processes and threads that a program may have.
+        file_mb: the limit for all files of a program in /tmp together.
+        output_kb: the limit for each of stdout and stderr.
+        imports: modules that are imported once for all programs. Add their folders to `path`, unless they are in the
+            standard library.
+        path: folders from which programs can import.
+        readable: further files and folders that programs can read.
+        python: the interpreter; None: the running one.
+        user: the id of the user that the processes run as, which requires root; None: this process's user.
         allow_unsafe: allow level "none".
 
     Raises:
-        ValueError: an invalid setting.
+        ValueError: a setting is invalid.
     """
 
     def __init__(
@@ -124,8 +126,9 @@ class Sandbox:
         if invalid:
             raise ValueError(f"{', '.join(invalid)} must be at least 1, and whole numbers")
 
-        paths = {given: os.path.realpath(given) for given in (*path, *readable)}
-        hidden = [given for given, real in paths.items() if os.path.commonpath([real, "/tmp"]) == real]
+        # Paths inside /tmp are possible, but not /tmp itself nor a folder that contains it.
+        real_paths = {name: os.path.realpath(name) for name in (*path, *readable)}
+        hidden = [name for name, real in real_paths.items() if os.path.commonpath([real, "/tmp"]) == real]
         if hidden:
             raise ValueError(f"{', '.join(hidden)}: programs have their own /tmp, name single paths in it")
         self.level = level
@@ -134,14 +137,15 @@ class Sandbox:
             "limits": _LIMITS | {"AS": memory_mb << 20, "FSIZE": file_mb << 20, "CPU": cpu_seconds},
             "folder": "/tmp",
             "imports": list(imports),
-            "path": [paths[folder] for folder in path],
+            "path": [real_paths[folder] for folder in path],
             "readable": [os.path.abspath(folder) for folder in (*path, *readable)],
         }
 
         self._python = python or os.path.realpath(sys.executable)
         self._user = user
         self._threads = ThreadPoolExecutor(workers, "sandbox")
-        self._idle: SimpleQueue[Worker | None] = SimpleQueue()  # one for each thread
+        # One entry for each thread; None: the worker is not started yet.
+        self._idle: SimpleQueue[Worker | None] = SimpleQueue()
         for _ in range(workers):
             self._idle.put(None)
         self._lock = Lock()
@@ -157,34 +161,40 @@ class Sandbox:
         await self.close()
 
     async def start(self) -> None:
-        """Select the level. SandboxError: none works here, with the reasons."""
+        """Select the isolation level by running a test program; no effect if it is selected already.
+
+        Raises:
+            SandboxError: no level that the settings allow works on this machine; the message has the reason.
+        """
         self._check_usable()
         await asyncio.wrap_future(self._threads.submit(self._start))
 
     async def run(self, program: str, stdin: str = "", time_limit: float = 5.0) -> Result:
-        """Run a program; cancelling the call kills it.
+        """Run a Python program, and return its result. If this call is cancelled, the program is killed.
 
         Args:
-            time_limit: wall-clock seconds.
+            program: its source.
+            stdin: its input.
+            time_limit: the wall-clock seconds that it may take.
 
         Raises:
-            ValueError: too long, not encodable as UTF-8, or an invalid time limit.
-            SandboxError: the sandbox failed, also on a retry with a new process.
-            RuntimeError: closed.
+            ValueError: the program or its input is too long or cannot be encoded as UTF-8, or the time limit is
+                invalid.
+            SandboxError: the sandbox failed, and failed again on a retry with a new process.
+            RuntimeError: the sandbox is closed.
         """
         bodies = _encode_request(time_limit, program, stdin)
         self._check_usable()
         pending = _Pending()
         future = self._threads.submit(self._run_program, bodies, time_limit, pending)
         try:
-            # The thread waits for the worker, and returns soon after the worker was killed.
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             pending.cancel()
             raise
 
     async def close(self) -> None:
-        """Kill all programs and close for good; idempotent."""
+        """Kill all programs. The sandbox cannot be used again; a second call has no effect."""
         with self._lock:
             self._closed = True
             workers = list(self._workers)
@@ -199,6 +209,7 @@ class Sandbox:
             raise RuntimeError("the sandbox is closed")
 
     def _start(self) -> None:
+        # Select the level, once; called in a thread of the sandbox.
         with self._lock:
             if self._started:
                 return
@@ -208,10 +219,11 @@ class Sandbox:
         log.log(logging.WARNING if self.level == "none" else logging.INFO, "programs run at level %s", self.level)
 
     def _run_program(self, bodies: list[bytes], time_limit: float, pending: _Pending) -> Result:
+        # Run a program in an idle worker, and return its result; called in a thread of the sandbox.
         self._start()
         worker = self._idle.get()
         try:
-            # A worker that fails is replaced once: the program may have brought it down, or the machine.
+            # A worker that fails is replaced once, since the program need not be the cause.
             for is_last in (False, True):
                 try:
                     worker = worker or self._start_worker()
@@ -230,7 +242,7 @@ class Sandbox:
             raise SandboxError("the program was cancelled")
         finally:
             pending.assign(None)
-            if worker is not None and worker.interrupted:  # no longer usable
+            if worker is not None and worker.interrupted:
                 self._discard_worker(worker)
                 worker = None
             self._idle.put(worker)
@@ -250,18 +262,29 @@ class Sandbox:
 
 
 def _make_result(header: Header, bodies: list[bytes], cpu_seconds: int) -> Result:
-    out, error = (body.decode("utf-8", "replace") for body in bodies)
+    """Return the result of a program from the reply of its worker.
+
+    Args:
+        bodies: stdout and stderr.
+        cpu_seconds: the limit of CPU time.
+    """
+    stdout, stderr = (body.decode("utf-8", "replace") for body in bodies)
     status, code = header["status"], header["exit_code"]
-    if status == "exited" and code <= 0:
-        # The kernel kills at the limit of CPU time, which then looks like any other kill.
-        is_timeout = code == -signal.SIGXCPU or (code and header["cpu_seconds"] >= cpu_seconds)
-        status = "timeout" if is_timeout else "killed" if code else "ok"
-    elif status == "exited":
-        status = "memory" if _NO_MEMORY.match(error.rstrip().rpartition("\n")[2]) else "error"
-    return Result(status, out, error, header["seconds"], header["cpu_seconds"], code, status == "output")
+    if status == "exited":
+        # At the limit of CPU time the kernel sends SIGXCPU, and SIGKILL a second later, which may have other causes.
+        is_cpu_timeout = code == -signal.SIGXCPU or (code < 0 and header["cpu_seconds"] >= cpu_seconds)
+        last_line = stderr.rstrip().rpartition("\n")[2]
+        if is_cpu_timeout:
+            status = "timeout"
+        elif code <= 0:
+            status = "killed" if code else "ok"
+        else:
+            status = "memory" if _NO_MEMORY.match(last_line) else "error"
+    return Result(status, stdout, stderr, header["seconds"], header["cpu_seconds"], code, status == "output")
 
 
 def _encode_request(time_limit: float, *texts: str) -> list[bytes]:
+    # Return the texts as UTF-8; ValueError if one cannot be encoded, they are too long, or the limit is invalid.
     if not 0 < time_limit <= 86_400:
         raise ValueError(f"time_limit must be above 0 and at most 86400 seconds, got {time_limit}")
     try:
@@ -273,7 +296,8 @@ def _encode_request(time_limit: float, *texts: str) -> list[bytes]:
     return bodies
 
 
-# What the level must prevent a program from.
+# The canary, a program that tries what the level must prevent, and prints the names of what it could do and of the
+# environment variables that it has inherited.
 _CANARY = """
 import colorsys, os, socket, sys
 def works(what):
@@ -295,12 +319,21 @@ print(*(name for name, what in tried.items() if works(what)), *(sorted({{*os.env
 
 
 def select_level(level: str, is_unsafe: bool, settings: Settings, python: str, user: int | None) -> str:
-    """Return the level at which programs run: "auto" is namespaces, or none where these do not confine the canary and
-    `is_unsafe` accepts that. SandboxError: they do not, with the reason."""
+    """Return the isolation level at which programs run, "namespaces" or "none".
+
+    Args:
+        level: the setting; for "auto", "namespaces" is tried first, and "none" is the alternative.
+        is_unsafe: whether "none" is allowed.
+        settings, python, user: as for `Worker`.
+
+    Raises:
+        SandboxError: namespaces do not isolate programs on this machine, and "none" is not allowed, or nothing can be
+            run at all; the message has the reason.
+    """
     try:
         tried = "none" if level == "none" else "namespaces"
         escapes = _try_level(settings | {"level": tried}, python, user)
-        # Without isolation they are as they should be.
+        # The level "none" prevents nothing: it is only tried to see that programs run.
         if not escapes or tried == "none":
             return tried
         reason = f"a program was not prevented from: {escapes}"
@@ -316,15 +349,20 @@ def select_level(level: str, is_unsafe: bool, settings: Settings, python: str, u
 
 
 def _try_level(settings: Settings, python: str, user: int | None) -> str:
-    """Run the canary, which tries what a program must not do: read this file, write alongside it, use memory, see its
-    parent. Return what it could, in words. SandboxError: it could not run."""
+    """Run the canary, and return the names of what it could do and should not: "" at a level that isolates programs.
+
+    It tries to read a file, to write next to it, to open a socket, to signal its parent, and to exceed its memory.
+
+    Raises:
+        SandboxError: the canary could not run.
+    """
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o777)
         file = os.path.join(folder, "file")
         with open(file, "w"):
             os.chmod(file, 0o644)
 
-        # Far beyond its limit; it is not written to, so that the level "none" does not fill the machine.
+        # Four times its limit. The canary only allocates the memory, so that level "none" does not fill the machine.
         memory = (settings["memory_mb"] << 20) * 4
         canary = _CANARY.format(parent=os.getpid(), file=file, memory=memory)
         worker = Worker(settings, python, user)

@@ -1,4 +1,4 @@
-"""Client of a sandbox process."""
+"""The client of a sandbox's process."""
 
 import os
 import socket
@@ -12,13 +12,15 @@ from forge_envs.environment import InfrastructureError
 
 from .inside import wire
 
-START_TIMEOUT = 60.0  # seconds to start, with all imports
-GRACE = 30.0  # seconds to reply, beyond a program's time limit: the machine may be busy
-EXIT_TIMEOUT = 5.0  # seconds to exit by itself
+START_TIMEOUT = 60.0  # seconds within which the process must have started, with all imports
+GRACE = 30.0  # seconds for a reply after a program's time limit: the machine may be busy
+EXIT_TIMEOUT = 5.0  # seconds within which the process must exit by itself
 _MODULES = ("syscalls", "wire", "seccomp", "namespaces", "limits", "program", "confine", "keeper", "zygote")
-# The modules are sent as text: the process may not be able to read the files after a change of user or root.
+# The modules are sent as text: as another user, or with another root, the process may not be able to read the files.
 _FOLDER = Path(__file__).parent / "inside"
 _TEXTS = {name: (_FOLDER / f"{name}.py").read_text("utf-8") for name in _MODULES}
+# The program of the process: it reads a message as of `inside.wire` from the descriptor in its argument, makes the
+# package `inside` of the modules in it, and runs the zygote.
 _BOOT = """
 import json, os, struct, sys, types
 def exactly(size):
@@ -46,22 +48,26 @@ Settings = dict[str, Any]  # of a sandbox, as plain data
 
 
 class SandboxError(InfrastructureError):
-    """The sandbox failed, not a program in it."""
+    """The sandbox itself failed, not a program in it."""
 
 
 class Worker:
-    """A process that runs one program at a time. Methods block and are called in one thread, except `interrupt`.
+    """A sandbox's process, which runs one program at a time.
+
+    The methods block, and must be called in one thread, except `interrupt`.
 
     Args:
-        settings: "level"; "readable", "folder" (where a program starts), "limits" (of `resource`), "memory_mb",
-            "cpu_seconds", "processes" and "output_kb". Of Python's programs also "path", "imports" and "file_mb"; of a
-            command "network" ("gateway": the loopback only; "host"), "port" (where the caller listens, or None) and
-            "writable" (folders by their paths inside).
-        python: the interpreter.
-        user: user id of the process; requires root.
+        settings: for all programs "level", "readable", "folder" (where a program starts), "limits" (by the names of
+            `resource`), "memory_mb", "cpu_seconds", "processes" and "output_kb". For Python programs also "path",
+            "imports" and "file_mb". For a command also "network" ("gateway" for the loopback only, or "host"), "port"
+            (of the loopback, at which the caller accepts its connections; None: none) and "writable" (folders by their
+            paths in the sandbox).
+        python: the interpreter of the process.
+        user: the id of the user that the process runs as, which requires root; None: this process's user.
 
     Attributes:
-        descriptors: the listening socket of a command's `port`.
+        interrupted: whether `interrupt` was called.
+        descriptors: the descriptor of the socket that listens at a command's "port", if it has one.
 
     Raises:
         SandboxError: the process failed to start.
@@ -73,13 +79,12 @@ class Worker:
         self.descriptors: list[int] = []
         self._socket, child_socket = socket.socketpair()
 
-        # A file, since a pipe that is not read would block verbose imports.
+        # A file in memory: a pipe, which nothing reads, would block once imports have written much to it.
         self._stderr = open(os.memfd_create("stderr"), "rb")  # noqa: SIM115
         with child_socket:
-            words = [python, "-I", "-S", "-X", "utf8", "-c", _BOOT, str(child_socket.fileno())]
             try:
                 self._process = subprocess.Popen(
-                    words,
+                    [python, "-I", "-S", "-X", "utf8", "-c", _BOOT, str(child_socket.fileno())],
                     **owner,
                     env={},
                     cwd="/",
@@ -101,23 +106,35 @@ class Worker:
             raise
 
     def request(self, header: Header, *bodies: bytes, limit: float) -> tuple[Header, list[bytes]]:
-        """Send a request and return the reply. SandboxError: it failed or timed out, and the worker must be killed."""
+        """Send a request, and return the header and the bodies of the reply.
+
+        Args:
+            header: the request, such as {"time_limit": 5.0}.
+            bodies: the program and its input.
+            limit: the seconds that the program may take.
+
+        Raises:
+            SandboxError: the process failed or gave no reply in time; then the worker must be killed.
+        """
         return self._read_reply(limit + GRACE, wire.pack_message(header, *bodies))
 
     def settle(self) -> None:
-        """Wait until all processes of the last program have ended. SandboxError: as `request`."""
+        """Wait until all processes of the last program have ended; raises SandboxError as `request` does."""
         reply, _ = self._read_reply(GRACE)
         if not reply.get("over"):
             raise SandboxError(f"the sandbox's process sent {reply} instead of the end of a program")
 
     def interrupt(self) -> None:
-        """Ask the worker to end with all its processes; a pending `request` raises SandboxError. Thread-safe."""
+        """Make the process end with all its programs, so that a pending `request` raises SandboxError.
+
+        It does not wait for the end, and may be called in any thread.
+        """
         self.interrupted = True
-        with suppress(OSError):  # already ended
+        with suppress(OSError):  # it has ended already
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def kill(self) -> None:
-        """End the worker with all its processes, and wait for it."""
+        """Make the process end with all its programs, and wait for its end."""
         self.interrupt()
         try:
             self._process.wait(EXIT_TIMEOUT)
@@ -128,6 +145,7 @@ class Worker:
         self._stderr.close()
 
     def _read_reply(self, seconds: float, request: bytes = b"") -> tuple[Header, list[bytes]]:
+        # Send a request, unless it is empty, and return the next message, for which it waits `seconds` at most.
         deadline = time.monotonic() + seconds
 
         def read_bytes(size: int) -> bytes:
@@ -152,7 +170,7 @@ class Worker:
         return header, bodies
 
     def _stderr_tail(self) -> str:
-        """Return the end of its stderr, once it has exited."""
+        """Return ": " and the last 400 bytes of the process's stderr, once it has exited; "" if there are none."""
         with suppress(subprocess.TimeoutExpired, ValueError):  # ValueError: closed concurrently
             self._process.wait(EXIT_TIMEOUT)
             size = os.fstat(self._stderr.fileno()).st_size

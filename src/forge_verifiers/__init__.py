@@ -1,6 +1,6 @@
-"""Verifiers and their panel: rules, reward models, models of steps, judges, each on its own scale.
+"""Verifiers that score responses: rules, reward models, process reward models and judges, alone or as a panel.
 
-An unscored response is NaN with a reason, never 0.
+Each verifier has its own scale. The score of a response that cannot be scored is NaN with a reason, never 0.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "LMJudge":  # on first use: judges need an extra
+    if name == "LMJudge":  # imported on first use: judges need the openai package
         from .judge import LMJudge
 
         return LMJudge

@@ -1,4 +1,4 @@
-"""Verifiers as a service."""
+"""A panel of verifiers as a service."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .config import VerifiersConfig
 
 
 class VerifierActor(ForgeActor):
-    """A panel in a separate process; several replicas share the calls.
+    """Runs a panel of verifiers in a separate process; several replicas share the calls.
 
     Args:
-        verifiers: which ones.
+        verifiers: the configuration of the panel.
     """
 
     def __init__(self, verifiers: VerifiersConfig) -> None:
@@ -31,17 +31,22 @@ class VerifierActor(ForgeActor):
 
     @endpoint
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
-        """[responses, verifiers], see `forge_verifiers.Panel`."""
+        """Return scores [responses, columns] of the responses to one prompt, see `forge_verifiers.Panel`."""
         return await self.panel.score(prompt, responses, target)
 
     @endpoint
     async def names(self) -> tuple[str, ...]:
-        """Return the verifiers' columns."""
+        """Return the names of the panel's columns."""
         return self.panel.names
 
 
 class RemotePanel:
-    """The verifiers of a service, as a verifier here."""
+    """A verifier in this process that asks the panel of a service.
+
+    Args:
+        service: a service of `VerifierActor`.
+        names: the names of the panel's columns.
+    """
 
     def __init__(self, service: Service, names: tuple[str, ...]) -> None:
         self.service = service
@@ -49,9 +54,9 @@ class RemotePanel:
 
     @classmethod
     async def from_service(cls, service: Service) -> RemotePanel:
-        """Return the panel of a service of `VerifierActor`."""
+        """Return a verifier for a service of `VerifierActor`, which is asked for its columns."""
         return cls(service, await service.names.route())
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
-        """[responses, names], scored by one replica."""
+        """Return scores [responses, names] of the responses to one prompt, all by the same replica."""
         return await self.service.score.route(prompt, list(responses), target)

@@ -1,4 +1,4 @@
-"""The section `verifiers`: which models, judges and rules make a panel, and the settings of each."""
+"""The configuration section `verifiers`: the models, judges and rules of a panel, and the settings of each."""
 
 import os
 import re
@@ -50,8 +50,7 @@ class ModelSettings(Section):
     """Longest row; null: the limit of model and tokenizer."""
 
     def _check(self) -> None:
-        # Settings of a chat template are checked later, with the tokenizer.
-        # The template is tried with the one field that it has.
+        # `fields` raises the error of an invalid template. A chat template is checked later, with its tokenizer.
         plain = not self.chat_template
         PromptFormat(
             None,
@@ -61,8 +60,12 @@ class ModelSettings(Section):
         ).fields(["question"])
 
     def check_sources(self, location: str) -> None:
-        """ValueError: the folder does not exist or has no model."""
-        # A path that looks local must exist; anything else is a hub id.
+        """Raise ValueError if the path looks like a local folder and has no model.
+
+        Args:
+            location: where the settings are in the configuration, for the error.
+        """
+        # Anything else is the id of a model on the hub, `OWNER/NAME`.
         folder = Path(self.path)
         is_local = self.path.startswith((".", "/", "~")) or folder.exists() or len(folder.parts) > 2
         is_local = is_local or ("/" in self.path and folder.parent.is_dir())  # a misspelled name in a folder
@@ -111,7 +114,6 @@ class ProcessRewardModelSettings(ModelSettings):
 
     def _check(self) -> None:
         super()._check()
-        # A causal language model has two texts, a token classifier none.
         if (self.good is None) != (self.bad is None):
             raise ValueError("set both good and bad for a causal language model, or none for a token classifier")
         try:
@@ -165,7 +167,7 @@ class JudgeSettings(Section):
     """Environment variable that holds the key, sent as a bearer token."""
 
     def _check(self) -> None:
-        # What an endpoint would reject only after the run has started.
+        # An endpoint would reject these only after the run has started.
         fields = {field for _, field, _, _ in Formatter().parse(self.template) if field is not None}
         if not self.url.startswith(("http://", "https://")):
             raise ValueError(f"url must start with http:// or https://, got {self.url!r}")
@@ -205,10 +207,13 @@ class VerifiersConfig(Section):
     """Seconds that a rule has for one response."""
 
     def check_sources(self, location: str = "verifiers") -> None:
-        """Check everything that needs no model and no connection.
+        """Check the section as far as that is possible without loading a model or connecting to an endpoint.
+
+        Args:
+            location: where the section is in the configuration, for the error.
 
         Raises:
-            ConfigError: names the key and the fix.
+            ConfigError: a setting is invalid, a file is missing, or two columns have the same name.
         """
         try:
             for kind in ("reward_models", "process_reward_models"):
@@ -223,7 +228,6 @@ class VerifiersConfig(Section):
         except (ValueError, OSError, ImportError) as error:
             raise ConfigError(f"{location}: {error}") from None
 
-        # Columns are named: two of one name could not be distinguished in a report.
         if not names:
             raise ConfigError(f"{location} has none: set rules, reward_models, judges, math or another")
         if repeated := sorted({name for name in names if names.count(name) > 1}):
@@ -232,8 +236,8 @@ class VerifiersConfig(Section):
 
     @property
     def names(self) -> list[str]:
-        """Return the columns of the panel, in order. ValueError: a function does not exist."""
-        # In the order in which `panel` constructs them, without loading a model.
+        """Return the names of the panel's columns, in their order; ValueError if a function does not exist."""
+        # The order must be the one in which `panel` constructs the verifiers. No model is loaded here.
         names = [name for verifier in self._load_functions() for name in verifier.names]
         names += [spec.name or Path(spec.path).name for spec in self.reward_models]
         for spec in self.process_reward_models:
@@ -242,13 +246,20 @@ class VerifiersConfig(Section):
         return names + [name for plugin in self._load_plugins("verifiers") for name in plugin.names]
 
     def planned_models(self) -> list[ModelSettings]:
-        """Return the models that the panel loads, of plugins too. ValueError, OSError: a plugin's cannot be read."""
-        plugins = models_of(self._load_plugins("verifiers"))
-        return [*self.reward_models, *self.process_reward_models, *plugins]
+        """Return the settings of all models that the panel loads, including those of plugins.
+
+        Raises:
+            ValueError, OSError: a plugin's models cannot be determined.
+        """
+        return [*self.reward_models, *self.process_reward_models, *models_of(self._load_plugins("verifiers"))]
 
     def panel(self) -> Panel:
-        """Load all verifiers. ValueError, OSError: a model or plugin cannot be loaded."""
-        # They import the sections of this module.
+        """Load all verifiers, and return their panel.
+
+        Raises:
+            ValueError, OSError: a model or a plugin cannot be loaded.
+        """
+        # Imported here: these modules import this one.
         from .process import ProcessRewardModel
         from .reward_model import RewardModel
 
@@ -280,15 +291,21 @@ class VerifiersConfig(Section):
 
 
 def read_section(values: Any) -> VerifiersConfig:
-    """Return the section of a mapping, or of what it was read to before. ConfigError: names the key."""
+    """Return the section `reward.verifiers` as an object.
+
+    Args:
+        values: a mapping, or the object that was made of it before.
+
+    Raises:
+        ConfigError: a key is unknown or its value is invalid.
+    """
     return values if isinstance(values, VerifiersConfig) else build(VerifiersConfig, values, "reward.verifiers")
 
 
 def models_of(scorers: Iterable[Object]) -> list[ModelSettings]:
-    """Return the models that verifiers load: those which their method `planned_models`, where they have one, names.
+    """Return the settings of the models that scorers will load, from those that have a method `planned_models`.
 
     Raises:
-        ValueError, OSError: the settings of one cannot be read.
+        ValueError, OSError: a scorer's models cannot be determined.
     """
-    loading = [scorer for scorer in scorers if hasattr(scorer, "planned_models")]
-    return [settings for scorer in loading for settings in scorer.planned_models()]
+    return [settings for scorer in scorers if hasattr(scorer, "planned_models") for settings in scorer.planned_models()]

@@ -1,4 +1,4 @@
-"""A language model as a judge, behind any OpenAI-compatible endpoint, and the verdict in its answer."""
+"""A verifier that asks a language model, behind any OpenAI-compatible endpoint, and reads the verdict in its answer."""
 
 import asyncio
 import hashlib
@@ -25,26 +25,32 @@ except ImportError as error:
 
 Json = dict[str, Any]
 
-# Of the library that openai uses: httpx, or httpx2 in later versions.
+# For the library that the openai package uses: httpx, or httpx2 in later versions.
 _TRANSPORT = bounded_transport(import_module(DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0]))
 
 
 class LMJudge:
-    """The share of yes among k votes, or P(yes) / (P(yes) + P(no)) of the next token; in [0, 1].
+    """A verifier that asks a language model whether a response is right, and scores it from 0 to 1.
+
+    With `scoring="votes"` the score is the share of yes among the votes whose verdict can be read; with "logprob",
+    P(yes) / (P(yes) + P(no)) of the next token.
 
     The `openai` client retries transient errors (connection, timeout, 408, 409, 429, 5xx) with backoff or
-    `Retry-After`; a malformed answer is retried at once. After the last retry the response is unscored. So is one of
-    whose votes half or more are unreadable.
+    `Retry-After`; a malformed answer is retried at once. If all retries fail, the response is unscored. So it is if
+    half or more of its votes cannot be read.
 
-    Responses are judged in order, at most `concurrency` at a time. Waiting for a turn does not count for `time_limit`,
-    nor for a `Panel`'s timeout as long as the endpoint answers other requests.
+    Responses are judged in order, at most `concurrency` at a time. Waiting for earlier ones does not count for
+    `time_limit`, nor for a `Panel`'s timeout as long as the endpoint answers other requests.
 
     Args:
         url, model, name, settings: fields of `forge_verifiers.config.JudgeSettings`.
-        api_key: sent as a bearer token.
+        api_key: the key that is sent as a bearer token; None: the one in the variable `api_key_env`.
+
+    Attributes:
+        progress: the number of answered requests.
 
     Raises:
-        ValueError: an invalid setting.
+        ValueError: a setting is invalid.
         ImportError: openai is not installed.
     """
 
@@ -53,7 +59,7 @@ class LMJudge:
     ) -> None:
         self._settings = section = JudgeSettings(url=url, model=model, name=name, **settings)
         self.names: tuple[str, ...] = (name or model,)
-        self.progress = 0  # answered requests: with a dead endpoint it stands still, and a panel times out
+        self.progress = 0
         self._base = url.rstrip("/")
         self._fixed: Json = {"model": model, "temperature": section.temperature}
         if section.scoring == "votes":
@@ -61,29 +67,32 @@ class LMJudge:
         else:
             self._fixed |= {"max_tokens": 1, "logprobs": True, "top_logprobs": section.top}
         self._yes, self._no = section.yes.strip().lower(), section.no.strip().lower()
-        # Without a key "none", or the client would send the one of OPENAI_API_KEY to any endpoint.
+        # Not empty: without a key the client would send the one in OPENAI_API_KEY, to any endpoint.
         self._api_key = api_key or os.environ.get(section.api_key_env or "") or "none"
         self._connection: tuple[asyncio.AbstractEventLoop, AsyncOpenAI, asyncio.Semaphore] | None = None
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
-        """Return one number for each response."""
-        client, turns = self._connect_client()
+        """Return scores [responses, 1] of the responses to one prompt; NaN with a reason where one is unscored."""
+        client, slots = self._connect_client()
 
-        async def in_turn(response: str) -> float:
-            async with turns:
-                judged = self._judge_response(client, prompt, response, target)
-                return await await_within(self._settings.time_limit, judged, f"the judge {self.names[0]}")
+        async def score_response(response: str) -> float:
+            async with slots:
+                return await await_within(
+                    self._settings.time_limit,
+                    self._judge_response(client, prompt, response, target),
+                    f"the judge {self.names[0]}",
+                )
 
-        return await collect_scores([in_turn(response) for response in responses], 1)
+        return await collect_scores([score_response(response) for response in responses], 1)
 
     async def close(self) -> None:
-        """Close the connections; requests in flight fail."""
+        """Close the connections, so that pending requests fail."""
         if self._connection is not None:
             await self._connection[1].close()
             self._connection = None
 
     def question(self, prompt: str, response: str, target: str | None) -> str:
-        """Return the text that the judge gets. Unscored: the template needs a target, and there is none."""
+        """Return the question about one response; Unscored if the template needs a target and there is none."""
         if target is None and "target" in {field for _, field, _, _ in Formatter().parse(self._settings.template)}:
             raise Unscored("the template asks for a target, and there is none")
         mark = mark_of(prompt, response)
@@ -92,34 +101,36 @@ class LMJudge:
         return self._settings.template.format(prompt=prompt, response=response_text, target=target, mark=mark)
 
     async def _judge_response(self, client: AsyncOpenAI, prompt: str, response: str, target: str | None) -> float:
-        text = self.question(prompt, response, target)
-        messages = [{"role": "user", "content": text}]
+        # Return the score of one response; Unscored if the model's answers give none.
+        messages = [{"role": "user", "content": self.question(prompt, response, target)}]
         if self._settings.system_prompt is not None:
             messages.insert(0, {"role": "system", "content": self._settings.system_prompt})
-        question: Json = {**self._fixed, "messages": messages}
+        request: Json = {**self._fixed, "messages": messages}
 
-        # From the probabilities of the two words as the next token, in one request.
         if self._settings.scoring == "logprob":
-            choice = (await self._ask_model(client, question))[0]
+            choice = (await self._ask_model(client, request))[0]
             try:
-                tops = choice["logprobs"]["content"][0]["top_logprobs"]
-                likely = [(top["token"], top["logprob"]) for top in tops]
+                top_logprobs = choice["logprobs"]["content"][0]["top_logprobs"]
+                top_tokens = [(top["token"], top["logprob"]) for top in top_logprobs]
             except (KeyError, IndexError, TypeError):
                 raise Unscored("the endpoint gives no log-probabilities: set scoring to votes") from None
 
+            # Several tokens may spell a word, such as "yes" and " Yes".
             yes, no = (
-                sum(math.exp(logprob) for token, logprob in likely if token.strip().lower() == word)
+                sum(math.exp(logprob) for token, logprob in top_tokens if token.strip().lower() == word)
                 for word in (self._yes, self._no)
             )
             if not yes + no:
-                raise Unscored(f"neither {self._yes} nor {self._no} is among the top tokens {[t for t, _ in likely]}")
+                raise Unscored(
+                    f"neither {self._yes} nor {self._no} is among the top tokens {[token for token, _ in top_tokens]}"
+                )
             return yes / (yes + no)
 
-        # Votes: as many answers as are set, of which more than half must be readable.
-        several = {"n": self._settings.votes} if self._settings.votes > 1 else {}
-        answers = [_text_of(choice) for choice in await self._ask_model(client, {**question, **several})]
-        read = [read_verdict(answer, self._yes, self._no) for answer in answers]
-        verdicts = [verdict for verdict in read if verdict is not None]
+        if self._settings.votes > 1:
+            request["n"] = self._settings.votes
+        answers = [_text_of(choice) for choice in await self._ask_model(client, request)]
+        verdicts_or_none = [read_verdict(answer, self._yes, self._no) for answer in answers]
+        verdicts = [verdict for verdict in verdicts_or_none if verdict is not None]
         if 2 * len(verdicts) <= self._settings.votes:
             count = f"{len(verdicts)} of {self._settings.votes} verdicts could be read"
             raise Unscored(f"{count}; the last answer was {answers[-1][-80:]!r}")
@@ -127,7 +138,7 @@ class LMJudge:
         return sum(verdicts) / len(verdicts)
 
     async def _ask_model(self, client: AsyncOpenAI, body: Json) -> list[Json]:
-        """Return the choices of an answer. Unscored: all attempts failed."""
+        """Return the choices of the endpoint's answer to a request; Unscored if all attempts fail."""
         url = f"{self._base}/chat/completions"
         for _ in range(self._settings.retries + 1):
             try:
@@ -158,7 +169,7 @@ class LMJudge:
         raise Unscored(f"{url} gave an invalid answer: {str(reply)[:120]!r}, tried {tries} times")
 
     def _connect_client(self) -> tuple[AsyncOpenAI, asyncio.Semaphore]:
-        """Return the client and the semaphore of the running loop: neither works in another."""
+        """Return the client and the semaphore of the running event loop; neither can be used in another one."""
         loop = asyncio.get_running_loop()
         if self._connection is None or self._connection[0] is not loop or self._connection[1].is_closed():
             # Redirects could lead the prompt and the key to another server.
@@ -174,6 +185,7 @@ class LMJudge:
 
 
 def _text_of(choice: Json) -> str:
+    # Return the text of a choice; an error if an endpoint gives another form.
     text = choice["message"].get("content")
     if not isinstance(text, str | None):
         raise TypeError("the answer is not text")
@@ -181,47 +193,61 @@ def _text_of(choice: Json) -> str:
 
 
 def mark_of(prompt: str, response: str) -> str:
-    """Return the mark of the lines around a response. A digest of it, which it cannot contain: no text can be found
-    that holds its own. Unlike a random mark it leaves a judge's verdicts reproducible."""
+    """Return the mark of the lines around a response in the question for a judge.
+
+    It is a digest of the response, so that the response cannot contain it: no text with its own digest can be found.
+    Unlike with a random mark, the same response is always judged by the same question.
+    """
     return hashlib.sha256(f"{len(prompt)} {prompt}{response}".encode("utf-8", "surrogatepass")).hexdigest()[:24]
 
 
-_LEADS = r"(?:(?:my|the|so|final|overall|therefore|thus|hence)[^\w\n]+)*"
-_MARKERS = r"(?:verdict|answer|judge?ment|decision|conclusion|result|grade|rating|label|correct)"
+# The start of a line that announces a verdict, such as "So my final verdict is" or "**Answer**:".
+_ANNOUNCEMENT = (
+    r"(?:(?:my|the|so|final|overall|therefore|thus|hence)[^\w\n]+)*"
+    r"(?:verdict|answer|judge?ment|decision|conclusion|result|grade|rating|label|correct)"
+    r"[^\w\n]*?(?:is\b|[:=–—-])"
+)
 
 
 def read_verdict(answer: str, yes: str, no: str) -> bool | None:
-    """Whether a judge says `yes`, in any case; None if it says neither, or one cannot tell.
+    r"""Return whether the verdict in a judge's answer is `yes`; None if there is no clear verdict.
 
-    After its thoughts, the last verdict counts that is alone on a line or has a marker: "Verdict: yes" at the beginning
-    of a line, `[[yes]]`, `\\boxed{yes}`, `<verdict>yes</verdict>`, a value in JSON. Without one, a word that starts the
-    first or the last line, followed by a sign of punctuation ("No, it is wrong"). A word anywhere else does not count,
-    as in "there is no error".
+    The words count in upper and lower case, and after the judge's thoughts. The verdict is the last word that is the
+    only one on its line, or is marked as the verdict: "Verdict: yes" at the beginning of a line, `[[yes]]`,
+    `\boxed{yes}`, `<verdict>yes</verdict>`, a value in JSON. Without such a word it is the first word of the first or
+    the last line, if punctuation follows it ("No, it is wrong"). Elsewhere the words do not count, as in "there is no
+    error".
 
     >>> read_verdict("Verdict: yes", "yes", "no")
     True
     """
     answer = without_thoughts(answer)
-    # The word by itself, not as a part of another or of a number.
-    word = rf"(?<![\w.-])({re.escape(yes)}|{re.escape(no)})(?![\w-]|\.\d)"
-    marked = re.compile(
-        rf"^[^\w?\n]*(?:{_LEADS}{_MARKERS}[^\w\n]*?(?:is\b|[:=–—-])[^\w?\n]*)?{word}[^\w?\n]*$"
-        rf"|^[^\w\n]*{_LEADS}{_MARKERS}[^\w\n]*?(?:is\b|[:=–—-])[^\w?\n]*{word}[.,;:!](?!.*(?<!\w)(?:{re.escape(yes)}|{re.escape(no)})(?!\w))"
-        rf"|\"[\w ]{{1,40}}\"[^\S\n]*:[^\S\n]*\"?{word}\"?[^\S\n]*(?:[,}}]|$)"
-        rf"|\[\[\s*{word}\s*\]\]|\\boxed\{{(?:\\text\w*\{{)?\s*{word}\s*\}}|<\w+>\s*{word}\s*</\w+>",
-        re.IGNORECASE | re.MULTILINE,
+    either = f"{re.escape(yes)}|{re.escape(no)}"
+    # One of the words by itself, not as a part of another word or of a number.
+    word = rf"(?<![\w.-])({either})(?![\w-]|\.\d)"
+    forms = (
+        # The word only, or after an announcement, to the end of the line.
+        rf"^[^\w?\n]*(?:{_ANNOUNCEMENT}[^\w?\n]*)?{word}[^\w?\n]*$",
+        # After an announcement, with more text after punctuation in which neither word occurs.
+        rf"^[^\w\n]*{_ANNOUNCEMENT}[^\w?\n]*{word}[.,;:!](?!.*(?<!\w)(?:{either})(?!\w))",
+        # A value in JSON: "verdict": "yes".
+        rf"\"[\w ]{{1,40}}\"[^\S\n]*:[^\S\n]*\"?{word}\"?[^\S\n]*(?:[,}}]|$)",
+        # [[yes]], \boxed{yes} or \boxed{\text{yes}}, <verdict>yes</verdict>.
+        rf"\[\[\s*{word}\s*\]\]",
+        rf"\\boxed\{{(?:\\text\w*\{{)?\s*{word}\s*\}}",
+        rf"<\w+>\s*{word}\s*</\w+>",
     )
+    # Each form has its own group for the word.
+    matches = re.finditer("|".join(forms), answer, re.IGNORECASE | re.MULTILINE)
+    verdicts = [next(filter(None, match.groups())) for match in matches]
 
-    # Each alternative has its group; the last verdict of a text counts.
-    verdicts = [next(filter(None, match.groups())) for match in marked.finditer(answer)]
-
-    # Without a marker only the first and the last line count, and only if they agree.
+    # Otherwise the first words of the first and the last line count, if they do not contradict each other.
     if not verdicts:
         lines = answer.strip().splitlines()
-        # A verdict as the first word, and not as in "No of the cases".
+        # Not as in "No. of the cases".
         leading = re.compile(rf"[^\w?]*{word}(?:[.,;:!—](?=\s|$)(?!\sof\b)|\s[–—-]\s)", re.IGNORECASE)
-        begins = (leading.match(line) for line in lines[:1] + lines[-1:])
-        verdicts = [match[1] for match in begins if match]
+        leading_matches = (leading.match(line) for line in lines[:1] + lines[-1:])
+        verdicts = [match[1] for match in leading_matches if match]
         if len({verdict.lower() for verdict in verdicts}) > 1:
             return None
 

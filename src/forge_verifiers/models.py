@@ -1,4 +1,4 @@
-"""Batched forward passes of a transformers model, shared by reward models and process reward models."""
+"""Batched forward passes of transformers' models, for reward models and process reward models."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -18,28 +18,31 @@ from .threads import Batcher
 
 A = TypeVar("A")
 
-NO_LIMIT = 1 << 20  # tokenizers without a limit return a huge number
+NO_LIMIT = 1 << 20  # tokens; tokenizers that have no limit state a huge number
 
-Inputs = dict[str, Tensor]  # of the model, [rows, width], padded at the right: input_ids, attention_mask, ...
+Inputs = dict[str, Tensor]  # a model's inputs, [rows, width], padded on the right: input_ids, attention_mask, ...
 
 
 class TokenRow(NamedTuple):
-    """The tokens of a text, and token type ids if the tokenizer has them."""
+    """The token ids of a text, and its token type ids if the tokenizer has them."""
 
     ids: list[int]
     types: list[int] | None = None
 
 
 class BatchedModel:
-    """A model and its tokenizer.
+    """A model and its tokenizer, which reads rows of tokens in batches.
 
     Args:
-        settings: folder or hub id, device, dtype, and how prompts are rendered.
-        loader: a class of transformers, such as AutoModelForSequenceClassification.
+        settings: the model's folder or hub id, device and dtype, and how prompts are rendered.
+        loader: the class of transformers that loads it, such as AutoModelForSequenceClassification.
+
+    Attributes:
+        max_tokens: the most tokens of a row.
 
     Raises:
-        ValueError: missing weights, or a prompt template with other fields than {question}.
-        OSError: no such model.
+        ValueError: weights are missing, or the prompt template has other fields than {question}.
+        OSError: there is no such model.
     """
 
     def __init__(self, settings: ModelSettings, loader: Any) -> None:
@@ -57,14 +60,15 @@ class BatchedModel:
             raise ValueError(f"{path} lacks weights of {type(model).__name__}, {missing[0]!r} among them")
         self.model: PreTrainedModel = model.eval().requires_grad_(False).to(self.device)
 
-        # An invalid template is an error here, not at the first score.
         self.batch_tokens = settings.batch_tokens
-        names = ("prompt_template", "chat_template", "system_prompt", "chat_options")
-        self.format = PromptFormat(self.tokenizer, **{name: settings[name] for name in names})
-        self.format.fields(["question"])
+        self.format = PromptFormat(
+            self.tokenizer,
+            **{name: settings[name] for name in ("prompt_template", "chat_template", "system_prompt", "chat_options")},
+        )
+        self.format.fields(["question"])  # raises the error of an invalid template now, not at the first score
         self.special = SpecialTokens(self.tokenizer)
 
-        # The longest row is the least of three limits: the tokenizer's, the model's and the setting.
+        # `max_tokens` is the least of three limits: the tokenizer's, the model's and the setting.
         positions = getattr(self.model.config, "max_position_embeddings", None)
         for name, module in self.model.named_modules():
             padding = getattr(module, "padding_idx", None)
@@ -73,20 +77,31 @@ class BatchedModel:
                 break
 
         limits = (self.tokenizer.model_max_length, positions)
-        finite = [limit for limit in limits if limit and limit < NO_LIMIT]
-        self.max_tokens = min(*finite, max_tokens or NO_LIMIT, NO_LIMIT)
-        pads = (self.model.config.get_text_config().pad_token_id, self.tokenizer.pad_token_id, 0)
-        self._pad = next(pad for pad in pads if pad is not None and pad >= 0)  # some configurations have -1
+        finite_limits = [limit for limit in limits if limit and limit < NO_LIMIT]
+        self.max_tokens = min(*finite_limits, max_tokens or NO_LIMIT, NO_LIMIT)
+        pad_ids = (self.model.config.get_text_config().pad_token_id, self.tokenizer.pad_token_id, 0)
+        self._pad = next(pad for pad in pad_ids if pad is not None and pad >= 0)  # some configurations have -1
 
     def full_text(self, prompt: str, response: str) -> str:
-        """Return prompt and response; with a chat template the whole conversation. ValueError: the template fails."""
+        """Return the rendered prompt with the response; with a chat template, the rendered conversation of both.
+
+        Raises:
+            ValueError: the template cannot render them.
+        """
         text = self.format.render({"question": prompt})[0]
         if self.format.chat is None:
             return text + response
         return self.format.chat.render(self.format.conversation(text, response))
 
     def class_index(self, label: str | int | None) -> int:
-        """Return the index of a class. ValueError: no such class, or the model has several and `label` is None."""
+        """Return the index of a class.
+
+        Args:
+            label: its name or index; None: the model has only one class.
+
+        Raises:
+            ValueError: there is no such class, or `label` is None and the model has several classes.
+        """
         names = {int(number): name for number, name in (self.model.config.id2label or {}).items()}
         listed = ", ".join(f"{name!r}" for name in names.values())
         if label is None:
@@ -102,8 +117,13 @@ class BatchedModel:
     def stream(
         self, rows: Sequence[TokenRow | Exception], read: Callable[[Inputs], Sequence[A]]
     ) -> Iterator[tuple[int, A | Exception]]:
-        """Yield the outcome of `read` for each row, batch by batch, as (index, outcome): Unscored for a row that is
-        empty or too long, and exceptions among `rows` as they are."""
+        """Yield (index of the row, outcome) for each row, batch by batch.
+
+        Args:
+            rows: rows of tokens, or the errors in making them, which are yielded as outcomes.
+            read: returns the outcome of each row of a batch. Rows that are empty or too long are not read, and have
+                Unscored as the outcome.
+        """
         readable: dict[int, TokenRow] = {}
         for index, row in enumerate(rows):
             if isinstance(row, Exception):
@@ -115,7 +135,7 @@ class BatchedModel:
             else:
                 readable[index] = row
 
-        # Batches of rows of similar length, of at most `batch_tokens` with padding.
+        # Rows of similar length in batches, each with at most `batch_tokens` tokens when padded to its longest row.
         batches: list[list[int]] = []
         for index in sorted(readable, key=lambda index: len(readable[index].ids)):
             if not batches or (len(batches[-1]) + 1) * len(readable[index].ids) > self.batch_tokens:
@@ -126,21 +146,25 @@ class BatchedModel:
             yield from zip(batch, read(self.pad([readable[index] for index in batch])), strict=True)
 
     def pad(self, rows: Sequence[TokenRow]) -> Inputs:
-        """Return a batch of rows, padded on the right, where causality and the mask hide it."""
-        parts = {"input_ids": [row.ids for row in rows], "attention_mask": [[1] * len(row.ids) for row in rows]}
+        """Return rows as a batch of inputs, padded on the right, where the attention mask hides the padding."""
+        columns = {"input_ids": [row.ids for row in rows], "attention_mask": [[1] * len(row.ids) for row in rows]}
         if rows[0].types is not None:
-            parts["token_type_ids"] = [row.types or [] for row in rows]
+            columns["token_type_ids"] = [row.types or [] for row in rows]
         fill = {"input_ids": self._pad}
         return {
-            name: pad_sequence([torch.tensor(values) for values in part], True, fill.get(name, 0)).to(self.device)
-            for name, part in parts.items()
+            name: pad_sequence([torch.tensor(values) for values in column], True, fill.get(name, 0)).to(self.device)
+            for name, column in columns.items()
         }
 
 
 class ModelVerifier(ABC, Generic[A]):
-    """A verifier whose model reads one row of tokens for each response, in a thread, in batches.
+    """A verifier whose model reads one row of tokens for each response, in batches, in a separate thread.
 
-    A `Panel`'s timeout must be longer than one forward pass.
+    Within a `Panel`, whose timeout must be longer than one forward pass, each response that is read counts as progress.
+
+    Args:
+        settings, loader: the model, as for `BatchedModel`.
+        name: a part of the thread's name.
     """
 
     def __init__(self, settings: ModelSettings, loader: Any, name: str) -> None:
@@ -149,23 +173,23 @@ class ModelVerifier(ABC, Generic[A]):
 
     @property
     def progress(self) -> int:
-        """Return number of responses scored."""
+        """Return the number of responses that have been read."""
         return self._batcher.progress
 
     @abstractmethod
     def row(self, prompt: str, response: str) -> TokenRow:
-        """Return the model's input. Raises the error for which the response is unscored."""
+        """Return the tokens that the model reads for a response; any error leaves the response unscored."""
 
     @abstractmethod
     def outcomes(self, inputs: Inputs) -> list[A]:
-        """Return what the model says of each row of a batch."""
+        """Return the model's outcome for each row of a batch."""
 
     async def read(self, prompt: str, responses: Sequence[str]) -> list[A | Exception]:
-        """Return the outcome of each response, or the error for which it is unscored."""
+        """Return the model's outcome for each response, or the error that leaves it unscored."""
         return await self._batcher([(prompt, response) for response in responses])
 
     async def close(self) -> None:
-        """Stop the thread; waiting calls fail."""
+        """Stop the thread, so that waiting calls fail."""
         self._batcher.close()
 
     def _compute_scores(self, texts: list[tuple[str, str]]) -> Iterator[tuple[int, A | Exception]]:

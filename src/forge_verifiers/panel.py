@@ -1,4 +1,4 @@
-"""A panel: several verifiers as one, each with a timeout."""
+"""A panel: several verifiers that are used as one."""
 
 import asyncio
 from collections import Counter
@@ -12,19 +12,21 @@ from .threads import await_within
 
 
 class Panel:
-    """Runs all its verifiers concurrently. The scores of one that fails or times out are NaN with a reason.
+    """Runs several verifiers concurrently, and returns their scores side by side.
+
+    If a verifier fails or times out, its scores are NaN with a reason.
 
     Args:
-        verifiers: at least one; panels may hold panels.
-        timeout: seconds of each verifier for one call. On timeout the whole call is lost, so time limits for single
-            responses should be shorter. For verifiers with `progress`, as all of this library, the timeout restarts
-            whenever they progress with any call: waiting behind other calls does not count.
+        verifiers: at least one; a panel is a verifier, too.
+        timeout: seconds that each verifier may take for one call. On timeout all scores of the call are lost, so time
+            limits for single responses should be shorter. For verifiers with `progress`, as this library's, the timeout
+            restarts whenever any of their calls progresses, so that waiting for other calls does not count.
 
     Attributes:
-        missing: number of unscored responses, by verifier and reason.
+        missing: the number of unscored responses by verifier and reason.
 
     Raises:
-        ValueError: a repeated name.
+        ValueError: two verifiers have a column of the same name.
     """
 
     def __init__(self, verifiers: Sequence[Verifier], *, timeout: float = 60.0) -> None:
@@ -35,20 +37,19 @@ class Panel:
         self.missing: Counter[str] = Counter()
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
-        """[responses, names]; exceptions of verifiers become reasons."""
-        # All verifiers at once; their columns side by side.
+        """Return scores [responses, names] of the responses to one prompt; NaN with a reason where one is unscored."""
         calls = (self._ask_verifier(verifier, prompt, list(responses), target) for verifier in self.verifiers)
-        parts = await asyncio.gather(*calls)
+        all_scores = await asyncio.gather(*calls)
         reasons: dict[tuple[int, int], str] = {}
-        start = 0
-        for part in parts:
-            reasons |= {(i, start + j): reason for (i, j), reason in part.reasons.items()}
-            start += part.values.shape[1]
-        return Scores(np.concatenate([part.values for part in parts], axis=1), reasons)
+        first_column = 0  # of the verifier, in the panel's scores
+        for scores in all_scores:
+            reasons |= {(row, first_column + column): reason for (row, column), reason in scores.reasons.items()}
+            first_column += scores.values.shape[1]
+        return Scores(np.concatenate([scores.values for scores in all_scores], axis=1), reasons)
 
     @property
     def progress(self) -> float:
-        """Return the sum over all verifiers."""
+        """Return the sum of the verifiers' progress, for a panel within a panel."""
         return sum(getattr(verifier, "progress", 0) for verifier in self.verifiers)
 
     async def close(self) -> None:
@@ -56,17 +57,22 @@ class Panel:
         await close_all(self.verifiers)
 
     async def _ask_verifier(self, verifier: Verifier, prompt: str, responses: list[str], target: str | None) -> Scores:
+        # Return the scores of one verifier, in which each NaN has a reason.
         shape = (len(responses), len(verifier.names))
         try:
-            call = verifier.score(prompt, responses, target)
-            scores = await await_within(self.timeout, call, "the verifier", lambda: getattr(verifier, "progress", None))
+            scores = await await_within(
+                self.timeout,
+                verifier.score(prompt, responses, target),
+                "the verifier",
+                lambda: getattr(verifier, "progress", None),
+            )
             if np.shape(scores.values) != shape:
                 raise ValueError(f"it gave scores of shape {np.shape(scores.values)} for {shape[0]} responses")
         except Exception as error:
             scores = Scores.none(*shape, reason_of(error))
-        # A verifier of a plugin may leave the reason out; NaN always has one.
+        # A plugin's verifier may return infinity, or NaN without a reason.
         values = np.where(np.isfinite(scores.values), scores.values, np.nan)
-        unscored = [(int(i), int(j)) for i, j in np.argwhere(np.isnan(values))]
+        unscored = [(int(row), int(column)) for row, column in np.argwhere(np.isnan(values))]
         reasons = {cell: scores.reasons.get(cell, "it gave no reason") for cell in unscored}
         self.missing.update(f"{verifier.names[0]}: {reason}" for reason in reasons.values())
         return Scores(values, reasons)

@@ -1,4 +1,4 @@
-"""Process reward models: a score for each step of a response, as columns of a verifier or as rewards of the steps."""
+"""Process reward models, which score each step of a response: as a verifier, or as rewards of the steps."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from forge.rewards.verifier import Scores, Unscored
 from .config import ProcessRewardModelSettings
 from .models import Inputs, ModelVerifier, TokenRow
 
-# Settings of language models that change the logits after the head; only the head is computed here.
+# Settings of language models with which they change the logits after the head. Here only the head is computed.
 _AFTER_HEAD = (
     "final_logit_softcapping",
     "logits_scaling",
@@ -24,24 +24,25 @@ _AFTER_HEAD = (
 
 
 class ProcessRewardModel(ModelVerifier[list[float]]):
-    """The probability that each step of a response is good; columns `<name>_min`, `_mean` and `_last`.
+    """A verifier whose model gives each step of a response the probability that it is good.
 
-    Each step is followed by a marker token, at which the step is scored:
+    Its columns are the minimum, the mean and the last of these: `<name>_min`, `<name>_mean` and `<name>_last`.
 
-    - a token classifier (default), as TRL trains them: the probability of the class `label`;
-    - with `good` and `bad`, a causal language model, as Math-Shepherd (Wang et al. 2024): the probability of the token
-      `good` against `bad` as the next token.
+    Each step is followed by a marker token, at which the model scores the step:
 
-    The text is the rendered prompt with all steps and markers, tokenized as a whole; special tokens that a response
-    spells are broken by a space. A response that is too long, has
-    no steps, or contains the marker, is unscored.
+    - a token classifier (the default), as TRL trains them, by the probability of the class `label`;
+    - with `good` and `bad`, a causal language model, as Math-Shepherd (Wang et al. 2024), by the probability of the
+      token `good` against the token `bad` as the next token.
+
+    The model reads the rendered prompt with all steps and markers, tokenized as one text. The texts of special tokens
+    in a response are broken by a space. A response that is too long, has no steps, or contains the marker is unscored.
 
     Args:
         path, name, settings: fields of `forge_verifiers.config.ProcessRewardModelSettings`.
 
     Raises:
-        ValueError: invalid settings, or settings that do not fit the model.
-        OSError: no such model.
+        ValueError: a setting is invalid, or does not fit the model.
+        OSError: there is no such model.
     """
 
     def __init__(self, path: str | Path, name: str | None = None, **settings: Any) -> None:
@@ -52,11 +53,10 @@ class ProcessRewardModel(ModelVerifier[list[float]]):
         super().__init__(section, AutoModelForTokenClassification if good is None else AutoModelForCausalLM, name)
         self.names: tuple[str, ...] = (f"{name}_min", f"{name}_mean", f"{name}_last")
         self._marker_id = self._last_token(section.marker)
-        self._verdicts: tuple[int, int] | None = None
+        self._verdicts: tuple[int, int] | None = None  # the tokens `good` and `bad` of a causal language model
 
         self._class = 0
         if good is not None and bad is not None:
-            # Only two rows of the head are computed: a model that changes its logits after it is not supported.
             self._verdicts = (self._last_token(good), self._last_token(bad))
             if self._verdicts[0] == self._verdicts[1]:
                 raise ValueError(f"good {good!r} and bad {bad!r} end in the same token")
@@ -67,30 +67,40 @@ class ProcessRewardModel(ModelVerifier[list[float]]):
             self._class = self.model.class_index(section.label)
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
-        """Three numbers for each response, in [0, 1]."""
-        probabilities = await self.read(prompt, responses)
+        """Return scores [responses, 3] of the responses to one prompt, from 0 to 1; NaN with a reason if unscored."""
         # np.min rather than min: it propagates NaN.
         return Scores.from_outcomes(
-            [s if isinstance(s, Exception) else (float(np.min(s)), float(np.mean(s)), s[-1]) for s in probabilities], 3
+            [
+                steps if isinstance(steps, Exception) else (float(np.min(steps)), float(np.mean(steps)), steps[-1])
+                for steps in await self.read(prompt, responses)
+            ],
+            3,
         )
 
     def cut(self, response: str) -> list[tuple[str, int]]:
-        """Return the steps of a response, each with the character at which it ends; none is only white space."""
-        # The text between separators; an end is the character at which the next separator starts.
-        ends = [(match.start(), match.end()) for match in self._separator.finditer(response)]
-        starts = [0, *(end for _, end in ends)]
-        spans = zip(starts, [*(start for start, _ in ends), len(response)], strict=True)
-        return [(response[start:end], end) for start, end in spans if response[start:end].strip()]
+        """Return the steps of a response, each with the index of the character after it.
+
+        Steps are the texts between separators, except those of white space only.
+        """
+        separators = list(self._separator.finditer(response))
+        starts = [0, *(separator.end() for separator in separators)]
+        ends = [*(separator.start() for separator in separators), len(response)]
+        return [
+            (response[start:end], end) for start, end in zip(starts, ends, strict=True) if response[start:end].strip()
+        ]
 
     def row(self, prompt: str, response: str) -> TokenRow:
-        """Return the prompt and all steps, each with its marker. Unscored: not every step has a marker."""
+        """Return the tokens of the prompt and of all steps, each with its marker.
+
+        Raises:
+            Unscored: there are no steps, or the tokens do not have one marker for each of them.
+        """
         steps = [step for step, _ in self.cut(response)]
         if not steps:
             raise Unscored("it has no steps")
-        marked = self._joint.join(self.model.special.inert(step) + self._marker for step in steps)
-        text = self.model.full_text(prompt, marked)
+        marked_steps = self._joint.join(self.model.special.inert(step) + self._marker for step in steps)
+        text = self.model.full_text(prompt, marked_steps)
         ids = self.model.tokenizer(text, add_special_tokens=self.model.format.chat is None)["input_ids"]
-        # Every step must be read at its marker, and no other token as one.
         if (count := ids.count(self._marker_id)) != len(steps):
             raise Unscored(
                 f"it has {count} markers {self._marker!r} for {len(steps)} steps: "
@@ -99,26 +109,28 @@ class ProcessRewardModel(ModelVerifier[list[float]]):
         return TokenRow(ids)
 
     def outcomes(self, inputs: Inputs) -> list[list[float]]:
-        """Return the probabilities of the steps of each row."""
+        """Return the probabilities that the steps are good, in one list for each row."""
         model: Any = self.model.model
-        # The marker's token may also be the padding token.
+        # With the mask, as the marker's token may also be the padding token.
         at_marker = (inputs["input_ids"] == self._marker_id) & (inputs["attention_mask"] == 1)
         if self._verdicts is None:
-            logits = model(**inputs).logits[at_marker].float()
-            good = logits.softmax(-1)[:, self._class]
+            good = model(**inputs).logits[at_marker].float().softmax(-1)[:, self._class]
         else:
             states = model.base_model(**inputs, use_cache=False)[0][at_marker].float()
-            # Two rows of the head are enough; the vocabulary's logits are not needed.
+            # Only the head's rows of the two tokens are multiplied, not those of the whole vocabulary.
             head = model.get_output_embeddings()
-            yes, no = (
+            good_logits, bad_logits = (
                 states @ head.weight[token].float() + (0.0 if head.bias is None else head.bias[token].float())
                 for token in self._verdicts
             )
-            good = (yes - no).sigmoid()
+            good = (good_logits - bad_logits).sigmoid()
 
-        return [part.tolist() for part in good.split(at_marker.sum(1).tolist())]
+        # `good` has the steps of all rows one after the other.
+        steps_of_rows = at_marker.sum(1).tolist()
+        return [probabilities.tolist() for probabilities in good.split(steps_of_rows)]
 
     def _last_token(self, text: str) -> int:
+        # Return the id of a text's last token; ValueError if the tokenizer has no token for it.
         ids = self.model.tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids or ids[-1] == self.model.tokenizer.unk_token_id:
             raise ValueError(f"the tokenizer has no token for {text!r}")
@@ -126,18 +138,20 @@ class ProcessRewardModel(ModelVerifier[list[float]]):
 
 
 class StepRewards:
-    """Each step of a response earns `weight * p / steps` at its end, where p is the probability that a process reward
-    model gives it: a response earns `weight` times the mean, however many steps it has.
+    """A verifier that rewards each step of a response at its end, by a process reward model.
 
-    An algorithm with a critic assigns the rewards to the tokens before them; others see their sum, which is an error of
-    the configuration.
+    A step to which the model gives the probability p has the reward `weight * p / steps`, so that the rewards of a
+    response add up to `weight` times the mean of p, however many steps it has.
+
+    Only an algorithm with a critic credits the rewards to the tokens before them; with others the configuration is
+    rejected, as they would use the sum only.
 
     Args:
         model: fields of `forge_verifiers.config.ProcessRewardModelSettings`.
-        weight: alongside other rewards.
+        weight: the factor of the rewards, relative to other rewards.
 
     Raises:
-        ValueError: an invalid setting.
+        ValueError: a setting is invalid.
     """
 
     gives_steps = True
@@ -147,7 +161,7 @@ class StepRewards:
         self.names = (self.settings.name or "steps",)
 
     def check(self) -> None:
-        """ValueError: the model's folder does not exist."""
+        """Raise ValueError if the path is a local folder without a model."""
         self.settings.check_sources("model")
 
     def setup(self) -> None:
@@ -155,20 +169,20 @@ class StepRewards:
         self._model = ProcessRewardModel(**self.settings)
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
-        """[responses, 1], with the reward of each step in `Scores.steps`."""
-        probabilities = await self._model.read(prompt, responses)
+        """Return scores [responses, 1], the sums of the steps' rewards, which are in `Scores.steps`."""
+        outcomes = await self._model.read(prompt, responses)
         sums: list[float | Exception] = []
-        steps: list[list[tuple[int, float]]] = []
-        for text, of_steps in zip(responses, probabilities, strict=True):
-            if isinstance(of_steps, Exception):
-                sums.append(of_steps)
-                steps.append([])
+        step_rewards: list[list[tuple[int, float]]] = []  # of each response: (index of the character after it, reward)
+        for response, probabilities in zip(responses, outcomes, strict=True):
+            if isinstance(probabilities, Exception):
+                sums.append(probabilities)
+                step_rewards.append([])
             else:
-                sums.append(self.weight * float(np.mean(of_steps)))
-                cuts = zip(self._model.cut(text), of_steps, strict=True)
-                steps.append([(end, self.weight * p / len(of_steps)) for (_, end), p in cuts])
+                sums.append(self.weight * float(np.mean(probabilities)))
+                steps = zip(self._model.cut(response), probabilities, strict=True)
+                step_rewards.append([(end, self.weight * p / len(probabilities)) for (_, end), p in steps])
         scores = Scores.from_outcomes(sums, 1)
-        scores.steps = steps
+        scores.steps = step_rewards
         return scores
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Reward models and cross-encoders: any Hugging Face sequence classifier."""
+"""A verifier that scores responses by a reward model or cross-encoder: any sequence classifier of Hugging Face."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,31 +15,33 @@ from forge.rewards.verifier import Scores
 from .config import RewardModelSettings
 from .models import Inputs, ModelVerifier, TokenRow
 
-NOT_EXCLUSIVE = ("multi_label_classification", "regression")  # heads whose classes are independent
+# The problem types of heads whose classes do not exclude each other.
+NOT_EXCLUSIVE = ("multi_label_classification", "regression")
 
 
 class RewardModel(ModelVerifier[float]):
-    """One number for each response: the logit of a sequence classifier with one class, or for one of several.
+    """A verifier whose score is the calibrated logit of a sequence classifier, for its only class or the class `label`.
 
-    A response that is too long is unscored.
+    A response that is too long for the model is unscored.
 
-    The text of prompt and response:
+    The model reads the prompt and the response in one of three forms:
 
-    - default, as this library trains reward models: `prompt_template` with the prompt, the response, and eos, or the
-      conversation of both up to the end of the answer's turn. The tokens match `PreferenceDataset`.
-    - `append_eos=False`, as most published reward models: the template with the prompt and the response as one text,
-      with the tokenizer's own special tokens only; of a chat template all that it renders.
-    - `as_pair`, for cross-encoders: as the tokenizer joins two texts.
+    - by default, as this library trains reward models: the prompt in `prompt_template`, the response, and eos; or, with
+      a chat template, the conversation of both up to the end of the answer's turn. The tokens are those of
+      `PreferenceDataset`.
+    - with `append_eos=False`, as most published reward models: the prompt in the template and the response as one text
+      with the special tokens that the tokenizer adds; or, with a chat template, all that it renders.
+    - with `as_pair`, as cross-encoders: as two texts, which the tokenizer joins.
 
-    Models with a linear head `score` are read at the last token of the row, in float32, also where that token is the
-    padding token (transformers would use the token before it).
+    If the model has a linear head named `score`, the logit is that of the row's last token, computed in float32, even
+    if this is the padding token, for which transformers would use the token before it.
 
     Args:
         path, name, settings: fields of `forge_verifiers.config.RewardModelSettings`.
 
     Raises:
-        ValueError: invalid settings, or settings that do not fit the model.
-        OSError: no such model.
+        ValueError: a setting is invalid, or does not fit the model.
+        OSError: there is no such model.
     """
 
     def __init__(self, path: str | Path, name: str | None = None, **settings: Any) -> None:
@@ -50,11 +52,11 @@ class RewardModel(ModelVerifier[float]):
         append_eos = section.append_eos
         chat = bool(section.chat_template)
 
-        # Unset: eos closes the response, unless the tokenizer ends every text with a special token.
+        # By default eos ends the response, unless the tokenizer itself ends every text with a special token.
         if append_eos is None and not section.as_pair:
             ids = tokenizer("a")["input_ids"]
-            ends = bool(ids) and ids[-1] in tokenizer.all_special_ids and ids[-1] != tokenizer.unk_token_id
-            append_eos = chat or not ends  # some tokenizers end every text with a special token
+            has_end = bool(ids) and ids[-1] in tokenizer.all_special_ids and ids[-1] != tokenizer.unk_token_id
+            append_eos = chat or not has_end
 
         if append_eos and not chat and tokenizer.eos_token_id is None:
             raise ValueError(f"the tokenizer of {path} has no eos token to end an answer with: set append_eos to False")
@@ -69,45 +71,49 @@ class RewardModel(ModelVerifier[float]):
         self._at_last_token: nn.Linear | None = head if isinstance(head, nn.Linear) else None
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
-        """Return one number for each response."""
+        """Return scores [responses, 1] of the responses to one prompt; NaN with a reason where one is unscored."""
         return Scores.from_outcomes(await self.read(prompt, responses), 1)
 
     def tokens(self, prompt: str, response: str) -> list[int]:
-        """Return the model's input tokens. ValueError: the texts cannot be encoded."""
+        """Return the token ids that the model reads; ValueError if the texts cannot be encoded."""
         return self.row(prompt, response).ids
 
     def row(self, prompt: str, response: str) -> TokenRow:
-        """Return the model's input. Special tokens that a response spells are broken by a space."""
+        """Return the tokens that the model reads, in one of the forms that the class describes.
+
+        The texts of special tokens in the response are broken by a space.
+        """
         response = self.model.special.inert(response)
         tokenizer, form = self.model.tokenizer, self.model.format
         text = form.render({"question": prompt})[0]
-        # Three forms: prompt and answer as in training, a pair as the tokenizer joins it, or one text.
         if self._append_eos:
             return TokenRow(close_tokens(*form.answered(text, response))[0])
         if self._as_pair:
-            encoded: Any = tokenizer([text], [response])  # in lists: alone, "" would be no second text
+            encoded: Any = tokenizer([text], [response])  # lists: the tokenizer would take "" for no second text
         else:
             encoded = tokenizer([self.model.full_text(prompt, response)], add_special_tokens=form.chat is None)
         return TokenRow(encoded["input_ids"][0], encoded.get("token_type_ids", [None])[0])
 
     def logits(self, inputs: Inputs) -> Tensor:
-        """[rows] before calibration, float32."""
+        """Return the logits [rows] of the class before calibration, in float32.
+
+        If the classes exclude each other, they are log-odds of the class against all others.
+        """
         model: Any = self.model.model
         if self._at_last_token is None:
             logits = model(**inputs).logits.float()
         else:
             states = model.base_model(**inputs, use_cache=False)[0]
-            ends = inputs["attention_mask"].sum(1) - 1
-            last = states[torch.arange(len(states), device=states.device), ends].float()
+            last_positions = inputs["attention_mask"].sum(1) - 1
+            last_states = states[torch.arange(len(states), device=states.device), last_positions].float()
             bias = self._at_last_token.bias
-            logits = F.linear(last, self._at_last_token.weight.float(), None if bias is None else bias.float())
-        # One class, or independent ones: its logit. Exclusive ones: the log-odds against all others.
+            logits = F.linear(last_states, self._at_last_token.weight.float(), None if bias is None else bias.float())
         if logits.shape[1] == 1 or model.config.problem_type in NOT_EXCLUSIVE:
             return logits[:, self._label]
-        other_classes = [i for i in range(logits.shape[1]) if i != self._label]
+        other_classes = [label for label in range(logits.shape[1]) if label != self._label]
         return logits[:, self._label] - logits[:, other_classes].logsumexp(1)
 
     def outcomes(self, inputs: Inputs) -> list[float]:
         """Return the calibrated score of each row."""
-        x = self._slope * self.logits(inputs) + self._intercept
-        return (x.sigmoid() if self._scale == "probability" else x).tolist()
+        calibrated = self._slope * self.logits(inputs) + self._intercept
+        return (calibrated.sigmoid() if self._scale == "probability" else calibrated).tolist()

@@ -1,4 +1,4 @@
-"""Verifiers without a model: rules, the comparison of final answers, and answer frequency."""
+"""Verifiers without a model: reward functions, the comparison of final answers, and the frequency of answers."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -12,20 +12,22 @@ from forge.rewards.verifier import Scores, Unscored, collect_scores
 from forge_verifiers.threads import Turns, await_within
 
 TOLERANCE = 1e-6
-MAX_KINDS = 32  # an answer is compared with; a symbolic comparison may take most of a second
+# Different answers with which another answer is compared: a symbolic comparison may take most of a second.
+MAX_KINDS = 32
 
 
 class Rule:
-    """A reward function `f(prompt, response, target) -> float | None`, plain or async, as a verifier.
+    """A verifier that scores responses by a reward function.
 
-    None, NaN and exceptions leave a response unscored; so should a function that needs a target and gets None.
+    A response for which the function returns None or NaN, or raises an error, is unscored.
 
     Args:
-        function: called with one response at a time. A plain function runs in one of the rule's four threads, on the
-            responses of a call one after the other; an async one runs on all of them concurrently.
-        name: of the column; default the function's name.
-        time_limit: seconds for one response, which is unscored after that. An async function is cancelled; a plain one
-            continues in its thread, for Python cannot stop threads.
+        function: `f(prompt, response, target) -> float | None`, plain or async. A plain function runs in one of the
+            rule's four threads, for the responses of a call one after the other; an async one runs for all of them
+            concurrently. If it needs a target and gets None, it should return None.
+        name: the name of the column; None: the function's name.
+        time_limit: seconds for one response, which is unscored after that. An async function is cancelled then; a plain
+            one continues in its thread, as Python cannot stop threads.
     """
 
     def __init__(
@@ -42,11 +44,11 @@ class Rule:
 
     @property
     def progress(self) -> int:
-        """Return number of responses for which the function returned, raised or timed out."""
+        """Return the number of responses for which the function has returned, raised an error or timed out."""
         return self._turns.progress
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
-        """Return one number for each response."""
+        """Return scores [responses, 1] of the responses to one prompt; NaN with a reason where one is unscored."""
 
         async def await_score(response: str) -> float | None:
             with self._turns.counted():
@@ -55,12 +57,15 @@ class Rule:
         if self._is_async:
             return await collect_scores([await_score(response) for response in responses], 1)
 
-        # One after the other: a function that hangs takes one thread, not one for each response.
+        # One after the other, so that a function that hangs blocks one thread, not one for each response.
         outcomes: list[float | Exception | None] = []
         for response in responses:
             try:
-                call = partial(self.function, prompt, response, target)
-                outcomes.append(await self._turns(call, limit=self.time_limit, name=self.names[0]))
+                outcomes.append(
+                    await self._turns(
+                        partial(self.function, prompt, response, target), limit=self.time_limit, name=self.names[0]
+                    )
+                )
             except Exception as error:
                 outcomes.append(error)
 
@@ -68,10 +73,15 @@ class Rule:
 
 
 class MathVerifier(Rule):
-    """1 if the final answer of a response equals the target, else 0; see `forge.rewards.rules.MathReward`.
+    """A verifier that gives 1 to a response whose final answer equals the target, otherwise 0.
 
-    An answer that takes too long to compare is wrong; without a target, or if the target itself takes too long, the
-    response is unscored.
+    `forge.rewards.rules.MathReward` says how they are compared. An answer that takes too long to compare is wrong. A
+    response is unscored if there is no target, or the target itself takes too long.
+
+    Args:
+        name: the name of the column.
+        tolerance: the difference up to which numbers are equal.
+        time_limit: seconds for one response.
     """
 
     def __init__(self, name: str = "math", *, tolerance: float = TOLERANCE, time_limit: float = 10.0) -> None:
@@ -80,26 +90,27 @@ class MathVerifier(Rule):
         def matches_target(prompt: str, response: str, target: str | None) -> float:
             if target is None or not target.strip():
                 raise Unscored("there is no target to compare with")
-            # A slow target is a fault of the data, and not of the response.
-            right = reward.is_right(response, target)
-            if right is None:
+            is_right = reward.is_right(response, target)
+            if is_right is None:
                 raise Unscored("the target takes too long to compare")
-            return float(right)
+            return float(is_right)
 
         super().__init__(matches_target, name, time_limit=time_limit)
-        # One process compares for all threads: waiting for it must not count for `time_limit`.
+        # One at a time: a single process compares all answers, and waiting for it must not count for `time_limit`.
         self._turns = Turns(1)
 
 
 class AnswerFrequency:
-    """The share of the other responses to the prompt that have the same answer, in [0, 1] (Saad-Falcon et al. 2025).
+    """A verifier that gives a response the share of the other responses with the same answer (Saad-Falcon et al. 2025).
 
-    A unique answer has 0, and so has a response without an answer. A single response is unscored.
+    Scores are from 0 to 1: 0 for an answer that no other response has, and for a response without an answer. A single
+    response is unscored.
 
     Args:
-        extract: the answer of a response, or None. If it raises, the response is unscored and not counted. Answers of
-            the default are compared as text, numbers and symbolically (see `forge.rewards.rules`), others as text, each
-            with the first of each of the first MAX_KINDS kinds before it.
+        extract: returns the answer of a response, None if it has none. If it raises an error, the response is unscored
+            and not counted. Answers of the default, `final_answer`, are compared as text, as numbers and symbolically
+            (see `forge.rewards.rules`), others as text. An answer is compared with at most MAX_KINDS different ones.
+        name: the name of the column.
         time_limit: seconds for all responses of a prompt.
     """
 
@@ -116,45 +127,50 @@ class AnswerFrequency:
 
     @property
     def progress(self) -> int:
-        """Return number of finished prompts."""
+        """Return the number of prompts whose responses have been scored."""
         return self._turns.progress
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
-        """Return one number for each response; they depend on each other."""
+        """Return scores [responses, 1] of all responses to one prompt, which are compared with each other."""
         if len(responses) < 2:
             return Scores.none(len(responses), 1, "a single response has no others to agree with")
 
         def is_equal(answer: str, kind: str) -> bool:
-            by_value = self.extract is final_answer
-            return bool(load_comparison().are_equal(answer, kind, TOLERANCE)) if by_value else answer == kind
+            if self.extract is final_answer:
+                return bool(load_comparison().are_equal(answer, kind, TOLERANCE))
+            return answer == kind
 
         def kinds_of_answers() -> list[str | Exception | None]:
-            """Return each answer as the first one that is the same, or what `extract` or the comparison raised."""
-            end = monotonic() + self.time_limit  # the thread must not go on comparing after its time
+            """Return for each response the first answer that equals its own, its kind, or the error in reading it."""
+            deadline = monotonic() + self.time_limit  # after which the caller has given up, but this thread continues
             kinds: list[str | Exception | None] = []
             for response in responses:
                 try:
                     answer = self.extract(response)
-                    known = [kind for kind in dict.fromkeys(kinds) if isinstance(kind, str)][:MAX_KINDS]
+                    kinds_so_far = [kind for kind in dict.fromkeys(kinds) if isinstance(kind, str)][:MAX_KINDS]
                     if answer is not None:
-                        same = (kind for kind in known if monotonic() < end and is_equal(answer, kind))
-                        answer = next(same, answer)
+                        equal_kinds = (
+                            kind for kind in kinds_so_far if monotonic() < deadline and is_equal(answer, kind)
+                        )
+                        answer = next(equal_kinds, answer)
                     kinds.append(answer)
                 except Exception as error:
                     kinds.append(error)
             return kinds
 
-        # The kinds of all responses in one thread, then each one's frequency among the others.
         kinds = await self._turns(kinds_of_answers, limit=self.time_limit, name=self.names[0])
-        read = [kind for kind in kinds if not isinstance(kind, Exception)]
+        counted_kinds = [kind for kind in kinds if not isinstance(kind, Exception)]
         outcomes: list[float | Exception] = []
 
         for kind in kinds:
             if isinstance(kind, Exception):
                 outcomes.append(kind)
-            elif len(read) < 2:
+            elif len(counted_kinds) < 2:
                 outcomes.append(Unscored("of no other response the answer could be read"))
+            elif kind is None:
+                outcomes.append(0.0)
             else:
-                outcomes.append(0.0 if kind is None else (read.count(kind) - 1) / (len(read) - 1))
+                # Without the response itself.
+                outcomes.append((counted_kinds.count(kind) - 1) / (len(counted_kinds) - 1))
 
         return Scores.from_outcomes(outcomes, 1)

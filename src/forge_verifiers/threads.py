@@ -1,4 +1,4 @@
-"""Blocking functions alongside the event loop: with a time limit, or one after the other."""
+"""Blocking functions in threads, with time limits, for callers in an event loop."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
@@ -16,10 +16,17 @@ B = TypeVar("B")
 async def await_within(
     limit: float, call: Awaitable[A], name: str, progress: Callable[[], float | None] = lambda: None
 ) -> A:
-    """Await `call` with a time limit, which restarts as long as `progress()` changes. On timeout it is cancelled.
+    """Return the result of an awaitable, which is cancelled after `limit` seconds without progress.
+
+    Args:
+        limit: seconds.
+        call: what is awaited.
+        name: the call in errors.
+        progress: returns a number that changes when there is progress; None: there is no such number, and `limit` holds
+            for the whole call.
 
     Raises:
-        Unscored: `limit` seconds passed without progress, or the call was cancelled.
+        Unscored: there was no progress for `limit` seconds, or the call was cancelled.
         RuntimeError: the call raised SystemExit.
     """
 
@@ -29,15 +36,15 @@ async def await_within(
         except SystemExit as error:  # would end the event loop
             raise RuntimeError(repr(error)) from None
 
-    # The limit starts again whenever there was progress; without a measure of progress it never does.
     task = asyncio.create_task(without_exit())
     try:
-        last = progress()
+        last_progress = progress()
         while not (await asyncio.wait((task,), timeout=limit))[0]:
-            now = progress()
-            if now == last:
-                raise Unscored(f"{name} {'took more than' if now is None else 'made no progress for'} {limit:g} s")
-            last = now
+            new_progress = progress()
+            if new_progress == last_progress:
+                problem = "took more than" if new_progress is None else "made no progress for"
+                raise Unscored(f"{name} {problem} {limit:g} s")
+            last_progress = new_progress
         if task.cancelled():
             raise Unscored(f"{name} was cancelled")
         return task.result()
@@ -46,13 +53,13 @@ async def await_within(
 
 
 class Turns:
-    """Runs functions in threads, at most `limit` at a time in an event loop, first come first served.
+    """Runs blocking functions in threads, at most `limit` at a time in an event loop, in the order of their calls.
 
     Python cannot stop a thread: a function that never returns keeps its thread until the process ends.
 
     Attributes:
-        progress: number of functions that returned, raised or timed out. A function whose call was cancelled does not
-            count, so that a hanging one is not progress.
+        progress: the number of functions that have returned, raised an error or timed out. A function whose call was
+            cancelled does not count: otherwise one that hangs would look like progress.
     """
 
     def __init__(self, limit: int = 4) -> None:
@@ -61,10 +68,17 @@ class Turns:
         self._turns: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     async def __call__(self, function: Callable[[], A], *, limit: float, name: str) -> A:
-        """Return the function's result. Unscored: it took more than `limit` seconds, not counting the wait for a
-        turn."""
+        """Return the result of a function.
+
+        Args:
+            limit: the seconds that the function may take once it has started.
+            name: the function in errors.
+
+        Raises:
+            Unscored: it took more than `limit` seconds.
+        """
         loop = asyncio.get_running_loop()
-        if self._turns is None or self._turns[0] is not loop:  # a semaphore belongs to a loop
+        if self._turns is None or self._turns[0] is not loop:  # a semaphore cannot be used in another event loop
             self._turns = (loop, asyncio.Semaphore(self._limit))
         async with self._turns[1]:
             with self.counted():
@@ -72,7 +86,7 @@ class Turns:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count the block as one function in `progress`, unless it is cancelled."""
+        """Count the block as one function in `progress`, unless it is cancelled within the block."""
         try:
             yield
         except Exception:
@@ -82,7 +96,15 @@ class Turns:
 
 
 async def in_own_thread(function: Callable[[], A], *, limit: float, name: str) -> A:
-    """Return the result of a function in a separate thread. Unscored: it took more than `limit` seconds."""
+    """Return the result of a blocking function, which runs in a new thread.
+
+    Args:
+        limit: the seconds that the function may take.
+        name: the function in errors.
+
+    Raises:
+        Unscored: it took more than `limit` seconds. Its thread continues.
+    """
     outcome: Future[A] = Future()
 
     def run_function() -> None:
@@ -90,25 +112,25 @@ async def in_own_thread(function: Callable[[], A], *, limit: float, name: str) -
             try:
                 outcome.set_result(function())
             except BaseException as raised:
-                # SystemExit would end the loop, and a future cannot carry StopIteration.
-                carried = isinstance(raised, Exception) and not isinstance(raised, StopIteration)
-                outcome.set_exception(raised if carried else RuntimeError(repr(raised)))
+                # SystemExit would end the event loop, and asyncio does not allow StopIteration in a future.
+                can_be_set = isinstance(raised, Exception) and not isinstance(raised, StopIteration)
+                outcome.set_exception(raised if can_be_set else RuntimeError(repr(raised)))
 
-    # Not a pool's thread, which the interpreter would wait for at its end.
+    # Not a thread of a pool: the interpreter would wait for it before it exits.
     waiting = asyncio.wrap_future(outcome)
     Thread(target=run_function, name=f"verifier {name}", daemon=True).start()
     return await await_within(limit, waiting, name)
 
 
 class Batcher(Generic[A, B]):
-    """Runs `compute` for one call after the other, in one thread.
+    """Computes the outcomes of items in one thread, the items of one call after those of another.
 
     Args:
-        compute: yields (index of the item, outcome) for all items, in any order.
-        name: of the thread.
+        compute: yields a pair of an item's index and its outcome for each of the items, in any order.
+        name: a part of the thread's name.
 
     Attributes:
-        progress: number of outcomes so far.
+        progress: the number of outcomes so far.
     """
 
     def __init__(self, compute: Callable[[list[A]], Iterable[tuple[int, B]]], name: str) -> None:
@@ -117,7 +139,12 @@ class Batcher(Generic[A, B]):
         self.progress = 0
 
     async def __call__(self, items: Sequence[A]) -> list[B]:
-        """Return the outcome of each item. RuntimeError: the batcher is closed; else the exception of `compute`."""
+        """Return the outcome of each item, in the order of the items.
+
+        Raises:
+            RuntimeError: the batcher is closed.
+            Exception: the one that `compute` has raised.
+        """
 
         def run_batch() -> list[B]:
             outcomes: dict[int, B] = {}
@@ -129,5 +156,5 @@ class Batcher(Generic[A, B]):
         return await asyncio.wrap_future(self._pool.submit(run_batch))
 
     def close(self) -> None:
-        """Cancel all waiting calls; the one that is being computed ends on its own."""
+        """Cancel all waiting calls; the one that is being computed is completed."""
         self._pool.shutdown(wait=False, cancel_futures=True)

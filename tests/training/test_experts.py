@@ -173,9 +173,9 @@ def test_multi_turn_episode_keeps_experts_of_each_turn():
         return Completion("", ids, [-1.0] * len(ids), {}, tuple(prompt), [0] * len(ids), experts=experts)
 
     branch = _Branch([5, 6])
-    branch.sampled(turn([5, 6], [7, 8], 1))
+    branch.append_turn(turn([5, 6], [7, 8], 1))
     branch.observe([9])
-    branch.sampled(turn([5, 6, 7, 8, 9], [4], 2))
+    branch.append_turn(turn([5, 6, 7, 8, 9], [4], 2))
     assert branch.experts is not None
     assert branch.experts[:, 0, 0].tolist() == [1, 1, 1, 2, 2, UNKNOWN_EXPERT]
 

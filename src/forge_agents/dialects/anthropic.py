@@ -1,4 +1,4 @@
-"""Anthropic's Messages, as Claude Code speaks it, and the requests that count a prompt's tokens."""
+"""Anthropic's Messages API, which Claude Code uses, and its requests that count the tokens of a prompt."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -43,61 +43,63 @@ ERRORS = {
 
 
 class AnthropicEvents(ItemWriter):
-    """Writes one answer as blocks."""
+    """Writes one answer as a message of content blocks, one for each item."""
 
     def __init__(self, request: ModelRequest, ids: Sequence[str]) -> None:
         super().__init__(request, ids)
-        self._index = 0  # of the open block, or of the next
+        self._index = 0  # of the open block; while none is open, of the next block
 
     def begin(self, prompt_tokens: int) -> bytes:
-        """Return the message without content. Its usage is a first count, which the last event replaces."""
-        usage = api.Usage(input_tokens=prompt_tokens, output_tokens=0)
-        message = _start_message(self._request, self._ids[0], usage)
+        """Return the event that starts a message without content.
+
+        Args:
+            prompt_tokens: the input tokens of its usage, a preliminary count which the last event replaces.
+        """
+        message = _start_message(self._request, self._ids[0], api.Usage(input_tokens=prompt_tokens, output_tokens=0))
         return _write_event(api.RawMessageStartEvent(type="message_start", message=message))
 
     def end(self, turns: Sequence[ModelTurn]) -> bytes:
-        """Return the end of the open block, why the message ended, and usage."""
+        """Return the events that end the open block and the message, with its stop reason and usage."""
         usage = api.MessageDeltaUsage.model_validate(_turn_usage(turns[0]).model_dump(exclude_unset=True))
         stopped = api.RawMessageDeltaEvent(type="message_delta", delta=_stop_reason(turns[0]), usage=usage)
         return self.close() + _write_event(stopped) + _write_event(api.RawMessageStopEvent(type="message_stop"))
 
     def ping(self) -> bytes:
-        """Return the event that clients expect while they wait."""
+        """Return Anthropic's event without content, which keeps the connection open while no token arrives."""
         return fields.server_sent({"type": "ping"}, "ping")
 
     def failure(self, error: BadRequest) -> bytes:
-        """Return an event with the body of the error."""
+        """Return an event with the JSON body of an error."""
         return fields.server_sent(AnthropicDialect().error(error), "error")
 
     def begin_item(self, kind: str) -> bytes:
-        """Return a block without text."""
+        """Return the event that starts a block without text."""
         if kind == "content":
             return self._begin_block(api.TextBlock(type="text", text=""))
         return self._begin_block(api.ThinkingBlock(type="thinking", thinking="", signature=""))
 
     def piece(self, kind: str, text: str) -> bytes:
-        """Return the event of a piece of its text."""
+        """Return the event that appends a text to the open block."""
         if kind == "content":
             return self._write_delta(api.TextDelta(type="text_delta", text=text))
         return self._write_delta(api.ThinkingDelta(type="thinking_delta", thinking=text))
 
     def close(self) -> bytes:
-        """Return the end of the block, before which a thought gets its signature."""
+        """Return the events that end the open block, a thought's signature among them; b"" if no block is open."""
         if not self.open:
             return b""
         events = b""
         if self.open == "thought":
-            events = self._write_delta(
-                api.SignatureDelta(type="signature_delta", signature=fields.opaque_token(self._ids[0]))
-            )
+            signature = fields.opaque_token(self._ids[0])
+            events = self._write_delta(api.SignatureDelta(type="signature_delta", signature=signature))
         self.open = ""
         return events + self._end_block()
 
     def call(self, call: Call) -> bytes:
-        """Return a block of a call, whose arguments come in one piece."""
-        begun = self._begin_block(api.ToolUseBlock(type="tool_use", id=call.id, name=call.name, input={}))
+        """Return the events of a tool call's block. It is parsed once it is complete: its arguments are one piece."""
+        start = self._begin_block(api.ToolUseBlock(type="tool_use", id=call.id, name=call.name, input={}))
         arguments = self._write_delta(api.InputJSONDelta(type="input_json_delta", partial_json=call.arguments))
-        return begun + arguments + self._end_block()
+        return start + arguments + self._end_block()
 
     def _begin_block(self, block: api.TextBlock | api.ThinkingBlock | api.ToolUseBlock) -> bytes:
         return _write_event(
@@ -108,8 +110,9 @@ class AnthropicEvents(ItemWriter):
         return _write_event(api.RawContentBlockDeltaEvent(type="content_block_delta", index=self._index, delta=delta))
 
     def _end_block(self) -> bytes:
+        stop_event = api.RawContentBlockStopEvent(type="content_block_stop", index=self._index)
         self._index += 1
-        return _write_event(api.RawContentBlockStopEvent(type="content_block_stop", index=self._index - 1))
+        return _write_event(stop_event)
 
 
 class AnthropicDialect(Dialect):
@@ -120,10 +123,10 @@ class AnthropicDialect(Dialect):
     call_prefix = "toolu_"
 
     def read(self, body: Json) -> ModelRequest:
-        """Parse a body. BadRequest: names the unsupported field."""
+        """Parse the JSON body of a request; a BadRequest names the field that is invalid or unsupported."""
         fields.check_fields(body, KNOWN, IGNORED, NEUTRAL)
         if body.get("thread") is not None:
-            # The client's own helper repeats the request with the whole history when it reads these details.
+            # Anthropic's client library repeats the request with the whole history when it reads these details.
             details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
             raise BadRequest("thread is not supported: send the whole history", "thread", details=details)
 
@@ -131,7 +134,8 @@ class AnthropicDialect(Dialect):
         tools = tuple(_read_tool(tool, path) for path, tool in fields.read_objects(body.get("tools"), "tools"))
         choice = fields.read_object(body.get("tool_choice"), "tool_choice")
         output = fields.read_object(body.get("output_config"), "output_config")
-        if {name for name, value in output.items() if value is not None} - {"effort", "format"}:
+        output_fields = {name for name, value in output.items() if value is not None}
+        if output_fields - {"effort", "format"}:
             raise BadRequest("output_config supports effort and format only", "output_config")
 
         return ModelRequest(
@@ -149,28 +153,26 @@ class AnthropicDialect(Dialect):
         )
 
     def complete(self, request: ModelRequest, turns: Sequence[ModelTurn]) -> Mapping[str, Json]:
-        """Return the body of an answer that is not streamed."""
+        """Return the JSON body of an answer that is not streamed."""
         turn = turns[0]
         content: list[Json] = []
-
-        # The signature only has to come back: clients drop a thought without one.
         if turn.thought:
-            content.append(
-                api.ThinkingBlock(type="thinking", thinking=turn.thought, signature=fields.opaque_token(turn.id))
-            )
-
+            # Nothing checks the signature, but clients omit a thought without one from later requests.
+            signature = fields.opaque_token(turn.id)
+            content.append(api.ThinkingBlock(type="thinking", thinking=turn.thought, signature=signature))
         if turn.content:
             content.append(api.TextBlock(type="text", text=turn.content))
         for call in turn.calls:
-            arguments = json.loads(call.arguments)
-            content.append(api.ToolUseBlock(type="tool_use", id=call.id, name=call.name, input=arguments))
+            content.append(
+                api.ToolUseBlock(type="tool_use", id=call.id, name=call.name, input=json.loads(call.arguments))
+            )
+
         message = _start_message(request, turn.id, _turn_usage(turn))
         message = message.model_copy(update={"content": content, **_stop_reason(turn).model_dump(exclude_unset=True)})
-
         return message.model_dump(exclude_unset=True)
 
     def error(self, error: BadRequest) -> Mapping[str, Json]:
-        """Return the body of an error."""
+        """Return the JSON body of an error."""
         kind = ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
         details = {"details": error.details} if error.details else {}
         return {"type": "error", "error": {"type": kind, "message": str(error), **details}}
@@ -181,10 +183,10 @@ def _write_event(event: BaseModel) -> bytes:
     return fields.server_sent(data, data["type"])
 
 
-def _start_message(request: ModelRequest, identity: str, usage: api.Usage) -> api.Message:
-    """Return the message of an answer before it has content."""
+def _start_message(request: ModelRequest, turn_id: str, usage: api.Usage) -> api.Message:
+    """Return an answer's message before it has content."""
     return api.Message(
-        id=identity,
+        id=turn_id,
         type="message",
         role="assistant",
         model=request.model,
@@ -206,16 +208,16 @@ def _turn_usage(turn: ModelTurn) -> api.Usage:
 
 
 def _stop_reason(turn: ModelTurn) -> StopDelta:
-    reasons = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
-    reason: Json = reasons[turn.finish]
     if turn.finish == "stop" and turn.stop is not None:
-        reason = "stop_sequence"
-    return StopDelta(stop_reason=reason, stop_sequence=turn.stop if reason == "stop_sequence" else None)
+        return StopDelta(stop_reason="stop_sequence", stop_sequence=turn.stop)
+    reasons: Mapping[str, Json] = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
+    return StopDelta(stop_reason=reasons[turn.finish], stop_sequence=None)
 
 
 def _read_messages(body: Mapping[str, Json]) -> list[Message]:
+    # The field is a text or a list of blocks. Claude Code's billing block changes with its versions, and would change
+    # the prompt.
     system = body.get("system")
-    # Both forms of the field as blocks, without the one that changes from version to version of Claude Code.
     blocks = [{"type": "text", "text": system}] if isinstance(system, str) else system
     blocks = [
         block
@@ -237,8 +239,8 @@ def _read_messages(body: Mapping[str, Json]) -> list[Message]:
         else:
             raise BadRequest(f"{path}.role {fields.shorten_value(role)} is neither user nor assistant", path)
 
+    # The role of the last message. Anthropic's API continues the text of an assistant's message there.
     if role == "assistant":
-        # In this dialect, such a request asks to continue the text of the last message.
         raise BadRequest("the last message is the assistant's: a text that was started cannot be continued", "messages")
     return messages
 
@@ -246,19 +248,20 @@ def _read_messages(body: Mapping[str, Json]) -> list[Message]:
 def _read_assistant(content: Json, path: str) -> Message:
     if isinstance(content, str):
         return fields.assistant_message(content=content)
-    texts: dict[str, str] = {"thinking": "", "text": ""}
+    texts: dict[str, str] = {"thinking": "", "text": ""}  # by the type of block
     calls = []
 
-    for place, block in fields.read_objects(content, path):
+    for block_path, block in fields.read_objects(content, path):
         kind = block.get("type")
         if isinstance(kind, str) and kind in texts:
+            # A block's text is in the field that is named like its type.
             texts[kind] += fields.text_of([block], path, {kind: kind})
         elif kind == "tool_use":
-            arguments = fields.arguments_of(block.get("input"), f"{place}.input")
+            arguments = fields.arguments_of(block.get("input"), f"{block_path}.input")
             calls.append(
                 Call(fields.read_string(block, "id", path), fields.read_string(block, "name", path), arguments)
             )
-        # A thought that was made unreadable is of another model.
+        # An encrypted thought is skipped: only another model can have written it.
         elif kind != "redacted_thinking":
             raise BadRequest(f"{path}: a block of type {fields.shorten_value(kind)} is not supported", path)
 
@@ -266,35 +269,43 @@ def _read_assistant(content: Json, path: str) -> Message:
 
 
 def _add_user(messages: list[Message], content: Json, path: str) -> None:
-    """Add the results of tools in a message, and as messages of the user the texts between them."""
+    """Append a user's message in the order of its blocks: a message for each tool result, and one for the texts
+    between two results."""
     if isinstance(content, str):
         messages.append({"role": "user", "content": content})
         return
-    texts: list[Json] = []
-    for place, block in fields.read_objects(content, path):
+    text_blocks: list[Json] = []  # since the last tool result
+    for block_path, block in fields.read_objects(content, path):
         if block.get("type") != "tool_result":
-            texts.append(block)
+            text_blocks.append(block)
             continue
-        if texts:
-            messages.append({"role": "user", "content": fields.text_of(texts, path, TEXT)})
-            texts = []
-        text = fields.text_of(block.get("content"), f"{place}.content", TEXT)
+        if text_blocks:
+            messages.append({"role": "user", "content": fields.text_of(text_blocks, path, TEXT)})
+            text_blocks = []
 
-        # A word marks an error, unless the text has one at its beginning.
+        text = fields.text_of(block.get("content"), f"{block_path}.content", TEXT)
+        # Templates have no field for failed calls: the text says it, unless it does so at its beginning already.
         if block.get("is_error") and "error" not in text[:80].lower():
             text = f"error: {text}"
-        call_id = fields.read_string(block, "tool_use_id", place)
-        messages.append({"role": "tool", "content": text, "call_id": call_id, "name": ""})
+        messages.append(
+            {
+                "role": "tool",
+                "content": text,
+                "call_id": fields.read_string(block, "tool_use_id", block_path),
+                "name": "",
+            }
+        )
 
-    if texts:
-        messages.append({"role": "user", "content": fields.text_of(texts, path, TEXT)})
+    if text_blocks:
+        messages.append({"role": "user", "content": fields.text_of(text_blocks, path, TEXT)})
 
 
 def _read_tool(tool: Mapping[str, Json], path: str) -> Schema:
     if tool.get("type") not in (None, "custom"):
         raise BadRequest(f"{path}: a tool of type {fields.shorten_value(tool['type'])} is not supported", "tools")
-    name = fields.read_string(tool, "name", path)
-    return fields.tool_schema(name, tool.get("description"), tool.get("input_schema"), path)
+    return fields.tool_schema(
+        fields.read_string(tool, "name", path), tool.get("description"), tool.get("input_schema"), path
+    )
 
 
 def _read_choice(choice: Mapping[str, Json]) -> str:
@@ -307,7 +318,8 @@ def _read_choice(choice: Mapping[str, Json]) -> str:
 
 
 def _check_edits(management: Json) -> None:
-    """Raise BadRequest if the server is to edit the context. To keep all thoughts changes nothing."""
+    """Raise BadRequest if the client asks the server to remove parts of the context. An edit that keeps all thoughts
+    removes nothing, and is accepted."""
     edits = fields.read_object(management, "context_management").get("edits")
     for _, edit in fields.read_objects(edits, "context_management.edits"):
         if edit.get("keep") != "all":

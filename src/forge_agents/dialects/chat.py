@@ -1,6 +1,6 @@
-"""Chat Completions of OpenAI, as most agents speak it.
+"""OpenAI's Chat Completions API, which most agents use.
 
-Thoughts are in `reasoning_content`, where servers of open models put them.
+OpenAI has no field for thoughts: they are in `reasoning_content`, as in other servers of open models.
 """
 
 import time
@@ -44,21 +44,21 @@ PARTS = {"text": "text", "refusal": "refusal"}
 
 
 class ChatEvents(EventWriter):
-    """Writes the answers to one request as chunks, which all have the first answer's id."""
+    """Writes the samples of one request as chunks, which all have the first sample's id."""
 
     def __init__(self, request: ModelRequest, ids: Sequence[str]) -> None:
         super().__init__(request, ids)
         self._created = int(time.time())
-        self._calls = [0] * len(ids)  # that were sent, of each sample
+        self._calls = [0] * len(ids)  # for each sample, the number of calls that were sent
 
     def begin(self, prompt_tokens: int) -> bytes:
-        """Return one chunk with the role for each sample."""
-        # Programs that add up the chunks start with this text.
+        """Return one chunk for each sample, with the role of its message."""
+        # The content is "", not null: programs append the texts of later chunks to it.
         role = ChoiceDelta(role="assistant", content="")
         return b"".join(self._write_delta(index, role) for index in range(len(self._ids)))
 
     def delta(self, delta: Delta) -> bytes:
-        """Return a chunk of each kind of text in the piece; a call's name and its arguments are two."""
+        """Return the chunks for a piece of a sample: one for its thought, one for its content, two for a tool call."""
         chunks = b""
         if delta.thought:
             chunks += self._write_delta(delta.sample, ChoiceDelta.model_validate({"reasoning_content": delta.thought}))
@@ -68,6 +68,7 @@ class ChatEvents(EventWriter):
         if delta.call is not None:
             number = self._calls[delta.sample]
             self._calls[delta.sample] += 1
+            # As OpenAI's servers do: the id and the name come first, then the arguments without them.
             name = ChoiceDeltaToolCallFunction(name=delta.call.name, arguments="")
             head = ChoiceDeltaToolCall(index=number, id=delta.call.id, type="function", function=name)
             arguments = ChoiceDeltaToolCallFunction(arguments=delta.call.arguments)
@@ -78,13 +79,14 @@ class ChatEvents(EventWriter):
         return chunks
 
     def end(self, turns: Sequence[ModelTurn]) -> bytes:
-        """Return each sample's reason and log-probabilities, then the usage if the client asked for it."""
+        """Return a chunk with each sample's finish reason and log-probabilities, then the usage if it was requested."""
         chunks = b""
         for index, turn in enumerate(turns):
-            # They come at once: a piece of text need not be a token.
+            # All log-probabilities are in the last chunk: the pieces of text before it need not be whole tokens.
             logprobs = ChunkLogprobs(content=_token_logprobs(turn)) if self._request.logprobs is not None else None
-            choice = ChunkChoice(index=index, delta=ChoiceDelta(), finish_reason=turn.finish, logprobs=logprobs)
-            chunks += self._write_chunk([choice])
+            chunks += self._write_chunk(
+                [ChunkChoice(index=index, delta=ChoiceDelta(), finish_reason=turn.finish, logprobs=logprobs)]
+            )
         if self._request.stream_usage:
             chunks += self._write_chunk([], usage_of(turns))
         return chunks + b"data: [DONE]\n\n"
@@ -111,7 +113,7 @@ class ChatDialect(Dialect):
     id_prefix = "chatcmpl-"
 
     def read(self, body: Json) -> ModelRequest:
-        """Parse a body. BadRequest: names the unsupported field."""
+        """Parse the JSON body of a request; a BadRequest names the field that is invalid or unsupported."""
         fields.check_fields(body, KNOWN, IGNORED, NEUTRAL)
         tools = tuple(_read_tool(tool, path) for path, tool in fields.read_objects(body.get("tools"), "tools"))
         messages = [
@@ -126,7 +128,7 @@ class ChatDialect(Dialect):
             fields.openai_choice(body.get("tool_choice"), tools),
             fields.read_boolean(body, "parallel_tool_calls", True),
             samples=fields.read_integer(body, "n", 1, MAX_SAMPLES) or 1,
-            # The newer of the two names, where a client sends both.
+            # Where a client sends both names of this limit, the newer one.
             max_tokens=fields.read_integer(body, "max_completion_tokens") or fields.read_integer(body, "max_tokens"),
             stop=fields.stop_strings(body, "stop"),
             schema=fields.answer_schema(body.get("response_format"), "response_format"),
@@ -137,7 +139,7 @@ class ChatDialect(Dialect):
         )
 
     def complete(self, request: ModelRequest, turns: Sequence[ModelTurn]) -> Mapping[str, Json]:
-        """Return the body of an answer that is not streamed."""
+        """Return the JSON body of an answer that is not streamed."""
         choices = [
             Choice(
                 index=index,
@@ -160,9 +162,9 @@ class ChatDialect(Dialect):
 
 
 def _read_message(message: Mapping[str, Json], path: str) -> Message:
-    """Read a message. Fields that clients add to an answer's, such as ids and parsed arguments, are ignored."""
+    """Read a message of a conversation. Fields that client libraries add to answers, such as ids, are ignored."""
     role = message.get("role")
-    # Content of other kinds than text and calls, which must not be lost.
+    # Content that is neither text nor tool calls: an error is better than to drop it silently.
     for name in ("audio", "function_call"):
         if message.get(name) is not None:
             raise BadRequest(f"{path}.{name} is not supported", path)
@@ -172,14 +174,22 @@ def _read_message(message: Mapping[str, Json], path: str) -> Message:
     if role == "assistant":
         thoughts = (message.get("reasoning_content"), message.get("reasoning"))
         thought = next((text for text in thoughts if isinstance(text, str) and text), "")
-        # What the assistant said in declining is its text too, under another name.
-        refusal = message.get("refusal")
-        calls = [_read_call(*entry) for entry in fields.read_objects(message.get("tool_calls"), f"{path}.tool_calls")]
-        return fields.assistant_message(thought, content or (refusal if isinstance(refusal, str) else ""), calls)
+        # OpenAI has a separate field for the text with which the assistant declines.
+        if not content and isinstance(message.get("refusal"), str):
+            content = message["refusal"]
+        return fields.assistant_message(
+            thought,
+            content,
+            [_read_call(*entry) for entry in fields.read_objects(message.get("tool_calls"), f"{path}.tool_calls")],
+        )
 
     if role == "tool":
-        call_id = fields.read_string(message, "tool_call_id", path)
-        return {"role": "tool", "content": content, "call_id": call_id, "name": str(message.get("name") or "")}
+        return {
+            "role": "tool",
+            "content": content,
+            "call_id": fields.read_string(message, "tool_call_id", path),
+            "name": str(message.get("name") or ""),
+        }
     if role not in ("system", "developer", "user"):
         raise BadRequest(f"{path}.role {fields.shorten_value(role)} is none of system, user, assistant and tool", path)
     if message.get("content") is None:
@@ -202,8 +212,12 @@ def _read_tool(tool: Mapping[str, Json], path: str) -> Schema:
     if tool.get("type") != "function":
         raise BadRequest(f"{path}: a tool of type {fields.shorten_value(tool.get('type'))} is not supported", "tools")
     function = fields.read_object(tool.get("function"), f"{path}.function")
-    name = fields.read_string(function, "name", f"{path}.function")
-    return fields.tool_schema(name, function.get("description"), function.get("parameters"), f"{path}.function")
+    return fields.tool_schema(
+        fields.read_string(function, "name", f"{path}.function"),
+        function.get("description"),
+        function.get("parameters"),
+        f"{path}.function",
+    )
 
 
 def _read_logprobs(body: Mapping[str, Json]) -> int | None:
@@ -216,9 +230,10 @@ def _read_logprobs(body: Mapping[str, Json]) -> int | None:
 
 
 def _answer_message(turn: ModelTurn) -> ChatCompletionMessage:
-    # A text that is empty alongside calls is null in OpenAI's answers.
-    message: dict[str, Json] = {"role": "assistant", "content": turn.content or (None if turn.calls else "")}
-    # The package's type has no field for a thought, and keeps additional fields.
+    # Like OpenAI's servers, null instead of an empty text where there are calls.
+    empty_content = None if turn.calls else ""
+    message: dict[str, Json] = {"role": "assistant", "content": turn.content or empty_content}
+    # The openai package's type has no field for a thought, but keeps fields that it does not know.
     if turn.thought:
         message["reasoning_content"] = turn.thought
     if turn.calls:
@@ -244,14 +259,16 @@ def _token_logprobs(turn: ModelTurn) -> list[ChatCompletionTokenLogprob]:
 
 
 def usage_of(turns: Sequence[ModelTurn]) -> CompletionUsage:
-    """Return the tokens of the answers to one request."""
-    # All samples have the same prompt, which counts once.
+    """Return the token counts of one request.
+
+    Args:
+        turns: its samples, which have the same prompt: it is counted once.
+    """
     prompt = turns[0].prompt_tokens
     completion = sum(turn.completion_tokens for turn in turns)
-    details = PromptTokensDetails(cached_tokens=turns[0].cached_tokens)
     return CompletionUsage(
         prompt_tokens=prompt,
         completion_tokens=completion,
         total_tokens=prompt + completion,
-        prompt_tokens_details=details,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=turns[0].cached_tokens),
     )

@@ -1,4 +1,4 @@
-"""Completions of OpenAI: a text or token ids that the model continues as they are, without a chat template."""
+"""OpenAI's Completions API: the model continues a text or token ids as they are, without a chat template."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -24,20 +24,20 @@ MAX_TOKENS = 16  # OpenAI's default
 
 
 class CompletionEvents(ChatEvents):
-    """Writes the answers to one request as chunks, which all have the first answer's id."""
+    """Writes the samples of one request as chunks, which all have the first sample's id."""
 
     def begin(self, prompt_tokens: int) -> bytes:
-        """Return nothing: the first chunk has text."""
+        """Return b"": a stream of completions starts with the first text."""
         return b""
 
     def delta(self, delta: Delta) -> bytes:
-        """Return a chunk with a piece of a sample's text."""
+        """Return a chunk with a piece of a sample's text; b"" if the piece has no content."""
         if not delta.content:
             return b""
         return self._write_chunk([_make_choice(delta.sample, delta.content, None, self._request)])
 
     def end(self, turns: Sequence[ModelTurn]) -> bytes:
-        """Return each sample's reason and log-probabilities, then the usage if the client asked for it."""
+        """Return a chunk with each sample's finish reason and log-probabilities, then the usage if it was requested."""
         chunks = b"".join(
             self._write_chunk([_make_choice(index, "", turn, self._request)]) for index, turn in enumerate(turns)
         )
@@ -50,15 +50,16 @@ class CompletionEvents(ChatEvents):
 
 
 class CompletionsDialect(ChatDialect):
-    """Requests to `/v1/completions`, each of one prompt."""
+    """Requests to `/v1/completions`, each with one prompt."""
 
     writer = CompletionEvents
     id_prefix = "cmpl-"
 
     def read(self, body: Json) -> ModelRequest:
-        """Parse a body. BadRequest: names the unsupported field."""
+        """Parse the JSON body of a request; a BadRequest names the field that is invalid or unsupported."""
         fields.check_fields(body, KNOWN, ("user",), NEUTRAL)
         prompt = body.get("prompt")
+        # Clients that send batches put a single prompt in a list.
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             prompt = prompt[0]
         is_tokens = isinstance(prompt, list) and all(type(token) is int for token in prompt)
@@ -68,6 +69,7 @@ class CompletionsDialect(ChatDialect):
 
         return ModelRequest(
             body["model"],
+            # The tree of turns needs a message; "prompt" is a role that no chat message has.
             ({"role": "prompt", "content": str(prompt)},),
             prompt=prompt,
             samples=fields.read_integer(body, "n", 1, MAX_SAMPLES) or 1,
@@ -80,27 +82,43 @@ class CompletionsDialect(ChatDialect):
         )
 
     def complete(self, request: ModelRequest, turns: Sequence[ModelTurn]) -> Mapping[str, Json]:
-        """Return the body of an answer that is not streamed."""
-        choices = [_make_choice(index, turn.content, turn, request) for index, turn in enumerate(turns)]
-        return _make_completion(turns[0].id, request, choices, usage_of(turns))
+        """Return the JSON body of an answer that is not streamed."""
+        return _make_completion(
+            turns[0].id,
+            request,
+            [_make_choice(index, turn.content, turn, request) for index, turn in enumerate(turns)],
+            usage_of(turns),
+        )
 
 
 def _make_completion(
-    name: str, request: ModelRequest, choices: list[Json], usage: CompletionUsage | None
+    completion_id: str, request: ModelRequest, choices: list[Json], usage: CompletionUsage | None
 ) -> dict[str, Json]:
-    # Plain, as the package's types have no token ids.
-    counts = None if usage is None else usage.model_dump(exclude_unset=True)
-    values = {"id": name, "object": "text_completion", "created": int(time.time()), "model": request.model}
-    return {**values, "choices": choices, "usage": counts}
+    # A plain dictionary: the openai package's type has no field for token ids.
+    return {
+        "id": completion_id,
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": request.model,
+        "choices": choices,
+        "usage": None if usage is None else usage.model_dump(exclude_unset=True),
+    }
 
 
 def _make_choice(index: int, text: str, turn: ModelTurn | None, request: ModelRequest) -> Json:
-    """Return a sample's text; with its turn also how it ended. A chunk within a stream has no reason yet."""
-    values: dict[str, Json] = {"index": index, "text": text, "finish_reason": None, "logprobs": None}
+    """Return one entry of the field `choices`: a sample's number and text.
+
+    Args:
+        turn: the complete sample, whose finish reason, token ids and log-probabilities are added; None: the sample is
+            still being generated.
+    """
+    choice: dict[str, Json] = {"index": index, "text": text, "finish_reason": None, "logprobs": None}
     if turn is not None:
-        values |= {"finish_reason": turn.finish, "token_ids": list(turn.token_ids)}
+        choice |= {"finish_reason": turn.finish, "token_ids": list(turn.token_ids)}
         if request.logprobs is not None:
-            tokens, logprobs = [token.text for token in turn.logprobs], [token.logprob for token in turn.logprobs]
-            tops = [dict(token.top) for token in turn.logprobs]
-            values["logprobs"] = {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops}
-    return values
+            choice["logprobs"] = {
+                "tokens": [token.text for token in turn.logprobs],
+                "token_logprobs": [token.logprob for token in turn.logprobs],
+                "top_logprobs": [dict(token.top) for token in turn.logprobs],
+            }
+    return choice

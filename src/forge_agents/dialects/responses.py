@@ -1,10 +1,11 @@
-"""OpenAI's Responses, as codex and the frameworks of OpenAI speak it.
+"""OpenAI's Responses API, which codex and OpenAI's agent frameworks use.
 
-Functions in a namespace are offered to the model as `namespace.function`, and a call of one has both names apart, by
-which codex looks it up. Tools that OpenAI's servers would execute are not offered: a client that lists web search
-alongside its functions works without it.
+A function in a namespace is offered to the model as `namespace.function`. A call of it is sent to the client with the
+namespace and the name in separate fields, by which codex looks it up. Tools that OpenAI's servers would execute, such
+as web search, are not offered to the model: a client that lists one alongside its functions works without it.
 
-The ids of items are made of the ids of the turn and of its calls, so that a stream and its last event name the same.
+The ids of items are derived from the ids of the turn and of its calls, so that the events of a stream and the whole
+response in its last event name the same items.
 """
 
 import re
@@ -28,7 +29,7 @@ KNOWN = {
     *("model", "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "previous_response_id"),
     *("max_output_tokens", "text", "stream", "stream_options"),
 }
-# A context is never truncated here, and only tools of the server count against `max_tool_calls`.
+# `truncation`: a context is never truncated here. `max_tool_calls` limits only tools that a server executes.
 IGNORED = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options"),
     *("prompt_cache_retention", "client_metadata", "moderation", "truncation", "max_tool_calls", "background_options"),
@@ -50,42 +51,45 @@ NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 SUMMARY = {"summary_text": "text", "reasoning_text": "text", "text": "text"}
 
-
 Item = api.ResponseOutputMessage | api.ResponseFunctionToolCall | api.ResponseReasoningItem
 Status = Literal["in_progress", "completed", "incomplete"]
 
 ID_PREFIX = "resp_"
-# Between a namespace and the name of a function in it. OpenAI allows it in neither, so a name can be split again.
+# Between a namespace and the name of a function in it. OpenAI allows a dot in neither, so that the joined name can be
+# split again.
 SEPARATOR = "."
 
 
 def output_items(turn: ModelTurn) -> list[Item]:
-    """Return the items of an answer: thought, text, calls."""
+    """Return the items of a complete answer: a thought if it has one, a text if it has one, and its tool calls."""
     items: list[Item] = []
     if turn.thought:
         items.append(reasoning_item(turn.id, turn.thought))
     if turn.content:
-        status: Status = "incomplete" if turn.finish == "length" and not turn.calls else "completed"
-        items.append(message_item(turn.id, turn.content, status))
+        # With calls after it, the text is complete: the limit of tokens has cut the last call.
+        is_cut = turn.finish == "length" and not turn.calls
+        items.append(message_item(turn.id, turn.content, "incomplete" if is_cut else "completed"))
     return [*items, *(call_item(call) for call in turn.calls)]
 
 
-def reasoning_item(identity: str, thought: str) -> api.ResponseReasoningItem:
-    """Return a thought, whole, as its summary. Clients send an item back if it has encrypted content, so it has a
-    token."""
+def reasoning_item(turn_id: str, thought: str) -> api.ResponseReasoningItem:
+    """Return a reasoning item whose summary is the whole thought; "" gives an item without a summary.
+
+    Its encrypted content is a token without meaning: clients send an item back in later requests only if it has one.
+    """
     summary = [Summary(type="summary_text", text=thought)] if thought else []
     return api.ResponseReasoningItem(
-        id=f"rs_{identity.removeprefix(ID_PREFIX)}",
+        id=f"rs_{turn_id.removeprefix(ID_PREFIX)}",
         type="reasoning",
         summary=summary,
-        encrypted_content=opaque_token(identity),
+        encrypted_content=opaque_token(turn_id),
     )
 
 
-def message_item(identity: str, text: str, status: Status) -> api.ResponseOutputMessage:
-    """Return a text; without a part while it is empty."""
+def message_item(turn_id: str, text: str, status: Status) -> api.ResponseOutputMessage:
+    """Return a message item of the assistant with one part, the text; without a part if the text is ""."""
     return api.ResponseOutputMessage(
-        id=f"msg_{identity.removeprefix(ID_PREFIX)}",
+        id=f"msg_{turn_id.removeprefix(ID_PREFIX)}",
         type="message",
         role="assistant",
         status=status,
@@ -94,12 +98,12 @@ def message_item(identity: str, text: str, status: Status) -> api.ResponseOutput
 
 
 def text_part(text: str) -> api.ResponseOutputText:
-    """Return the text of a message."""
+    """Return a text as the part of a message item."""
     return api.ResponseOutputText(type="output_text", text=text, annotations=[], logprobs=[])
 
 
 def call_item(call: Call, status: Status = "completed") -> api.ResponseFunctionToolCall:
-    """Return a call; of a function in a namespace it has both names."""
+    """Return the item of a tool call. The name `namespace.function` becomes its fields `namespace` and `name`."""
     namespace, separator, name = call.name.partition(SEPARATOR)
     values = {
         "id": f"fc_{call.id.removeprefix('call_')}",
@@ -115,18 +119,25 @@ def call_item(call: Call, status: Status = "completed") -> api.ResponseFunctionT
 
 
 def make_response(
-    request: ModelRequest, identity: str, items: Sequence[Item], created: float, turn: ModelTurn | None = None
+    request: ModelRequest, turn_id: str, items: Sequence[Item], created: float, turn: ModelTurn | None = None
 ) -> api.Response:
-    """Return the object that answers a request; without a turn it is in progress. Tools and settings are not
-    repeated."""
+    """Return the response object for a request. It does not repeat the request's tools and sampling settings.
+
+    Args:
+        turn_id: the id of the turn, and of the response.
+        items: its output so far.
+        created: when it was started, in seconds since the epoch.
+        turn: the complete answer; None: it is still in progress, and has no usage.
+    """
     tool = request.tool_choice.removeprefix("function:")
     choice: Json = tool if tool == request.tool_choice else {"type": "function", "name": tool}
     truncated = turn is not None and turn.finish == "length"
+    final_status = "incomplete" if truncated else "completed"
     values: dict[str, Json] = {
-        "id": identity,
+        "id": turn_id,
         "object": "response",
         "created_at": created,
-        "status": "in_progress" if turn is None else "incomplete" if truncated else "completed",
+        "status": "in_progress" if turn is None else final_status,
         "model": request.model,
         "output": list(items),
         "error": None,
@@ -147,7 +158,7 @@ def make_response(
 
 
 def _turn_usage(turn: ModelTurn) -> Mapping[str, Json]:
-    # How many of the tokens are the thought's is not counted: the field is required, and 0.
+    # The tokens of the thought are not counted separately, but clients require the field: it is 0.
     return {
         "input_tokens": turn.prompt_tokens,
         "input_tokens_details": {"cached_tokens": turn.cached_tokens, "cache_write_tokens": 0},
@@ -158,75 +169,78 @@ def _turn_usage(turn: ModelTurn) -> Mapping[str, Json]:
 
 
 class ResponsesEvents(ItemWriter):
-    """Writes one answer; its items have one part."""
+    """Writes one answer as items, each a thought or a text with one part, or a tool call."""
 
     def __init__(self, request: ModelRequest, ids: Sequence[str]) -> None:
         super().__init__(request, ids)
         self._id = ids[0]
         self._created = time.time()
-        self._numbers = count()
-        self._items: list[Item] = []  # that are complete
-        self._text = ""  # of the open item
+        self._numbers = count()  # sequence numbers of events
+        self._items: list[Item] = []  # the complete items
+        self._text = ""  # of the open item so far
 
     def begin(self, prompt_tokens: int) -> bytes:
-        """Return the response while it has no output."""
+        """Return the two events that announce a response without output."""
         started = make_response(self._request, self._id, [], self._created)
         created = self._write_event(api.ResponseCreatedEvent, response=started)
         return created + self._write_event(api.ResponseInProgressEvent, response=started)
 
     def end(self, turns: Sequence[ModelTurn]) -> bytes:
-        """Return the end of the open item, and the whole response."""
-        # The limit of tokens also cuts what the item would have said.
+        """Return the events that complete the open item, then the event with the whole response."""
         turn = turns[0]
         truncated = turn.finish == "length"
         closing = self.close("incomplete" if truncated else "completed")
         finished = make_response(self._request, self._id, self._items, self._created, turn)
-        last = api.ResponseIncompleteEvent if truncated else api.ResponseCompletedEvent
-        return closing + self._write_event(last, response=finished)
+        last_event = api.ResponseIncompleteEvent if truncated else api.ResponseCompletedEvent
+        return closing + self._write_event(last_event, response=finished)
 
     def failure(self, error: BadRequest) -> bytes:
-        """Return the event of a failed response."""
-        # The codes of the package's type are fewer than those that clients act on.
+        """Return the event of a failed response, with its complete items and the error."""
         code = error.code or ("rate_limit_exceeded" if error.status == 429 else "server_error")
         failed = make_response(self._request, self._id, self._items, self._created)
         failed.status = "failed"
+        # Not validated: clients act on more codes than the package's type allows.
         failed.error = api.ResponseError.model_construct(code=code, message=str(error))
         return self._write_event(api.ResponseFailedEvent, response=failed)
 
     def _write_event(self, model: type[BaseModel], **values: Json) -> bytes:
-        kind = get_args(model.model_fields["type"].annotation)[0]
-        event = model(type=kind, sequence_number=next(self._numbers), **values)
-        return server_sent(event.model_dump(exclude_unset=True, warnings=False), kind)
+        # The annotation of `type` is a Literal with the event's one name.
+        event_type = get_args(model.model_fields["type"].annotation)[0]
+        event = model(type=event_type, sequence_number=next(self._numbers), **values)
+        return server_sent(event.model_dump(exclude_unset=True, warnings=False), event_type)
 
     def _write_part(self, model: type[BaseModel], **values: Json) -> bytes:
-        """Return an event about the only part of the open item."""
-        index = {"summary_index" if self.open == "thought" else "content_index": 0}
-        return self._write_event(model, item_id=self._blank_item().id, output_index=len(self._items), **index, **values)
+        """Return an event about the open item's only part, which has index 0."""
+        part_index = {"summary_index" if self.open == "thought" else "content_index": 0}
+        return self._write_event(
+            model, item_id=self._blank_item().id, output_index=len(self._items), **part_index, **values
+        )
 
     def _blank_item(self) -> Item:
-        """Return the open item as it started."""
+        """Return the open item as it was before its first text."""
         return reasoning_item(self._id, "") if self.open == "thought" else message_item(self._id, "", "in_progress")
 
     def begin_item(self, kind: str) -> bytes:
-        """Return a thought or a text without a letter."""
+        """Return the events that start an item without text, and its empty part."""
         self._text = ""
         added = self._write_event(
             api.ResponseOutputItemAddedEvent, output_index=len(self._items), item=self._blank_item()
         )
         if kind == "thought":
-            part = {"type": "summary_text", "text": ""}
-            return added + self._write_part(api.ResponseReasoningSummaryPartAddedEvent, part=part)
+            return added + self._write_part(
+                api.ResponseReasoningSummaryPartAddedEvent, part={"type": "summary_text", "text": ""}
+            )
         return added + self._write_part(api.ResponseContentPartAddedEvent, part=text_part(""))
 
     def piece(self, kind: str, text: str) -> bytes:
-        """Return the event of a piece of its text."""
+        """Return the event that appends a text to the open item."""
         self._text += text
         if kind == "thought":
             return self._write_part(api.ResponseReasoningSummaryTextDeltaEvent, delta=text)
         return self._write_part(api.ResponseTextDeltaEvent, delta=text, logprobs=[])
 
     def close(self, status: Status = "completed") -> bytes:
-        """Return the whole text, the whole part and the whole item."""
+        """Return the events that repeat the open item's whole text, part and item; b"" if no item is open."""
         if not self.open:
             return b""
         item: Item
@@ -243,7 +257,7 @@ class ResponsesEvents(ItemWriter):
         return events + self._finish_item(item)
 
     def call(self, call: Call) -> bytes:
-        """Return a call. It is generated before it is read: its arguments come in one piece."""
+        """Return the events of a tool call. It is parsed once it is complete, so its arguments are one piece."""
         item = call_item(call)
         position: dict[str, Json] = {"item_id": item.id, "output_index": len(self._items)}
         started = item.model_copy(update={"arguments": "", "status": "in_progress"})
@@ -254,6 +268,7 @@ class ResponsesEvents(ItemWriter):
         return events + self._finish_item(item)
 
     def _finish_item(self, item: Item) -> bytes:
+        # The event has the item's index, so it is written before the item is appended.
         event = self._write_event(api.ResponseOutputItemDoneEvent, output_index=len(self._items), item=item)
         self._items.append(item)
         return event
@@ -266,13 +281,14 @@ class ResponsesDialect(Dialect):
     id_prefix = ID_PREFIX
 
     def read(self, body: Json) -> ModelRequest:
-        """Parse a body. BadRequest: names the unsupported field."""
+        """Parse the JSON body of a request; a BadRequest names the field that is invalid or unsupported."""
         fields.check_fields(body, KNOWN, IGNORED, NEUTRAL)
         tools = tuple(_read_tools(body.get("tools"), "tools"))
         text = fields.read_object(body.get("text"), "text")
         previous = body.get("previous_response_id")
-        is_id = previous is None or isinstance(previous, str)
-        fields.require_field(is_id, "previous_response_id", "the id of a response", previous)
+        fields.require_field(
+            previous is None or isinstance(previous, str), "previous_response_id", "the id of a response", previous
+        )
 
         return ModelRequest(
             body["model"],
@@ -292,7 +308,7 @@ class ResponsesDialect(Dialect):
         )
 
     def complete(self, request: ModelRequest, turns: Sequence[ModelTurn]) -> Mapping[str, Json]:
-        """Return the body of an answer that is not streamed."""
+        """Return the JSON body of an answer that is not streamed."""
         turn = turns[0]
         return make_response(request, turn.id, output_items(turn), time.time(), turn).model_dump(exclude_unset=True)
 
@@ -303,7 +319,7 @@ def _read_messages(body: Mapping[str, Json]) -> list[Message]:
     fields.require_field(instructions is None or isinstance(instructions, str), "instructions", "a text", instructions)
     if instructions:
         messages.append({"role": "system", "content": instructions})
-    # A bare text is the message of a user.
+    # The field may be one text, the user's message, instead of a list of items.
     if isinstance(body.get("input"), str):
         return [*messages, {"role": "user", "content": body["input"]}]
     items = fields.read_objects(body.get("input"), "input")
@@ -317,7 +333,7 @@ def _add_item(messages: list[Message], item: Mapping[str, Json], path: str) -> N
     kind = item.get("type") or "message"
 
     if kind == "reasoning":
-        # The text is in one of two fields; of a client that sends both, `content` is the unabridged one.
+        # Clients send the text in `content` or in `summary`; where both are sent, the summary is an abridged version.
         thought = fields.text_of(item.get("content"), f"{path}.content", SUMMARY, "")
         thought = thought or fields.text_of(item.get("summary"), f"{path}.summary", SUMMARY, "")
         if thought:
@@ -331,8 +347,9 @@ def _add_item(messages: list[Message], item: Mapping[str, Json], path: str) -> N
         fields.append_assistant(messages, fields.assistant_message(calls=[call]))
     elif kind == "function_call_output":
         content = fields.text_of(item.get("output"), f"{path}.output", PARTS)
-        call_id = fields.read_string(item, "call_id", path)
-        messages.append({"role": "tool", "content": content, "call_id": call_id, "name": ""})
+        messages.append(
+            {"role": "tool", "content": content, "call_id": fields.read_string(item, "call_id", path), "name": ""}
+        )
     elif kind == "message":
         _add_message(messages, item, path)
     else:
@@ -353,18 +370,24 @@ def _add_message(messages: list[Message], item: Mapping[str, Json], path: str) -
         )
 
 
-def _read_tools(tools: Json, place: str, namespace: str = "") -> Iterator[Schema]:
-    """Read the functions that a client offers, including namespaces'."""
-    for path, tool in fields.read_objects(tools, place):
+def _read_tools(tools: Json, list_path: str, namespace: str = "") -> Iterator[Schema]:
+    """Yield the functions in a list of tools at `list_path` of a request, including those in namespaces.
+
+    Args:
+        namespace: the namespace that has the list; "": it is the request's own list.
+    """
+    # A namespace holds functions only: no namespace, and no tool that a server executes.
+    supported = ("function",) if namespace else ("function", "namespace")
+    for path, tool in fields.read_objects(tools, list_path):
         kind = tool.get("type")
-        # A client that offers one of these works without it.
+        # Clients list these by default, and work without them.
         if isinstance(kind, str) and kind in SERVER_TOOLS and not namespace:
             continue
-        if kind not in ("function", "namespace") or (kind == "namespace" and namespace):
+        if kind not in supported:
             raise BadRequest(f"{path}: a tool of type {fields.shorten_value(kind)} is not supported", "tools")
         name = fields.read_string(tool, "name", path)
 
-        # OpenAI's rule for names; one with a dot would read as a namespace and a function in it.
+        # OpenAI's rule for names. A name with a dot would also be read as a namespace and a function in it.
         if not NAME.fullmatch(name):
             raise BadRequest(
                 f"{path}.name {fields.shorten_value(name)} has other characters than a-z A-Z 0-9 _ -", "tools"

@@ -1,8 +1,10 @@
-"""The far end of a worker's pipes: answers requests, each one JSON object on a line.
+"""The worker's side of `forge_agents.collection.Worker`: answers requests, each one JSON object on a line.
 
-Requests: {"id", "op": "open" | "rows" | "play", "timeout": seconds, ...}. Answers: {"id", "result": {...}}, or {"id",
-"error": text, "setting": whether a setting is at fault}. Standard input ends with the controller, and the worker with
-it. Python 3.11 or newer, the standard library only.
+A request is {"id", "op": "open" | "rows" | "play", "timeout": seconds, ...}. Its answer is {"id", "result": {...}}, or
+{"id", "error": text, "setting": whether a setting is at fault}. Requests arrive on standard input; when that ends,
+because the controller has closed it or has died, the worker exits.
+
+This module is run by the collection's Python, 3.11 or newer, and uses only the standard library.
 """
 
 import asyncio
@@ -16,46 +18,48 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Protocol, TextIO
 
 Values = dict[str, Any]  # plain JSON
-MAX_LINE = 1 << 30  # bytes of a message: all rows are one
+MAX_LINE = 1 << 30  # bytes of a message; the rows of a collection are sent in one message
 CLOSING = 5.0  # seconds that a collection may take to close
 
 
 class SettingError(Exception):
-    """A setting that is invalid here, such as an environment that is not installed: the run cannot start."""
+    """A setting is invalid on this machine, such as an environment that is not installed: the run cannot start."""
 
 
 class EpisodeError(Exception):
-    """A failure of the environment in one episode, in its words."""
+    """The environment failed in one episode; the message is the environment's."""
 
 
 class Collection(Protocol):
-    """An environment of a collection."""
+    """An opened environment of a collection."""
 
     def rows(self) -> Iterable[tuple[str, Values]]:
-        """Return the tasks, each with its split, "train" or "eval", as {"question", "answer"}."""
+        """Return the tasks as pairs of the split, "train" or "eval", and the row {"question": text, "answer": task}."""
 
     async def play(self, task: Values, url: str, model: str) -> Values:
-        """Play and score one episode: {"reward", "stop", "metrics"}.
+        """Play and score one episode, and return {"reward", "stop", "metrics"}.
 
         Args:
             task: the `answer` of a row.
-            url: the address of the episode's model, to which /v1 is added.
+            url: the address of the episode's model without /v1.
+            model: the name by which requests ask for the policy.
         """
 
     async def close(self) -> None:
-        """Free all resources."""
+        """End the environment's processes, and free its other resources."""
 
 
 Opener = Callable[[str, Values], Awaitable[Collection]]
 
 
 def serve_collection(opener: Opener) -> None:
-    """Answer requests until standard input ends.
+    """Answer requests on standard input by standard output until the input ends.
 
     Args:
-        opener: opens an environment by its name and arguments.
+        opener: returns the opened environment for a name and arguments.
     """
-    # What the collection prints must not look like a message.
+    # What the collection prints must not be read as an answer: its standard output becomes standard error, and its
+    # standard input is empty.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     requests = os.fdopen(os.dup(0))
@@ -65,7 +69,7 @@ def serve_collection(opener: Opener) -> None:
 
 
 def _end_after_parent(parent: int) -> None:
-    """End this process after its parent, even if its loop hangs and does not see the end of its input."""
+    """Wait until the parent process has died, and exit then, even if the event loop hangs."""
     while os.getppid() == parent:
         time.sleep(1.0)
     time.sleep(2 * CLOSING)
@@ -73,18 +77,19 @@ def _end_after_parent(parent: int) -> None:
 
 
 class _Server:
-    """The requests that are being answered."""
+    """Answers requests, several at once, by one opened collection."""
 
     def __init__(self, opener: Opener, answers: TextIO) -> None:
         self.opener, self.answers = opener, answers
         self.collection: Collection | None = None
 
     async def run(self, requests: TextIO) -> None:
-        """Serve requests until the input ends, then cancel the running ones."""
+        """Answer requests until the input ends, then cancel the unfinished ones and close the collection."""
         reader = asyncio.StreamReader(limit=MAX_LINE)
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), requests)
         running = set()
-        # What is opened is closed by the same task, as cancel scopes of anyio demand.
+        # The first request opens the collection. It is answered by this task, which also closes the collection: anyio's
+        # cancel scopes must be left by the task that has entered them.
         await self._answer_request(**json.loads(await reader.readline()))
         while line := await reader.readline():
             task = asyncio.create_task(self._answer_request(**json.loads(line)))
@@ -112,12 +117,12 @@ class _Server:
         self.answers.flush()
 
     async def _compute_result(self, op: str, **fields: Any) -> Values:
-        if op == "open":  # the first request
+        if op == "open":
             self.collection = await self.opener(fields["environment"], fields["args"])
             return {}
         assert self.collection is not None, f"{op} came before open"
         if op == "play":
             return await self.collection.play(**fields)
-        # Nothing is read, or downloaded, of which no row is wanted.
+        # With limit 0, which only checks that the collection can be opened, no row is read or downloaded.
         limit = None if fields["limit"] < 0 else fields["limit"]
         return {"rows": [*itertools.islice(self.collection.rows(), limit)]}

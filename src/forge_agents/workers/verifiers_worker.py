@@ -1,4 +1,4 @@
-"""Plays environments of the package verifiers, 0.4: its tasksets with their harness and rewards, unchanged."""
+"""The worker for environments of the package verifiers, version 0.4, whose harness and rewards are used unchanged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from protocol import EpisodeError, SettingError, Values, serve_collection
 
-# So that nothing of this folder hides a package of the same name.
+# Modules in this folder must not hide installed packages of the same name.
 sys.path.pop(0)
 
 try:
@@ -27,14 +27,22 @@ else:
 
 
 async def open_environment(environment: str, args: Values) -> Environment:
-    """Open an environment by the id of its taskset; `args` are the fields of its `EnvConfig`, as after `--env.`."""
+    """Load, check and start an environment.
+
+    Args:
+        environment: the id of its taskset.
+        args: fields of its `EnvConfig`, as on the command line of verifiers after `--env.`.
+
+    Raises:
+        SettingError: verifiers or the environment cannot be imported, or a setting is invalid.
+    """
     if PROBLEM:
         raise SettingError(PROBLEM)
     try:
         config = resolve_env_config({**args, "taskset": {**args.get("taskset", {}), "id": environment}})
         opened = Environment(load_environment(config))
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        # An import or a setting that fails; pydantic says it in several lines.
+        # In one line: pydantic's messages have several.
         raise SettingError(f"environment {environment!r}: {' '.join(str(error).split())}") from error
     opened.check()
     await opened.start()
@@ -42,18 +50,17 @@ async def open_environment(environment: str, args: Values) -> Environment:
 
 
 class Environment:
-    """A loaded environment, with its shared servers."""
+    """A loaded environment, with the servers that its episodes share."""
 
     def __init__(self, env: Any) -> None:
         self.env = env
         self.shared = AsyncExitStack()
         self.task_type = type(env.taskset).task_type()
-        agents = agent_config_fields(env.config)
-        # An agent that has a client is another model, such as a judge.
-        self.players = [name for name, agent in agents.items() if agent.client is None]
+        # The names of the agents that the policy plays. An agent with its own client is another model, such as a judge.
+        self.players = [name for name, agent in agent_config_fields(env.config).items() if agent.client is None]
 
     def check(self) -> None:
-        """SettingError: episodes of this environment could not be played or scored."""
+        """Raise SettingError if episodes of this environment could not be played or scored."""
         agents = agent_config_fields(self.env.config)
         if len(self.players) != 1:
             raise SettingError(
@@ -67,49 +74,62 @@ class Environment:
                     f"args.{name}.runtime is prime, which needs an account: set {{type: docker}}, or "
                     "{type: subprocess}, by which the harness has all rights of your user"
                 )
-            # A second attempt in the same session would be learned from with the reward of the first.
+            # A retry by verifiers would be in the same session of the gateway: the failed attempt's turns would be
+            # trained with the reward of the other one.
             if agent.retries.max_retries or agent.retries.rules or self.env.config.retries.max_retries:
                 raise SettingError(
                     "args.retries and args.AGENT.retries must be 0: set episode.retries, which repeats episodes"
                 )
 
     async def start(self) -> None:
-        """Start what episodes share: tool servers, and the server between harness and model."""
+        """Start the servers that episodes share: those of tools, and the one between harness and model."""
         await self.shared.enter_async_context(self.env.serving())
 
     async def close(self) -> None:
-        """End what episodes share."""
+        """End the shared servers."""
         await self.shared.aclose()
 
     def rows(self) -> Iterator[tuple[str, Values]]:
-        """Yield the tasks of the taskset."""
+        """Yield the tasks of the taskset, all in the split "train", as ("train", {"question", "answer"})."""
         for task in self.env.taskset:
             data = task.data
             question = data.prompt_text.strip() or data.description or data.name or f"task {data.idx}"
             yield "train", {"question": question, "answer": data.model_dump(mode="json")}
 
     async def play(self, task: Values, url: str, model: str) -> Values:
-        """Return one episode of a task, whose reward is the policy trace's."""
+        """Play one episode, and return {"reward", "stop", "metrics"} of the policy's run in it.
+
+        Raises:
+            EpisodeError: the environment failed, or gave no reward.
+            SettingError: the policy has several runs in the episode, or none, so that there is not one reward.
+        """
         data = self.task_type.data_type().model_validate(task)
         (slot,) = self.env.slots(self.task_type(data, self.env.config.taskset.task))
 
-        # The key is in the address: a worker plays many episodes, and the variable is one.
+        # The client reads its API key from an environment variable, which all episodes of this process share. So the
+        # session's key is in the address, and the variable is one that is not set.
         client = EvalClientConfig(base_url=f"{url}/v1", api_key_var="FORGE_NO_KEY")
         episode = await self.env.run_slot(slot, ModelContext(client=client, model=model, sampling=SamplingConfig()))
-        traces = [trace for trace in episode.traces if trace.agent.name in (self.players[0], "")]
-        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if not episode.ok:
+            errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
             raise EpisodeError("; ".join(f"{error.type}: {error.message}" for error in errors) or "it did not end")
-        if len(traces) != 1:
-            raise SettingError(f"an episode has {len(traces)} runs of {self.players[0]}: one is needed for its reward")
 
+        # A trace is one agent's run. `check` has made sure that the policy plays exactly one agent; a trace without a
+        # name is counted as this agent's.
+        (player,) = self.players
+        traces = [trace for trace in episode.traces if trace.agent.name in (player, "")]
+        if len(traces) != 1:
+            raise SettingError(f"an episode has {len(traces)} runs of {player}: one is needed for its reward")
         (trace,) = traces
         rewards = {name: None if reward is None else reward.value for name, reward in trace.rewards.items()}
         if not rewards or None in rewards.values():
             raise EpisodeError(f"the environment gave no reward: {rewards}")
-        metrics = {**trace.metrics, **rewards}
 
-        return {"reward": trace.reward, "stop": trace.stop_condition or "ended", "metrics": metrics}
+        return {
+            "reward": trace.reward,
+            "stop": trace.stop_condition or "ended",
+            "metrics": {**trace.metrics, **rewards},
+        }
 
 
 if __name__ == "__main__":

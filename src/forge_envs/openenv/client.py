@@ -1,6 +1,6 @@
-"""Clients of OpenEnv servers: HTTP for metadata, a bounded number of WebSocket sessions; and servers of this machine.
+"""A client of OpenEnv servers, by HTTP for metadata and by WebSocket for sessions; and servers on this machine.
 
-Not the package's own: it needs fastapi, gradio and fastmcp, and takes 3 s to import.
+The client of the openenv package is not used: it needs fastapi, gradio and fastmcp, and takes 3 s to import.
 """
 
 import asyncio
@@ -23,17 +23,17 @@ from forge_envs.environment import InfrastructureError
 from ..content import Json, check_command, function_schema, tail_of
 from .wire import CLOSE_LIMIT, MAX_MESSAGE, Reply, check_shape, to_plain
 
-FIRST_PAUSE = 0.05  # seconds between attempts to start a session, which double
+FIRST_PAUSE = 0.05  # seconds before the second attempt to start a session; doubles with each attempt
 MAX_PAUSE = 2.0
 CONNECT_TIMEOUT = 10.0  # seconds for one attempt
 
 
 class OpenEnvError(Exception):
-    """The server rejected a message, or its environment raised.
+    """The server rejected a message, or its environment raised an exception.
 
     Attributes:
-        code: such as VALIDATION_ERROR for an action that violates the schema, EXECUTION_ERROR for an environment that
-            raised.
+        code: OpenEnv's name of the error: VALIDATION_ERROR for an action that violates the schema, EXECUTION_ERROR for
+            an exception of the environment, and others.
     """
 
     def __init__(self, code: str, message: str, url: str) -> None:
@@ -43,45 +43,47 @@ class OpenEnvError(Exception):
 
 
 class CapacityError(InfrastructureError):
-    """The server is at its session limit. It may have room later."""
+    """The server has as many sessions as it allows; later it may have fewer."""
 
 
 class Session:
-    """One WebSocket: one environment of the server, called sequentially.
+    """A WebSocket connection to one environment of the server, whose methods must be called one after the other.
 
-    Every call raises InfrastructureError if the connection is lost or unanswered for `timeout` seconds, and
-    OpenEnvError if the server rejects it; the session remains usable only after the latter.
+    A call raises InfrastructureError if the connection is lost or there is no answer within `timeout` seconds, and
+    OpenEnvError if the server rejects it. Only after an OpenEnvError can the session be used again.
 
     Attributes:
-        lost: it ended: an answer was wrong, late or cancelled, and the next call would receive a late one.
+        lost: whether the session has ended, or cannot be used: after an answer that was wrong, late or cancelled, the
+            next call could receive the answer to the earlier one.
     """
 
     def __init__(
-        self, socket: aiohttp.ClientWebSocketResponse, url: str, timeout: float, places: asyncio.Semaphore
+        self, socket: aiohttp.ClientWebSocketResponse, url: str, timeout: float, slots: asyncio.Semaphore
     ) -> None:
         self._socket = socket
         self._url = url
         self._timeout = timeout
-        self._places = places
+        self._slots = slots
         self._closed = False
         self.lost = False
 
     async def reset(self, **parameters: Json) -> Reply:
-        """Start an episode, with parameters of the environment's reset, such as seed= and episode_id=."""
+        """Start an episode; the parameters are those of the environment's reset, such as seed= and episode_id=."""
         return Reply.read(await self._send_request("reset", "observation", parameters))
 
     async def step(self, action: Mapping[str, Json]) -> Reply:
-        """Take an action as defined by the server's schema."""
+        """Take an action, which must match the server's schema."""
         return Reply.read(await self._send_request("step", "observation", action))
 
     async def state(self) -> dict[str, Json]:
-        """Return the environment's state, at least episode_id and step_count."""
+        """Return the environment's state, which has at least episode_id and step_count."""
         return await self._send_request("state", "state", {})
 
     async def list_tools(self) -> tuple[dict[str, Json], ...]:
-        """Return the environment's MCP tools as OpenAI function schemas. OpenEnvError: it has none."""
-        call = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}
-        reply = await self._send_request("mcp", "mcp", call)
+        """Return the environment's MCP tools as schemas in OpenAI's format; OpenEnvError if it has none."""
+        reply = await self._send_request(
+            "mcp", "mcp", {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}
+        )
         if "error" in reply:
             raise OpenEnvError("MCP_ERROR", str(reply["error"]), self._url)
         try:
@@ -92,23 +94,23 @@ class Session:
         return schemas
 
     async def close(self) -> None:
-        """End the session, which makes room for another; idempotent."""
+        """End the session, so that the client can start another one; no effect if it has ended."""
         if not self._closed:
             self._closed = self.lost = True
-            self._places.release()
+            self._slots.release()
             await self._socket.close()
 
     async def _send_request(self, kind: str, expected: str, data: Mapping[str, Json]) -> dict[str, Json]:
-        """Send a message and return the data of the reply, which must be of type `expected`."""
+        """Send a message of type `kind`, and return the data of the reply, which must be of type `expected`."""
         if self.lost:
             raise InfrastructureError(f"the session with {self._url} is over")
         text = json.dumps({"type": kind, "data": data}, default=to_plain)
 
-        # Until the answer is read: after a cancelled call, or a wrong answer, the next one would belong to this call.
+        # Set until the answer is read: after a cancelled call, the next call would receive this call's answer.
         self.lost = True
         try:
             async with asyncio.timeout(self._timeout):
-                # A server may send an error and close before it reads anything: receive even if sending fails.
+                # A server may send an error and close before it reads anything, so read it even if sending fails.
                 with suppress(aiohttp.ClientError, ConnectionError):
                     await self._socket.send_str(text)
                 received = await self._socket.receive()
@@ -132,8 +134,7 @@ class Session:
         return content
 
     def _make_error(self, content: dict[str, Json]) -> Exception:
-        """Return the error of the server, of its environment, or of what was sent; the server ends the session after
-        some."""
+        """Return the exception for an error reply; the session is lost if the server ends it after this error."""
         code, message = str(content.get("code")), str(content.get("message"))
         self.lost = code in ("CAPACITY_REACHED", "INFRASTRUCTURE_ERROR", "FACTORY_ERROR", "SESSION_ERROR")
         if code == "CAPACITY_REACHED":
@@ -148,18 +149,18 @@ class Session:
 
 
 class OpenEnvClient:
-    """The sessions with one server, bound to the event loop of its first use.
+    """A client of one server, which must be used in the event loop of its first use.
 
     Args:
-        url: of the server, such as http://127.0.0.1:8000.
-        sessions: maximum open at a time; additional calls of `acquire` wait.
+        url: the server's address, such as http://127.0.0.1:8000.
+        sessions: how many sessions may be open at once; further calls of `acquire` wait.
         timeout: seconds for the answer to one message.
-        patience: seconds to wait for a free session, and to retry a server that is down or full, with backoff.
-        headers: sent with every request, such as an authorization.
+        patience: seconds for which `acquire` waits for a free session, and retries a server that is down or full.
+        headers: HTTP headers for every request, such as an authorization.
 
     Raises:
-        ValueError: the url is of another scheme.
-        InfrastructureError: no connection, or no answer in time.
+        ValueError: the url does not start with http, https, ws or wss.
+        InfrastructureError: by all methods: there is no connection, or no answer in time.
     """
 
     def __init__(
@@ -171,7 +172,7 @@ class OpenEnvClient:
         patience: float = 30.0,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        if url.startswith(("ws://", "wss://")):  # as the package's clients write it
+        if url.startswith(("ws://", "wss://")):  # as the openenv package's clients write it
             url = url.replace("ws", "http", 1)
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"the url of an OpenEnv server must start with http:// or https://, got {url!r}")
@@ -181,19 +182,19 @@ class OpenEnvClient:
         self._patience = patience
         self._headers = headers
         self._http: aiohttp.ClientSession | None = None
-        self._places = asyncio.Semaphore(sessions)
+        self._slots = asyncio.Semaphore(sessions)
 
     async def health(self) -> str:
-        """Return "healthy", "degraded" or "unhealthy"."""
+        """Return what the server says about itself: "healthy", "degraded" or "unhealthy"."""
         return str((await self._get_json("/health")).get("status"))
 
     async def schema(self) -> dict[str, Json]:
-        """Return the JSON schemas of `action`, `observation` and `state`."""
+        """Return the server's JSON schemas of its "action", "observation" and "state", under these keys."""
         return await self._get_json("/schema")
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[Session]:
-        """Use a session: `async with client.session() as session:`; see `acquire`."""
+        """Yield a session of `acquire`, and close it after the block."""
         session = await self.acquire()
         try:
             yield session
@@ -201,17 +202,17 @@ class OpenEnvClient:
             await session.close()
 
     async def acquire(self) -> Session:
-        """Start a session, which its `close` ends.
+        """Start a session, which the caller must close.
 
         Raises:
-            InfrastructureError: none within `patience` seconds.
+            InfrastructureError: no session could be started within `patience` seconds.
             OpenEnvError: the server failed to make its environment.
         """
         pause, deadline = FIRST_PAUSE, asyncio.get_running_loop().time() + self._patience
         while True:
             try:
                 async with asyncio.timeout_at(deadline):
-                    await self._places.acquire()
+                    await self._slots.acquire()
             except TimeoutError:
                 raise InfrastructureError(
                     f"none of the {self._max_sessions} sessions with {self.url} was closed within "
@@ -221,17 +222,17 @@ class OpenEnvClient:
             try:
                 return await self._begin_session()
             except BaseException as error:
-                self._places.release()
+                self._slots.release()
                 is_over = asyncio.get_running_loop().time() + pause > deadline
                 if is_over or not isinstance(error, InfrastructureError):
                     raise
 
-            # At random, so that clients that were rejected together do not return together.
+            # A random part of the pause, so that clients that were rejected together do not retry together.
             await asyncio.sleep(pause * random.uniform(0.5, 1))
             pause = min(2 * pause, MAX_PAUSE)
 
     async def close(self) -> None:
-        """End all connections; pending calls fail. The client can be used again."""
+        """Close all connections, so that pending calls fail; the next call opens new ones."""
         http, self._http = self._http, None
         if http is not None:
             await http.close()
@@ -243,7 +244,7 @@ class OpenEnvClient:
         await self.close()
 
     async def _begin_session(self) -> Session:
-        """Open a session that answers."""
+        """Open a connection, and return it as a session once the server has answered on it."""
         close_timeout = aiohttp.ClientWSTimeout(ws_close=CLOSE_LIMIT)
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT):
@@ -254,11 +255,11 @@ class OpenEnvClient:
             reason = str(error) or f"no connection within {CONNECT_TIMEOUT:g} s"
             raise InfrastructureError(f"no session with {self.url}: {reason}") from error
 
-        session = Session(socket, self.url, self._timeout, self._places)
+        session = Session(socket, self.url, self._timeout, self._slots)
         try:
             await session.state()
         except BaseException as error:
-            # An environment that cannot report its state still answers.
+            # An environment that raises an exception for its state has answered, and can be used.
             if not isinstance(error, OpenEnvError) or session.lost:
                 await socket.close()
                 raise
@@ -292,14 +293,14 @@ _HEALTH_PAUSE = 0.1  # seconds between health checks
 
 
 class LocalServer:
-    """A server process that ends with this one, however that ends. Its output goes to a temporary file.
+    """A server process on this machine, which ends when this process ends for any reason.
 
         async with await LocalServer.start(["uvicorn", "server.app:app", "--port", "{port}"]) as server:
             env = OpenEnvEnvironment(OpenEnvClient(server.url))
 
     Attributes:
-        url: of the server.
-        process: it, the first of its group.
+        url: the server's address.
+        process: the server, which leads its process group.
     """
 
     def __init__(self, process: Process, log: IO[bytes], url: str) -> None:
@@ -316,30 +317,32 @@ class LocalServer:
         env: Mapping[str, str] | None = None,
         limit: float = 60.0,
     ) -> Self:
-        """Start it and wait until it is healthy.
+        """Start a server, and return it once it is healthy.
 
         Args:
-            command: program and arguments; {port} is replaced by a free port, to listen at on 127.0.0.1.
-            cwd: working directory.
-            env: variables added to this process's.
-            limit: seconds until it must be healthy.
+            command: program and arguments; {port} is replaced by a free port of 127.0.0.1, at which it must listen.
+            cwd: its working directory; None: this process's.
+            env: environment variables in addition to this process's.
+            limit: seconds within which it must be healthy.
 
         Raises:
             ValueError: the command has no {port}.
-            InfrastructureError: the server ended or was not healthy in time; with the end of its log.
+            InfrastructureError: the server exited, or was not healthy in time; the message has the end of its log.
         """
         check_command(command)
         if not any("{port}" in word for word in command):
             raise ValueError("the command must say {port} where the port belongs")
+        # The port is free again when the block ends; the server opens it soon after.
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = str(listener.getsockname()[1])
-        words = [word.replace("{port}", port) for word in command]
+        program, *arguments = [word.replace("{port}", port) for word in command]
         log = tempfile.TemporaryFile("w+b")  # noqa: SIM115 - it is closed with the server
         parent = os.getpid()
 
         try:
             process = await asyncio.create_subprocess_exec(
-                *words,
+                program,
+                *arguments,
                 stdin=DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -350,11 +353,11 @@ class LocalServer:
             )
         except OSError as error:
             log.close()
-            raise InfrastructureError(f"{words[0]}: {error.strerror}") from error
+            raise InfrastructureError(f"{program}: {error.strerror}") from error
 
         server = cls(process, log, f"http://127.0.0.1:{port}")
         try:
-            await server._wait_healthy(words[0], limit)
+            await server._wait_healthy(program, limit)
         except BaseException:
             await server.stop()
             raise
@@ -362,10 +365,10 @@ class LocalServer:
         return server
 
     async def stop(self) -> None:
-        """Send SIGTERM to its process group, and SIGKILL after 5 s."""
-        for number in (signal.SIGTERM, signal.SIGKILL):
+        """Send SIGTERM to the server's process group, and SIGKILL after at most 5 s to what is left of it."""
+        for signal_number in (signal.SIGTERM, signal.SIGKILL):
             with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, number)
+                os.killpg(self.process.pid, signal_number)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.process.wait(), GRACE)
         self._log.close()
@@ -376,8 +379,8 @@ class LocalServer:
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
-    async def _wait_healthy(self, name: str, limit: float) -> None:
-        status, end = "no answer", asyncio.get_running_loop().time() + limit
+    async def _wait_healthy(self, program: str, limit: float) -> None:
+        status, deadline = "no answer", asyncio.get_running_loop().time() + limit
         async with OpenEnvClient(self.url, timeout=limit) as client:
             while status != "healthy":
                 try:
@@ -386,11 +389,11 @@ class LocalServer:
                     status = str(error)
 
                 code = self.process.returncode
-                is_late = asyncio.get_running_loop().time() > end
-                if code is not None or is_late:
-                    state = f"was not healthy within {limit:g} s ({status})" if code is None else "ended"
-                    if code is not None:
-                        state += f" by {signal.Signals(-code).name}" if code < 0 else f" with exit code {code}"
-                    raise InfrastructureError(f"{name} {state}; its log ends with:\n{tail_of(self._log)}")
-
-                await asyncio.sleep(_HEALTH_PAUSE)
+                if code is not None:
+                    problem = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+                elif asyncio.get_running_loop().time() > deadline:
+                    problem = f"was not healthy within {limit:g} s ({status})"
+                else:
+                    await asyncio.sleep(_HEALTH_PAUSE)
+                    continue
+                raise InfrastructureError(f"{program} {problem}; its log ends with:\n{tail_of(self._log)}")

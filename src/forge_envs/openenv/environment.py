@@ -1,4 +1,4 @@
-"""OpenEnv servers as environments of this library, and as verifiers of single answers."""
+"""OpenEnv servers as environments of this library, and as verifiers of answers."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -15,32 +15,34 @@ from ..content import Json, text_of
 from .client import OpenEnvClient, OpenEnvError, Session
 from .wire import FORGE_ACTION, Reply, step_from_reply
 
-Task = Any  # a `Sample`, a mapping of the reset's parameters, or the value of its `task`
+Task = Any  # a `Sample`, a mapping of parameters of the reset, or the value of its parameter `task`
 ToAction = Callable[[Action], Mapping[str, Json]]
 ToMessages = Callable[[Reply], list[Message]]
 ToReset = Callable[[Task, int], Mapping[str, Json]]
 
 
 class OpenEnvEnvironment(Environment):
-    """Episodes on an OpenEnv server, each in a session.
+    """An environment of an OpenEnv server, which plays each episode in a session.
 
-    A turn that the server rejects as an action, or for which `to_action` raises ValueError, is answered with the error.
-    A reply without a reward counts 0; an episode without any reward is unscored. An episode is truncated if its
-    metadata has `truncated` when it is done, else terminated.
+    If the server rejects a turn as an action, or `to_action` raises ValueError for it, the policy gets the error as the
+    observation. A reply without a reward counts as 0; an episode without any reward is unscored. When a reply is done,
+    the episode is truncated if the reply's metadata has `truncated`, and terminated otherwise.
 
-    With `mcp` the environment's tools are offered to the policy, and its calls become sequential steps. A turn without
-    a call ends the episode, unless `to_action` is given.
+    With `mcp` the environment's tools are offered to the policy, and the calls of a turn become steps, one after the
+    other. A turn without a call ends the episode, unless `to_action` is given.
 
     Args:
-        server: a client, whose sessions are shared with other environments, or a url, for a separate client.
-        to_action: JSON of an action. By default the turn's text is the only required (or only) field of the server's
-            schema, converted to a number if the schema says so; with several fields the turn must be a JSON object.
-            Thoughts are not part of it, and a turn that was cut at its limit of tokens is not an action.
-        to_messages: messages for the policy. By default a single text of the observation, else its JSON.
-        to_reset: the reset's parameters from task and seed. By default the seed, and `question` and `answer` of a
-            sample, the items of a mapping, or `task`.
-        mcp: offer tools.
-        max_chars: of a message; the rest is cut.
+        server: a client, whose sessions may be shared with other environments, or a url, for a separate client.
+        to_action: converts a turn to the JSON of an action. By default the turn's text is the value of the only
+            required (or only) field of the server's schema, as a number if the schema says so; with several fields the
+            turn must be a JSON object. Thoughts are not part of the text, and a turn that was cut at its limit of
+            tokens is answered with an error.
+        to_messages: converts a reply to messages for the policy. By default one message: the observation's text, if
+            that is its only field, or its JSON.
+        to_reset: returns the parameters of the reset for a task and a seed. By default the seed and, for a sample, its
+            "question" and "answer"; for a mapping, its items; for anything else, "task".
+        mcp: offer the environment's tools to the policy.
+        max_chars: the most characters of a message, after which it is cut.
     """
 
     def __init__(
@@ -62,11 +64,11 @@ class OpenEnvEnvironment(Environment):
         self._max_chars = max_chars
         self._schema: dict[str, Json] = {}
         self._session: Session | None = None
-        self._rewarded = False
+        self._rewarded = False  # whether a reply of the episode had a reward
         self._is_default = to_action is None and to_messages is None and not mcp
 
     async def reset(self, task: Task, *, seed: int) -> Step:
-        """Start an episode. InfrastructureError: no session, or it was lost."""
+        """Start an episode in a new session; InfrastructureError if there is none, or it is lost."""
         await self._end_session()
         self._rewarded = False
         self._schema = dict((await self._client.schema()).get("action") or {})
@@ -75,32 +77,33 @@ class OpenEnvEnvironment(Environment):
         if self._is_forge:
             return step_from_reply(reply)
         tools = await self._session.list_tools() if self._mcp else ()
-        messages = tuple(self._to_messages(reply))
-        return Step(messages, tools=tools, terminated=reply.done, info={"metadata": reply.metadata})
+        return Step(
+            tuple(self._to_messages(reply)), tools=tools, terminated=reply.done, info={"metadata": reply.metadata}
+        )
 
     async def step(self, action: Action) -> Step:
-        """Take a turn.
+        """Send a turn to the server as an action or as tool calls, and return its answer.
 
         Raises:
-            InfrastructureError: the session was lost, or the reply breaks the protocol.
-            OpenEnvError: the environment raised.
+            InfrastructureError: the session is lost, or the reply violates the protocol.
+            OpenEnvError: the environment raised an exception.
         """
         assert self._session is not None, "step before reset"
-        # With tools, a turn is its calls; a turn without any ends the episode, unless it can be an action.
         if self._mcp and (action.calls or action.errors):
             return await self._call_tools(self._session, action)
         if self._mcp and self._to_action is None:
             return self._make_step((), None, {}, over=True)
 
-        # A text that was cut at its limit says something else than the policy meant.
+        # A text that was cut may mean something else than the whole one. `to_action` and this library's servers get
+        # `truncated`, and decide themselves.
         if action.truncated and self._to_action is None and not self._is_forge:
             return Step((user_message(CUT),))
         try:
-            sent = (self._to_action or self._default_action)(action)
+            action_json = (self._to_action or self._default_action)(action)
         except ValueError as error:
             return Step((user_message(f"error: {error}"),))
 
-        reply = await self._send_action(self._session, sent)
+        reply = await self._send_action(self._session, action_json)
         if isinstance(reply, str):
             return Step((user_message(reply),))
         if self._is_forge:
@@ -109,14 +112,14 @@ class OpenEnvEnvironment(Environment):
         return self._make_step(tuple(self._to_messages(reply)), reply.reward, reply.metadata, over=reply.done)
 
     async def close(self) -> None:
-        """End the session, and close the client if it is this environment's own."""
+        """End the session, and close the client if this environment has created it."""
         await self._end_session()
         if self._owns_client:
             await self._client.close()
 
     @property
     def _is_forge(self) -> bool:
-        """Return whether the server is one of this library: actions and steps are sent as they are."""
+        """Return whether the server serves an environment of this library: actions and steps are sent unconverted."""
         return self._is_default and self._schema.get("title") == FORGE_ACTION
 
     async def _end_session(self) -> None:
@@ -125,27 +128,29 @@ class OpenEnvEnvironment(Environment):
             await session.close()
 
     async def _send_action(self, session: Session, action: Mapping[str, Json]) -> Reply | str:
-        """Return the server's reply to an action, or an error for the policy."""
+        """Return the server's reply to an action, or a text for the policy if the server rejects the action."""
         try:
             return await session.step(action)
-        # A rejected action is the policy's fault, and it may try again; other errors are the server's.
         except OpenEnvError as error:
+            # Only a rejected action is the policy's fault, which may try another one.
             if error.code != "VALIDATION_ERROR":
                 raise
             return self._shorten_text(f"error: {error.message}")
 
     async def _call_tools(self, session: Session, action: Action) -> Step:
+        # Run the calls of a turn one after the other until the episode is over, and return all results in one step.
         messages: list[Message] = []
         rewards: list[float] = []
         metadata: dict[str, Json] = {}
         over = False
 
         for call in action.calls:
-            # Every call needs an answer: chat templates expect one message for each.
+            # Every call gets a message, also one that is not run: chat templates expect it.
             content = "error: not run: the episode is over"
             if not over:
-                sent = {"type": "call_tool", "tool_name": call.name, "arguments": call.arguments}
-                reply = await self._send_action(session, sent)
+                reply = await self._send_action(
+                    session, {"type": "call_tool", "tool_name": call.name, "arguments": call.arguments}
+                )
                 if isinstance(reply, str):
                     content = reply
                 else:
@@ -162,37 +167,39 @@ class OpenEnvEnvironment(Environment):
     def _make_step(
         self, messages: tuple[Message, ...], reward: float | None, metadata: Mapping[str, Json], *, over: bool
     ) -> Step:
+        # Return a step; at the end of an episode without any reward, one that leaves it unscored.
         self._rewarded |= reward is not None
-        # OpenEnv has no other word for an episode that a limit ended.
+        is_unscored = over and not self._rewarded
+        # OpenEnv has no separate field for an episode that a limit has ended.
         truncated = over and bool(metadata.get("truncated"))
         return Step(
             messages,
-            reward=None if over and not self._rewarded else reward or 0.0,
+            reward=None if is_unscored else reward or 0.0,
             terminated=over and not truncated,
             truncated=truncated,
             info={"metadata": metadata},
         )
 
     def _default_messages(self, reply: Reply) -> list[Message]:
-        """Return the default messages. Most observations are one text: it is shown as it is, others as JSON."""
-        shown = {name: value for name, value in reply.observation.items() if name != "metadata" and value is not None}
-        only = next(iter(shown.values())) if len(shown) == 1 else None
-        return [user_message(self._shorten_text(only if isinstance(only, str) else json.dumps(shown)))]
+        """Return an observation as one message: its text if that is its only field but metadata, otherwise its JSON."""
+        fields = {name: value for name, value in reply.observation.items() if name != "metadata" and value is not None}
+        only_value = next(iter(fields.values())) if len(fields) == 1 else None
+        return [user_message(self._shorten_text(only_value if isinstance(only_value, str) else json.dumps(fields)))]
 
     def _default_action(self, action: Action) -> Mapping[str, Json]:
-        """Make the default action of a turn. ValueError: the turn does not match the schema."""
+        """Return the JSON of the action that a turn means; ValueError if it does not match the server's schema."""
         if self._schema.get("title") == FORGE_ACTION:
             return asdict(action)
         fields = [name for name in parameters_of({"parameters": self._schema}).properties if name != "metadata"]
 
-        # Without required fields, all are.
+        # A schema without required fields requires all of them.
         required = [name for name in fields if name in (self._schema.get("required") or ())] or fields
         if len(required) == 1:
             parameters = parameters_of({"parameters": {**self._schema, "required": required}})
-            # "+1" and ".5" are numbers and no JSON.
+            # By Python's rules, in which "+1" and ".5" are numbers; in JSON they are not.
             arguments = {required[0]: parameters.value(required[0], action.answer, python=True)}
-            if wrong := parameters.mismatch(arguments):
-                raise ValueError(wrong)
+            if problem := parameters.mismatch(arguments):
+                raise ValueError(problem)
             return arguments
 
         try:
@@ -219,7 +226,7 @@ def _reset_parameters(task: Task, seed: int) -> Mapping[str, Json]:
 
 
 def _result_text(reply: Reply) -> str:
-    """Return the text of a tool's result or error."""
+    """Return the text of a tool's result; it starts with "error: " if the call failed."""
     error = reply.observation.get("error")
     if error:
         return f"error: {error.get('message', error) if isinstance(error, dict) else error}"
@@ -231,20 +238,21 @@ def _result_text(reply: Reply) -> str:
 
 
 class OpenEnvVerifier:
-    """Scores responses by an OpenEnv server: each is the one action of an episode, whose reward is its score.
+    """A verifier that scores responses by an OpenEnv server.
 
-    The reset has the prompt as `question` and the target as `answer`. A server that is lost, rejects the response as an
-    action, gives no reward or asks for another action leaves the response unscored, with the reason.
+    Each response is the only action of an episode, whose reward is the score. The reset gets the prompt as `question`
+    and the target as `answer`. A response is unscored, with the reason, if the connection is lost, or the server
+    rejects the response as an action, gives no reward or does not end the episode.
 
     Args:
-        url: of the server.
-        name: of the score in metrics.
-        sessions: episodes at once.
+        url: the server's address.
+        name: the score's name in metrics.
+        sessions: how many responses are scored at once.
         timeout: seconds for the answer to one message.
-        patience: seconds to retry a server that is down or full.
+        patience: seconds for which a server that is down or full is retried.
 
     Raises:
-        ValueError: the url is of another scheme.
+        ValueError: the url does not start with http, https, ws or wss.
     """
 
     def __init__(
@@ -254,12 +262,12 @@ class OpenEnvVerifier:
         self._client = OpenEnvClient(url, sessions=sessions, timeout=timeout, patience=patience)
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
-        """[responses, 1] scores of the responses to one prompt; NaN with a reason where one cannot be scored."""
+        """Return [responses, 1] scores of the responses to one prompt; NaN with a reason where one is unscored."""
         task = {"question": prompt} if target is None else {"question": prompt, "answer": target}
         return await collect_scores([self._score_response(task, response) for response in responses], len(self.names))
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to the server."""
         await self._client.close()
 
     async def _score_response(self, task: dict[str, str], response: str) -> float | None:

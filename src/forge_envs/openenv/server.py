@@ -1,4 +1,4 @@
-"""Serve an environment of this library to OpenEnv's clients."""
+"""A server of this library's environments for clients of OpenEnv."""
 
 import asyncio
 import json
@@ -23,7 +23,13 @@ Data = dict[str, Json]
 
 
 class ServedError(Exception):
-    """An error reported to the client. `last`: the session ends with it."""
+    """An error that is sent to the client.
+
+    Args:
+        code: OpenEnv's name of the error.
+        last: whether the session ends after it.
+        fields: further fields of the error message.
+    """
 
     def __init__(self, code: str, message: str, last: bool = False, **fields: Json) -> None:
         super().__init__(message)
@@ -32,7 +38,11 @@ class ServedError(Exception):
 
 
 class ServedSession:
-    """An environment and the state of its episode, for one call after the other."""
+    """An environment that is served to one client, and the state of its episode.
+
+    Args:
+        timeout: seconds for one call of the environment.
+    """
 
     def __init__(self, environment: Environment, timeout: float) -> None:
         self.environment = environment
@@ -42,7 +52,7 @@ class ServedSession:
         self._episode: str | None = None
 
     async def answer(self, kind: str, data: Data) -> tuple[str, Data]:
-        """Return type and data of the reply to a message. ServedError: an error reply."""
+        """Return the type and the data of the reply to a message; ServedError if the reply is an error."""
         if kind == "state":
             return "state", {"episode_id": self._episode, "step_count": self._steps}
         if kind == "reset":
@@ -53,17 +63,17 @@ class ServedSession:
 
     async def _reset_episode(self, data: Data) -> Data:
         parameters = dict(data)
-        seed, episode = parameters.pop("seed", None), parameters.pop("episode_id", None)
-        # Without a seed each episode is another one.
+        seed, episode_id = parameters.pop("seed", None), parameters.pop("episode_id", None)
+        # Without a seed, each episode gets a random one.
         seed = secrets.randbits(31) if seed is None else seed
         if not isinstance(seed, int):
             raise ServedError("VALIDATION_ERROR", f"seed must be an integer, got {seed!r}")
-        # Until the reset has succeeded there is no episode: a step would act in the former one.
+        # If the reset fails there is no episode: a step must not act in the previous one.
         self._running = False
         task = parameters.get("task", parameters or None)
         reply = await self._call_tool(self.environment.reset(task, seed=seed), "reset")
         self._steps = 0
-        self._episode = str(episode or secrets.token_hex(16))
+        self._episode = str(episode_id or secrets.token_hex(16))
         return reply
 
     async def _step_episode(self, data: Data) -> Data:
@@ -78,8 +88,7 @@ class ServedSession:
         return reply
 
     async def _call_tool(self, call: Awaitable[Step], name: str) -> Data:
-        """Return the reply with the environment's answer to a call. ServedError: it failed, or gave what has no JSON
-        form."""
+        """Return the reply's data for a call of the environment; ServedError if it fails, or the answer is not JSON."""
         try:
             async with asyncio.timeout(self._timeout):
                 step = await call
@@ -87,8 +96,9 @@ class ServedSession:
         except InfrastructureError as error:
             raise ServedError("INFRASTRUCTURE_ERROR", str(error), last=True) from error
         except TimeoutError:
-            message = f"{name} gave no answer within {self._timeout:g} s"
-            raise ServedError("INFRASTRUCTURE_ERROR", message, last=True) from None
+            raise ServedError(
+                "INFRASTRUCTURE_ERROR", f"{name} gave no answer within {self._timeout:g} s", last=True
+            ) from None
         except Exception as error:
             log.exception("%s of %s failed", name, type(self.environment).__name__)
             raise ServedError("EXECUTION_ERROR", f"{type(error).__name__}: {error}") from error
@@ -97,7 +107,7 @@ class ServedSession:
 
 
 def _read_message(text: str) -> tuple[str, Data]:
-    """Type and data of a message. ServedError: it is none."""
+    """Return the type and the data of a client's message; ServedError if it is not a JSON object with these fields."""
     try:
         message = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -109,7 +119,7 @@ def _read_message(text: str) -> tuple[str, Data]:
 
 
 class OpenEnvServer:
-    """The handlers of `web_app`: an environment per WebSocket."""
+    """Answers the WebSocket connections of `web_app`, each by a separate environment; see there for the arguments."""
 
     def __init__(self, make: Callable[[], Environment], max_sessions: int, idle: float, timeout: float) -> None:
         self._make = make
@@ -119,7 +129,7 @@ class OpenEnvServer:
         self._active = 0  # sessions
 
     async def answer(self, request: web.Request) -> web.WebSocketResponse:
-        """Answer the messages of one connection; the first starts its session."""
+        """Answer the messages of one connection until it ends; the first message makes its environment."""
         socket = web.WebSocketResponse(timeout=CLOSE_LIMIT, max_msg_size=MAX_MESSAGE, compress=False)
         await socket.prepare(request)
         session: ServedSession | None = None
@@ -130,7 +140,7 @@ class OpenEnvServer:
                     kind, data = _read_message(received.data)
                     if kind == "close":
                         break
-                    # Environments may be expensive: none is made before a message asks for it.
+                    # Not when the connection is opened: environments may be expensive.
                     session = session or self._begin_session()
                     reply_kind, answer = await session.answer(kind, data)
                     await socket.send_json({"type": reply_kind, "data": answer})
@@ -141,7 +151,6 @@ class OpenEnvServer:
         except (ConnectionError, TimeoutError) as error:
             log.info("a session ended: %r", error)
         finally:
-            # Environments may hold processes: they end with the connection.
             if session is not None:
                 await self._end_session(session)
             await socket.close()
@@ -150,9 +159,12 @@ class OpenEnvServer:
 
     def _begin_session(self) -> ServedSession:
         if self._active >= self._max_sessions:
-            # With the limit, which clients show to their users.
-            message = f"Server at capacity: {self._active}/{self._max_sessions} sessions active"
-            raise ServedError("CAPACITY_REACHED", message, last=True, max_sessions=self._max_sessions)
+            raise ServedError(
+                "CAPACITY_REACHED",
+                f"Server at capacity: {self._active}/{self._max_sessions} sessions active",
+                last=True,
+                max_sessions=self._max_sessions,
+            )
         try:
             session = ServedSession(self._make(), self._timeout)
         except Exception as error:
@@ -179,17 +191,19 @@ def web_app(
     idle: float = 600.0,
     timeout: float = 60.0,
 ) -> web.Application:
-    """Make an aiohttp application that speaks OpenEnv's wire format.
+    """Return an aiohttp application that serves environments to clients of OpenEnv.
 
-    The task of an episode is the reset's `task`, or else its parameters without `seed` and `episode_id`. A step takes
-    {"text": ..., "calls": [...]} as in the schema. Tools are in the observation of the reset.
+    The task of an episode is the reset's parameter `task`; without it, the mapping of the parameters other than `seed`
+    and `episode_id`, or None if there are no others. An action is {"text": ..., "calls": [...]}, see SCHEMA. The
+    observation of the reset has the schemas of the tools.
 
     Args:
-        make: an environment, called for each session.
-        host, key: where it will be served, and what clients must send as their API key; see `forge_http.web`.
-        max_sessions: more are rejected with CAPACITY_REACHED.
+        make: makes an environment; called for each session.
+        host: the address at which the application will be served.
+        key: the API key that clients must send; None: they need none, see `forge_http.web`.
+        max_sessions: how many sessions may be open; further ones are rejected with CAPACITY_REACHED.
         idle: seconds without a message after which a session is ended.
-        timeout: seconds for one call of an environment; exceeding it is an infrastructure error that ends the session.
+        timeout: seconds for one call of an environment, after which the session ends with INFRASTRUCTURE_ERROR.
     """
     server = OpenEnvServer(make, max_sessions, idle, timeout)
     name = getattr(make, "__name__", type(make).__name__)
@@ -213,10 +227,18 @@ def web_app(
 async def serve(
     make: Callable[[], Environment], *, host: str = "127.0.0.1", port: int = 0, key: str | None = None, **settings: Any
 ) -> AsyncIterator[str]:
-    """Serve environments: `async with serve(make) as url:`; port 0 picks a free port, `settings` go to `web_app`.
+    """Serve environments within the block, and yield the server's url: `async with serve(make) as url:`.
+
+    Args:
+        make: makes an environment; called for each session.
+        host: the address to listen at.
+        port: the port to listen at; 0: any free port.
+        key: the API key that clients must send; None: the one of `forge_http.web.required_key`.
+        settings: further arguments of `web_app`.
 
     Raises:
-        ValueError: other machines reach `host`, and there is no key; see `forge_http.web.required_key`.
+        ValueError: other machines can reach `host`, and there is no key.
+        OSError: the address is not available.
     """
     key = required_key(host, key)
     async with serve_application(web_app(make, host=host, key=key, **settings), bind_socket(host, port)) as url:

@@ -1,4 +1,4 @@
-"""OpenEnv's JSON: replies, and this library's actions and steps."""
+"""Conversion between OpenEnv's JSON messages and this library's actions and steps."""
 
 import json
 from dataclasses import dataclass
@@ -13,8 +13,7 @@ from ..content import Json
 
 MAX_MESSAGE = 100 << 20  # bytes of one message, as in OpenEnv's own client
 CLOSE_LIMIT = 1.0  # seconds for the other side to acknowledge a close
-FORGE_ACTION = "ForgeAction"  # the schema's title by which a client recognises an environment of this library
-# Parts of the schemas.
+FORGE_ACTION = "ForgeAction"  # the title of an action's schema by which clients recognise this library's environments
 _TEXT = {"type": "string"}
 _OBJECT = {"type": "object"}
 _CALL = {**_OBJECT, "properties": {"name": _TEXT, "arguments": _OBJECT, "id": _TEXT}, "required": ["name"]}
@@ -53,7 +52,7 @@ SCHEMA: dict[str, Json] = {
         "properties": {"episode_id": _TEXT, "step_count": {"type": "integer"}},
     },
 }
-_TRUTH = {"enum": [True, False, None, 1, 0]}
+_TRUTH = {"enum": [True, False, None, 1, 0]}  # what servers send as a truth value
 _REPLY = {
     "properties": {
         "observation": {"not": {"type": "null"}},
@@ -69,8 +68,13 @@ MAX_REWARD = 1e308
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An environment's answer to a reset or a step. `reward` is None if it gave none; the metadata may have
-    `truncated`, a truth value."""
+    """A server's answer to a reset or a step.
+
+    observation: the environment's observation; one that is not an object is {"value": observation}.
+    reward: the reward; None: the server gave none.
+    done: whether the episode has ended.
+    metadata: further information; "truncated" is true if a limit has ended the episode.
+    """
 
     observation: dict[str, Json]
     reward: float | None
@@ -79,8 +83,12 @@ class Reply:
 
     @classmethod
     def read(cls, data: dict[str, Json]) -> Self:
-        """Parse a server's reply. InfrastructureError: it has no observation, the reward is not a finite number, or
-        `done` or `truncated` is not a truth value."""
+        """Parse the JSON of a server's reply.
+
+        Raises:
+            InfrastructureError: it has no observation, its reward is not a finite number, or its `done` or `truncated`
+                is not a truth value.
+        """
         reward = data.get("reward")
         try:
             check_shape(data, "reply")
@@ -98,19 +106,31 @@ class Reply:
 
 
 def check_shape(value: Json, name: str) -> None:
-    """ValueError: a value is no `reply`, or no `action` or `observation` of SCHEMA; says where."""
+    """Raise ValueError, with the position of the error, if a JSON value does not match a schema of this module.
+
+    Args:
+        name: "action", "observation", "state" or "reply".
+    """
     error = best_match(_VALIDATORS[name].iter_errors(value))
     if error is not None:
         raise ValueError(f"{error.json_path.replace('$', name, 1)}: {error.message[:200]}")
 
 
 def to_plain(value: object) -> Json:
-    """Return a number or truth value of NumPy or PyTorch as Python's; another value without a JSON form as text."""
+    """Return a scalar of NumPy or PyTorch as Python's number or boolean, and any other object as text, for JSON.
+
+    >>> to_plain({1})
+    '{1}'
+    """
     return value.item() if getattr(value, "shape", None) == () else str(value)  # type: ignore[attr-defined]
 
 
 def action_from_json(data: dict[str, Json]) -> Action:
-    """Parse an action. ValueError: it is none."""
+    """Return the action that a client has sent as JSON; ValueError if it does not match SCHEMA["action"].
+
+    >>> action_from_json({"text": " 4 "})
+    Action(text=' 4 ', content='4', calls=(), errors=(), truncated=False)
+    """
     check_shape(data, "action")
     calls = (ToolCall(call["name"], call.get("arguments", {}), call.get("id", "")) for call in data.get("calls", ()))
     text = data["text"]
@@ -119,20 +139,32 @@ def action_from_json(data: dict[str, Json]) -> Action:
 
 
 def reply_to_json(step: Step) -> dict[str, Json]:
-    """Convert a step to an OpenEnv observation. TypeError: keys without a JSON form, such as tuples."""
+    """Return a step as the JSON of a server's reply; `step_from_reply` is the inverse.
+
+    Raises:
+        TypeError: a mapping in the step has keys that JSON does not allow, such as tuples.
+    """
     metadata = {**step.info, "truncated": True} if step.truncated else dict(step.info)
     observation = {"messages": step.messages, "tools": step.tools, "rewritten": step.rewritten, "metadata": metadata}
-    reward = None if step.reward is None else float(step.reward)
-    reply = {"observation": observation, "reward": reward, "done": step.done, "metadata": metadata}
+    reply = {
+        "observation": observation,
+        "reward": None if step.reward is None else float(step.reward),
+        "done": step.done,
+        "metadata": metadata,
+    }
     converted: dict[str, Json] = json.loads(json.dumps(reply, default=to_plain))
     return converted
 
 
 def step_from_reply(reply: Reply) -> Step:
-    """Convert a reply back to a step, see `reply_to_json`. InfrastructureError: it breaks the schema."""
+    """Return the step that a server of this library has sent by `reply_to_json`.
+
+    Raises:
+        InfrastructureError: the observation does not match SCHEMA["observation"].
+    """
     observation, metadata = {"messages": [], **reply.observation}, dict(reply.metadata)
     try:
-        # A chat template would fail on other messages, far from here.
+        # Otherwise the error would appear later, in a chat template that cannot render the messages.
         check_shape(observation, "observation")
     except ValueError as error:
         raise InfrastructureError(f"the server broke the protocol: {error}") from None

@@ -7,7 +7,7 @@ from . import limits, namespaces, seccomp
 from .syscalls import die_with_parent, make_call, prctl
 from .wire import Settings
 
-# Written once confinement has succeeded, before the program starts.
+# What is written to `setup` once confinement has succeeded, before the program starts.
 BEGUN = b"+"
 SETUP_FAILED = 125  # exit code if confinement failed
 _DUMPABLE = 4  # options of prctl
@@ -15,12 +15,12 @@ _NO_NEW_PRIVILEGES = 38
 
 
 def confine_and_run(settings: Settings, run: Callable[[int], None], setup: int) -> None:
-    """Confine this process and run the program; never returns.
+    """Confine this process, run the program in it, and exit.
 
     Args:
-        settings: of `forge_sandbox.worker.Worker`.
-        run: the program, which gets `setup`; exits the process.
-        setup: descriptor for `BEGUN`, or for the error if confinement fails.
+        settings: those of `forge_sandbox.worker.Worker`.
+        run: runs the program and exits the process; its argument is `setup`.
+        setup: a descriptor, to which `BEGUN` is written, or the error if confinement fails.
     """
     try:
         os.setsid()
@@ -29,7 +29,8 @@ def confine_and_run(settings: Settings, run: Callable[[int], None], setup: int) 
         tasks = None
 
         if settings["level"] == "namespaces":
-            # No other processes of this user in the namespace; without root the three processes above count.
+            # The limit is for all processes of the user. As root, the program gets a separate user in its namespace;
+            # otherwise the three processes above it belong to the same user, and count too.
             tasks = settings["processes"] + (3 if os.geteuid() else 0)
             if not os.geteuid():
                 limits.drop_bounds()
@@ -38,7 +39,7 @@ def confine_and_run(settings: Settings, run: Callable[[int], None], setup: int) 
         os.chdir(settings["folder"])
         limits.limit_process(settings["limits"], tasks)
         if settings["level"] == "namespaces":
-            # Order matters: no capability may be regained, and the filter must not forbid the calls above.
+            # Last, as these calls need capabilities or are denied by the filter: everything else is done before.
             limits.drop_capabilities()
             prctl(_NO_NEW_PRIVILEGES, 1)
             seccomp.install_filter(
@@ -54,15 +55,15 @@ def confine_and_run(settings: Settings, run: Callable[[int], None], setup: int) 
 
 
 def _become_user(user: int) -> None:
-    """Drop root, for whom process limits and file permissions do not count."""
+    """Change from root, for whom process limits and file permissions do not apply, to another user."""
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
-    prctl(_DUMPABLE, 1)  # otherwise it could not open its /proc/self
+    prctl(_DUMPABLE, 1)  # a change of the user clears this flag, without which a process cannot open its /proc/self
 
 
 def _close_all_but(descriptor: int) -> None:
-    """Close all descriptors except this one and 0, 1 and 2."""
+    """Close all descriptors except a given one and 0, 1 and 2."""
     if descriptor > 3:
         make_call("close_range", 3, descriptor - 1, 0)
     make_call("close_range", descriptor + 1, (1 << 31) - 1, 0)

@@ -1,7 +1,7 @@
-"""Keeper: the parent of a program. It reads the request, forks the program, monitors it, replies and exits.
+"""The keeper, the parent process of a program: it reads a request, forks and monitors the program, replies and exits.
 
-Each request has its own keeper, so that programs cannot find others' data in its memory. In namespaces it is the first
-process: with it ends all that the program has started.
+Each request has its own keeper, so that a program cannot find another one's data in its memory. It is the first process
+of its namespace: when it exits, the kernel kills all processes that the program has started.
 """
 
 import fcntl
@@ -24,8 +24,12 @@ _SUBREAPER = 36  # option of prctl
 
 
 def keep_program(control: int, settings: Settings) -> None:
-    """Serve one request from `control`; the caller then exits."""
-    prctl(_SUBREAPER, 1)  # orphans are reparented to this process
+    """Answer one request; the caller exits after that.
+
+    Args:
+        control: the socket's descriptor.
+    """
+    prctl(_SUBREAPER, 1)  # processes whose parent exits become children of this process, which can then kill them
     header, (source, stdin) = wire.unpack_message(lambda size: os.read(control, size))
     if "command" in header:
         run = partial(program.run_command, header["command"], header["env"])
@@ -36,7 +40,13 @@ def keep_program(control: int, settings: Settings) -> None:
 
 
 class Running:
-    """A running program with its output."""
+    """A program that is started, and its output so far.
+
+    Args:
+        control: the socket's descriptor.
+        run: runs the program in the forked process.
+        stdin: its input.
+    """
 
     def __init__(self, control: int, settings: Settings, run: Callable[[int], None], stdin: bytes) -> None:
         self.control = control
@@ -64,9 +74,13 @@ class Running:
         self.cpu = 0.0  # of all its processes, when last measured
 
     def watch(self, limit: float) -> str:
-        """Wait until it has exited, or end it at a limit: "exited", or the limit's name. It has then ended."""
-        deadline = next_check = self.began
-        deadline += limit
+        """Wait until the program has exited, or kill it at a limit, and return "exited" or the limit's name.
+
+        Args:
+            limit: the wall-clock seconds that it may take.
+        """
+        next_check = self.began
+        deadline = self.began + limit
         poll = select.poll()
         for descriptor in (self.control, self.exited, *self.texts):
             poll.register(descriptor, select.POLLIN)
@@ -74,11 +88,11 @@ class Running:
 
         while not status:
             remaining = deadline - time.monotonic()
-            # Limits that the kernel does not enforce for a whole tree of processes are looked at now and then.
+            # It wakes up regularly for the limits that the kernel does not enforce for a whole tree of processes.
             ready = {descriptor for descriptor, _ in poll.poll(1000 * max(0.0, min(remaining, _CHECK_INTERVAL)))}
             if self.control in ready:
                 self._kill_program()
-                os._exit(0)  # the caller has ended: it sends nothing while a program runs
+                os._exit(0)  # the caller sends nothing while a program runs, so it has closed the socket
             for descriptor in ready & self.texts.keys():
                 if not self._read_output(descriptor):
                     poll.unregister(descriptor)
@@ -95,7 +109,7 @@ class Running:
                 status = self._check_usage()
 
         self._kill_program()
-        # What it wrote before its end may still be in the pipes.
+        # Its last output may still be in the pipes.
         for descriptor, text in self.texts.items():
             size = -1
             while size != len(text):
@@ -105,38 +119,37 @@ class Running:
         return "output" if self._has_filled() else status
 
     def _check_usage(self) -> str:
-        """Return the status for a limit that all its processes together exceed, or ""."""
+        """Return "timeout" or "memory" if the program's processes together exceed that limit, otherwise ""."""
         processes = limits.list_descendants(limits.self_pid())
         memory, self.cpu = limits.measure_usage(processes)
         if self.cpu > self.settings["cpu_seconds"]:
             return "timeout"
         max_memory = self.settings["memory_mb"] << 20
-        # The exact measure is slow, and only needed when the sum with shared pages is too large.
+        # The first measure counts shared pages several times; the exact one is slow, and only needed beyond the limit.
         return "memory" if memory > max_memory and limits.proportional_memory(processes) > max_memory else ""
 
     def _has_filled(self) -> bool:
         return max(len(self.texts[self.out]), len(self.texts[self.error])) > self.max_output
 
     def _read_output(self, descriptor: int) -> bool:
-        """Read available bytes, up to one byte beyond the limit. False at the end."""
+        """Read available output, of which at most one byte beyond the limit is kept; return False at its end."""
         try:
-            part = os.read(descriptor, 1 << 16)
+            chunk = os.read(descriptor, 1 << 16)
         except BlockingIOError:
             return True
         text = self.texts[descriptor]
-        text += part[: self.max_output + 1 - len(text)]
-        return bool(part)
+        text += chunk[: self.max_output + 1 - len(text)]
+        return bool(chunk)
 
     def _reap_children(self) -> None:
-        """Collect children that have exited."""
+        """Collect the exit statuses of children that have exited, and keep the program's."""
         with suppress(ChildProcessError):
             while (child := os.waitpid(-1, os.WNOHANG))[0]:
                 if child[0] == self.pid:
                     self.ended = child[1]
 
     def _kill_program(self) -> None:
-        """Kill the program and wait for it; at the level none also its descendants, which have no namespace to die
-        with."""
+        """Kill the program and wait for its end; at level "none" also its descendants, which no namespace ends."""
         deadline = time.monotonic() + _KILL_TIMEOUT
         while True:
             self._reap_children()
@@ -148,7 +161,7 @@ class Running:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"a program was killed and has not ended within {_KILL_TIMEOUT:g} s")
             for victim in victims:
-                with suppress(ProcessLookupError):  # it has just exited
+                with suppress(ProcessLookupError):  # it has exited since it was listed
                     os.kill(victim, signal.SIGKILL)
             time.sleep(0.0005)
 
@@ -157,7 +170,7 @@ def _send_reply(control: int, running: Running, status: str) -> None:
     seconds = time.monotonic() - running.began
     out, error, setup = map(bytes, running.texts.values())
 
-    # A program that never started is a fault of the sandbox, not of the program.
+    # If confinement has failed, the program was never started: this is the sandbox's fault.
     if not setup.startswith(confine.BEGUN) and status != "timeout":
         reason = (setup + b" " + error).decode("utf-8", "replace").strip()
         return wire.send_message(control, {"failed": reason or f"{status} before it started"})
@@ -168,7 +181,7 @@ def _send_reply(control: int, running: Running, status: str) -> None:
         "exit_code": os.waitstatus_to_exitcode(running.ended or 0),
         "seconds": seconds,
         "cpu_seconds": max(children.ru_utime + children.ru_stime, running.cpu),
-        # Of a command that cannot be executed.
+        # What `run_command` writes if the command cannot be executed.
         "missing": setup.removeprefix(confine.BEGUN).decode("utf-8", "replace"),
     }
 
@@ -176,11 +189,11 @@ def _send_reply(control: int, running: Running, status: str) -> None:
 
 
 def _sealed_file(content: bytes) -> int:
-    """Create a sealed, read-only memory file."""
+    """Return the descriptor of a new file in memory with this content, which cannot be changed."""
     descriptor = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     view = memoryview(content)
     while view:
         view = view[os.write(descriptor, view) :]
     os.lseek(descriptor, 0, os.SEEK_SET)
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, 0xF)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, 0xF)  # all four: against writing, growing, shrinking and other seals
     return descriptor

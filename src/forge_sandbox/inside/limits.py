@@ -1,4 +1,4 @@
-"""Limits of resources, and their usage."""
+"""Limits of a program's resources, and measurement of their usage."""
 
 import os
 import resource
@@ -13,49 +13,53 @@ _DROP_FROM_BOUNDS = 24
 # Units of the numbers in /proc: pages of memory, and ticks of CPU time.
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICK = os.sysconf("SC_CLK_TCK")
-_proc = -1  # descriptor of the /proc of the processes outside
+_proc = -1  # descriptor of a /proc with the processes outside of namespaces, see `open_proc`
 
 
 def limit_process(limits: Mapping[str, int], tasks: int | None) -> None:
-    """Limit this process and its children.
+    """Limit the resources of this process and its future children.
 
     Args:
-        limits: by the names of `resource`, without RLIMIT_.
-        tasks: maximum processes and threads of this user; None for no limit.
+        limits: numbers by the names of `resource` without RLIMIT_, such as {"NOFILE": 64}.
+        tasks: the most processes and threads of this user; None: no limit.
     """
     for name, soft in {**limits, **({} if tasks is None else {"NPROC": tasks})}.items():
         kind = getattr(resource, f"RLIMIT_{name}")
-        hard = soft + (name == "CPU")  # SIGXCPU comes first, then SIGKILL
-        _, current = resource.getrlimit(kind)
-        if current != resource.RLIM_INFINITY:  # lower limits of the caller remain
-            soft, hard = min(soft, current), min(hard, current)
+        # CPU seconds: SIGXCPU is sent at the soft limit, SIGKILL at the hard one.
+        hard = soft + 1 if name == "CPU" else soft
+        _, current_hard = resource.getrlimit(kind)
+        if current_hard != resource.RLIM_INFINITY:  # a lower limit of the caller remains: it cannot be raised
+            soft, hard = min(soft, current_hard), min(hard, current_hard)
         resource.setrlimit(kind, (soft, hard))
 
 
 def drop_bounds() -> None:
-    """Empty the bounding set of capabilities, irreversibly. Call it as root before a change of the user, which loses
-    the right to do so."""
+    """Empty the bounding set of capabilities, irreversibly.
+
+    Root must call it before it changes to another user, which has no right to do it.
+    """
     capability = 0
-    with suppress(OSError):  # past the last one, or a user without capabilities
+    with suppress(OSError):  # there is no capability of this number, or this user has no right to drop it
         while True:
             make_call("prctl", _DROP_FROM_BOUNDS, capability, 0, 0, 0)
             capability += 1
 
 
 def drop_capabilities() -> None:
-    """Drop all capabilities, irreversibly and also for executed files."""
+    """Drop all capabilities, irreversibly, so that executed files cannot have any either."""
     drop_bounds()
+    # capset(2): a header with version 3 and this process, and two structures of three empty sets.
     make_call("capset", struct.pack("Ii", 0x20080522, 0), struct.pack("6I", *(0,) * 6))
 
 
 def open_proc() -> None:
-    """Use the current /proc from now on: a new namespace may have none."""
+    """Make the other functions use the current /proc from now on, since a new namespace may have none."""
     global _proc
     _proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
 
 
 def self_pid() -> int:
-    """Return the number of this process in that /proc, as in `descendants`."""
+    """Return the id of this process in the /proc of `open_proc`, for `list_descendants`."""
     return int(os.readlink("self", dir_fd=_proc))
 
 
@@ -64,8 +68,9 @@ def _open_file(path: str, flags: int = os.O_RDONLY) -> int:
 
 
 def list_descendants(pid: int) -> list[int]:
-    """Return all descendants of a process."""
+    """Return the ids of all descendants of a process, without the process itself."""
     processes = [pid]
+    # The list grows while it is iterated over.
     for parent in processes:
         try:
             tasks = _open_file(f"{parent}/task", os.O_RDONLY | os.O_DIRECTORY)
@@ -82,23 +87,24 @@ def list_descendants(pid: int) -> list[int]:
 
 
 def measure_usage(processes: list[int]) -> tuple[int, float]:
-    """Return resident bytes and CPU seconds of these processes; the CPU time includes ended children."""
+    """Return the resident bytes and the CPU seconds of processes, and of children of this one that have ended."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     memory = 0
     seconds = children.ru_utime + children.ru_stime
     for pid in processes:
         try:
             with open(f"{pid}/stat", "rb", opener=_open_file) as file:
-                numbers = file.read().rpartition(b")")[2].split()
+                # The fields after the program's name, from the third one on, as numbered in proc(5).
+                fields = file.read().rpartition(b")")[2].split()
         except OSError:  # it has exited
             continue
-        seconds += sum(map(int, numbers[11:15])) / _TICK
-        memory += int(numbers[21]) * _PAGE
+        seconds += sum(map(int, fields[11:15])) / _TICK  # utime, stime, cutime, cstime
+        memory += int(fields[21]) * _PAGE  # rss
     return memory, seconds
 
 
 def proportional_memory(processes: list[int]) -> int:
-    """Return bytes with shared pages counted once (PSS). Slower than `usage`."""
+    """Return the bytes that processes use, with shared pages counted once (PSS); slower than `measure_usage`."""
     memory = 0
     for pid in processes:
         try:

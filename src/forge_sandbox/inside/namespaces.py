@@ -1,4 +1,4 @@
-"""Namespaces: a root file system with Python only, no network, no other processes."""
+"""Namespaces in which programs run: with a root that only has Python, and without network and other processes."""
 
 import ctypes
 import fcntl
@@ -16,8 +16,8 @@ from .wire import Settings
 # Flags of unshare.
 NEW_PID = 0x20000000
 _NEW_MOUNTS = 0x20000
-# Also of host names, IPC, users, the network and cgroups.
 _NEW_NETWORK = 0x40000000
+# Also new host names, IPC, users and cgroups.
 _ALL = _NEW_MOUNTS | NEW_PID | 0x4000000 | 0x8000000 | 0x10000000 | _NEW_NETWORK | 0x2000000
 # Flags of mount and umount2.
 _READ_ONLY = 1
@@ -32,27 +32,27 @@ _DETACH = 2
 _CURRENT_FOLDER = -100  # AT_FDCWD
 _ALL_BELOW = 0x8000  # AT_RECURSIVE
 NOBODY = 65534
-# Mount point of the old root, until it is detached.
+# Where a program's /tmp is mounted before it is moved.
 _SCRATCH = "/.tmp"
-_OF_COMMANDS = ("/dev/shm", "/dev/pts", "/var/tmp")
+_OF_COMMANDS = ("/dev/shm", "/dev/pts", "/var/tmp")  # further folders in the root of a command
 _LINKS_IN_DEV = {"/dev/fd": "/proc/self/fd", "/dev/stdin": "fd/0", "/dev/stdout": "fd/1", "/dev/stderr": "fd/2"}
 _LINKS_IN_DEV["/dev/ptmx"] = "pts/ptmx"
 _SET_FLAGS, _UP = 0x8914, 0x41  # SIOCSIFFLAGS; IFF_UP and IFF_RUNNING
-_ROOT = "/sys"  # mount point of the new root: a folder that never holds Python
-# What programs need of the system: libraries and time zones, and nothing that tells about the machine.
+_ROOT = "/sys"  # where the new root is mounted first: a folder that never contains Python
+# What programs need of the system: libraries and time zones, nothing that describes the machine.
 _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache", "/usr/share/zoneinfo")
 # Devices without a state.
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 
 
 def enter_namespaces(network: bool = True) -> None:
-    """Enter new namespaces; the next forked process is the first there.
+    """Move this process to new namespaces; the next forked process is the first one of the namespace of processes.
 
     Args:
-        network: also one of the network, where nothing is reachable.
+        network: whether to enter a new network too, in which nothing can be reached.
 
     Raises:
-        OSError: not permitted here.
+        OSError: the system does not permit it.
     """
     kinds = _ALL if network else _ALL & ~_NEW_NETWORK
     uid = os.geteuid()
@@ -62,8 +62,8 @@ def enter_namespaces(network: bool = True) -> None:
         _map_users(os.getpid(), f"{NOBODY} {uid} 1", f"{NOBODY} {gid} 1", "deny")
         return
 
-    # Two users, since root reads Python's folders and programs run as another user. A helper that is still root outside
-    # must write the map.
+    # Two users exist in the namespace: root, who can read Python's folders, and the one that programs run as. Their map
+    # must be written by a process that is root outside of the namespace: a helper, forked before.
     pid = os.getpid()
     ready, go = os.pipe()
     helper = os.fork()
@@ -90,7 +90,7 @@ def enter_namespaces(network: bool = True) -> None:
 
 
 def readable_paths(settings: Settings) -> list[str]:
-    """Return the real paths of Python, system libraries and the settings, without those inside others.
+    """Return the real paths of Python, of system libraries and of the settings, without paths within others.
 
     Raises:
         FileNotFoundError: a path of the settings does not exist.
@@ -104,7 +104,7 @@ def readable_paths(settings: Settings) -> list[str]:
         os.path.dirname(os.__file__),
     ]
 
-    # Sorted: a folder comes before the paths in it, which need no separate mount.
+    # Sorted, so that a folder comes before the paths within it, which need no separate mount.
     candidates = sorted({os.path.realpath(path) for path in (*python, *_SYSTEM, *settings["readable"])})
     paths: list[str] = []
     for path in candidates:
@@ -115,10 +115,10 @@ def readable_paths(settings: Settings) -> list[str]:
 
 
 def links_to(settings: Settings) -> dict[str, str]:
-    """Return the targets of the symbolic links on the paths of the settings and in /."""
+    """Return the symbolic links on the way to the paths of the settings, and those in /, each with its target."""
     links: dict[str, str] = {}
     for path in ("/bin", "/lib", "/lib64", *settings["readable"]):
-        # Part by part, as the kernel resolves a path: a link continues at its target.
+        # Part by part, as the kernel resolves a path: after a link it continues at the target.
         resolved = "/"
         parts = path.split("/")
         while parts:
@@ -137,19 +137,21 @@ def new_root(
     links: dict[str, str],
     writable: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Replace the root by a read-only one with these files, folders and links, and empty /tmp and /proc.
+    """Replace the root by a read-only one that has certain files, folders and links, an empty /tmp, and /proc.
 
     Args:
-        writable: folders that may be written, by the path that they have inside; with them there are shared memory
-            and terminals, too.
+        readable: the paths of the files and folders.
+        links: symbolic links with their targets.
+        writable: folders that can be written to, keyed by their paths in the new root. If there are any, the root also
+            has shared memory and terminals, as commands need.
 
     Raises:
-        OSError: a mount failed; with its target.
+        OSError: a mount failed; the message has its target.
     """
     mount_target(None, "/", None, _RECURSIVE | _PRIVATE)
     mount_target("tmpfs", _ROOT, "tmpfs", _NO_SUID | _NO_DEVICE, "size=1m,mode=755")
 
-    # First, as readable paths may lie in them.
+    # Before the readable paths, which may be within these folders.
     for inner, path in writable.items():
         os.makedirs(_ROOT + inner)
         mount_target(path, _ROOT + inner, None, _BIND | _RECURSIVE)
@@ -168,7 +170,7 @@ def new_root(
     if writable:
         mount_target("tmpfs", f"{_ROOT}/dev/shm", "tmpfs", _NO_SUID | _NO_DEVICE | _NO_EXEC, "size=64m,mode=1777")
         links = links | _LINKS_IN_DEV
-        with suppress(OSError):  # terminals are of few programs, and not permitted everywhere
+        with suppress(OSError):  # few programs need terminals, which are not permitted everywhere
             mount_target(
                 "devpts", f"{_ROOT}/dev/pts", "devpts", _NO_SUID | _NO_EXEC, "newinstance,ptmxmode=0666,mode=0620"
             )
@@ -176,7 +178,7 @@ def new_root(
     for link, target in links.items():
         _make_link(target, _ROOT + link)
 
-    # The kernel permits a program's own /proc only if a full one is mounted already.
+    # The kernel permits a separate /proc for each program only where a full one is mounted already.
     mount_proc(f"{_ROOT}/proc")
     make_call("mount_setattr", _CURRENT_FOLDER, _ROOT.encode(), 0, _mount_attributes(_READ_ONLY), 32)
     os.chdir(_ROOT)
@@ -186,20 +188,22 @@ def new_root(
 
 
 def open_loopback() -> None:
-    """Set the network's loopback up."""
+    """Set up the loopback device of this process's network namespace."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(any_socket, _SET_FLAGS, struct.pack("16sH22x", b"lo", _UP))
 
 
 def private_mounts(scratch_mb: int, readable: Iterable[str], links: dict[str, str]) -> None:
-    """Mount a private /tmp and, if permitted, /proc for this process, the first of its namespace.
+    """Mount a separate /tmp and, if permitted, /proc for this process, which is the first one of its namespace.
 
     Args:
-        readable, links: as in `new_root`; those in /tmp are kept.
+        scratch_mb: the size of /tmp.
+        readable, links: as in `new_root`; those in /tmp are added to the new /tmp.
     """
     _unshare_namespaces(_NEW_MOUNTS)
-    settings = f"size={scratch_mb}m,nr_inodes=1024,mode=1777"
-    mount_target("tmpfs", _SCRATCH, "tmpfs", _NO_SUID | _NO_DEVICE | _NO_EXEC, settings)
+    mount_target(
+        "tmpfs", _SCRATCH, "tmpfs", _NO_SUID | _NO_DEVICE | _NO_EXEC, f"size={scratch_mb}m,nr_inodes=1024,mode=1777"
+    )
     for path in readable:
         if path.startswith("/tmp/"):
             target = _SCRATCH + path.removeprefix("/tmp")
@@ -209,7 +213,7 @@ def private_mounts(scratch_mb: int, readable: Iterable[str], links: dict[str, st
         if link.startswith("/tmp/"):
             _make_link(target, _SCRATCH + link.removeprefix("/tmp"))
     mount_target(_SCRATCH, "/tmp", None, _MOVE)
-    mount_proc("/proc", "subset=pid")  # nothing about the machine, such as /proc/cmdline
+    mount_proc("/proc", "subset=pid")  # without what describes the machine, such as /proc/cmdline
 
 
 def _mount_attributes(flags: int) -> bytes:
@@ -232,7 +236,7 @@ def _make_link(target: str, link: str) -> None:
 
 
 def mount_proc(target: str, settings: str | None = None) -> None:
-    """Mount /proc. Containers that mask parts of it do not permit that: programs then run without one."""
+    """Mount /proc, if permitted. In containers that mask parts of it, it is not, and programs run without /proc."""
     with suppress(PermissionError):
         mount_target("proc", target, "proc", _NO_SUID | _NO_DEVICE | _NO_EXEC | _READ_ONLY, settings)
 
@@ -248,6 +252,6 @@ def _map_users(pid: int, users: str, groups: str, setgroups: str) -> None:
 
 
 def mount_target(source: str | None, target: str, kind: str | None, flags: int, settings: str | None = None) -> None:
-    """Mount a file system by mount(2). OSError: it failed; names the target."""
-    words = [None if text is None else text.encode() for text in (source, target, kind, settings)]
-    check_result(libc.mount(*words[:3], ctypes.c_ulong(flags), words[3]), f"mount {target}")
+    """Mount a file system by mount(2); OSError, whose message has the target, if it fails."""
+    *places_and_kind, options = [None if text is None else text.encode() for text in (source, target, kind, settings)]
+    check_result(libc.mount(*places_and_kind, ctypes.c_ulong(flags), options), f"mount {target}")

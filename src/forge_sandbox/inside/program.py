@@ -1,4 +1,4 @@
-"""The program of a confined process: one of Python, or a command."""
+"""Runs the program of a confined process: Python source, or a command."""
 
 import ast
 import atexit
@@ -18,7 +18,11 @@ NAME = "program.py"
 
 
 def run_program(source: str, setup: int) -> None:
-    """Run a program as __main__ and exit with its code."""
+    """Run Python source as __main__, and exit this process with its exit code.
+
+    Args:
+        setup: the descriptor of `confine_and_run`, which is closed first.
+    """
     os.close(setup)
     module = _fresh_main()
     code = _execute_source(module, source)
@@ -40,8 +44,13 @@ def run_program(source: str, setup: int) -> None:
 
 
 def run_command(command: list[str], env: dict[str, str], setup: int) -> None:
-    """Become a program of the system; `setup`, which closes with that, gets the reason why it cannot be executed."""
-    # Python ignores these, and what a process ignores its program does, too.
+    """Replace this process by a program of the system.
+
+    Args:
+        setup: the descriptor of `confine_and_run`, which is closed by that; if the program cannot be executed, the
+            reason is written to it.
+    """
+    # Python ignores these signals, and an executed program would inherit that.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     try:
@@ -52,7 +61,7 @@ def run_command(command: list[str], env: dict[str, str], setup: int) -> None:
 
 
 def _fresh_main() -> types.ModuleType:
-    """Return an empty __main__, in a process without state inherited from its parent."""
+    """Return an empty module __main__, and remove the state that this process has inherited from its parent."""
     os.environ.clear()
     os.environ.update(HOME="/tmp", LANG="C.UTF-8", PATH="/usr/bin:/bin")
     random.seed()
@@ -65,7 +74,7 @@ def _fresh_main() -> types.ModuleType:
     builtins.exit = builtins.quit = Quitter("exit", "its end")  # type: ignore[assignment]
     sys.argv = [NAME]
 
-    # The inherited streams belong to other files.
+    # The inherited stream objects belong to the parent's files.
     for number, name, mode, errors in (
         (0, "stdin", "r", "replace"),
         (1, "stdout", "w", "backslashreplace"),
@@ -80,7 +89,7 @@ def _fresh_main() -> types.ModuleType:
 
 
 def _execute_source(module: types.ModuleType, source: str) -> int:
-    """Execute the source; return the exit code."""
+    """Execute Python source in a module, and return the exit code."""
     try:
         tree = ast.parse(source, NAME)
         linecache.cache[NAME] = (len(source), None, source.splitlines(True), NAME)
@@ -91,7 +100,7 @@ def _execute_source(module: types.ModuleType, source: str) -> int:
         print(exit_request.code, file=sys.stderr)
         return 1
     except BaseException as error:
-        # The traceback starts in the program: the frames above are the sandbox's.
+        # Skip the sandbox's frames, so that the traceback starts in the program.
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename != NAME:
             trace = trace.tb_next

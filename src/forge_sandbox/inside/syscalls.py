@@ -1,4 +1,4 @@
-"""System calls without a wrapper in Python, by number."""
+"""System calls that Python has no function for, called by their numbers."""
 
 import ctypes
 import os
@@ -9,7 +9,7 @@ MACHINE = platform.machine()
 if MACHINE not in ("x86_64", "aarch64"):
     raise OSError(f"unsupported machine {MACHINE}: the sandbox supports x86_64 and aarch64; use level none")
 
-# Name, number on x86_64, number on aarch64; "-" for none.
+# Each entry: a name, its number on x86_64, its number on aarch64; "-": that architecture does not have the call.
 _TABLE = """
 accept 43 202 | accept4 288 242 | acct 163 89 | add_key 248 217 | adjtimex 159 171 | bind 49 200 | bpf 321 280
 capset 126 91 | chmod 90 - | chown 92 - | chroot 161 51 | clock_adjtime 305 266 | clock_settime 227 112
@@ -40,7 +40,7 @@ syslog 103 116 | tgkill 234 131 | tkill 200 130 | truncate 76 45 | umount2 166 3
 uselib 134 - | userfaultfd 323 282 | ustat 136 - | utime 132 - | utimensat 280 88 | utimes 235 - | vfork 58 -
 vhangup 153 58 | vmsplice 278 75
 """
-# Numbers on x86-64 and on ARM64; None: this architecture has no such call.
+# The same as pairs of numbers; None: the architecture does not have the call.
 _NUMBERS: dict[str, tuple[int | None, int | None]] = {
     name: (None if x86 == "-" else int(x86), None if arm == "-" else int(arm))
     for name, x86, arm in (row.split() for row in _TABLE.replace("\n", "|").split("|") if row)
@@ -48,19 +48,19 @@ _NUMBERS: dict[str, tuple[int | None, int | None]] = {
 
 
 def find_number(name: str) -> int | None:
-    """Return the number of a system call; None if this machine lacks it."""
-    return _NUMBERS[name][MACHINE == "aarch64"]
+    """Return the number of a system call on this machine; None if it does not have the call."""
+    return _NUMBERS[name][1 if MACHINE == "aarch64" else 0]
 
 
 def make_call(name: str, *arguments: int | bytes | None) -> int:
-    """Make a system call. OSError: it failed, with its name."""
-    # ctypes passes bare integers as 32 bits.
+    """Make a system call, and return its result; OSError, with its name, if it fails."""
+    # ctypes would pass Python's integers as 32 bits.
     converted = [ctypes.c_long(value) if isinstance(value, int) else ctypes.c_char_p(value) for value in arguments]
     return check_result(libc.syscall(ctypes.c_long(find_number(name) or -1), *converted), name)
 
 
 def check_result(result: int, name: str) -> int:
-    """Return the result of a C library call. OSError: it is negative."""
+    """Return the result of a call of the C library; OSError, with its name, if the result is negative."""
     if result < 0:
         error = ctypes.get_errno()
         raise OSError(error, f"{name}: {os.strerror(error)}")
@@ -68,13 +68,13 @@ def check_result(result: int, name: str) -> int:
 
 
 def prctl(option: int, value: int = 0) -> int:
-    """Call prctl(2). OSError: it failed."""
+    """Call prctl(2), and return its result; OSError if it fails."""
     return make_call("prctl", option, value, 0, 0, 0)
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent exits.
+    """Make the kernel kill this process when its parent exits.
 
-    A change of the user, and executing a privileged file, reset it.
+    A change of the user, or the execution of a privileged file, cancels this.
     """
-    prctl(1, 9)
+    prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL

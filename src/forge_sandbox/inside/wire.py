@@ -1,4 +1,4 @@
-"""Messages: length, JSON header, and bodies of bytes with their sizes in the header."""
+"""Messages between a worker and its process: a JSON header, and bodies of bytes."""
 
 import json
 import os
@@ -11,23 +11,23 @@ Settings = dict[str, Any]  # of a sandbox
 
 
 def pack_message(header: Header, *bodies: bytes) -> bytes:
-    """Encode a message: the length of a JSON header, the header with the lengths of the bodies, the bodies."""
+    """Return the bytes of a message: the JSON's length, the JSON of the header and the bodies' lengths, the bodies."""
     text = json.dumps([header, [len(body) for body in bodies]]).encode()
     return b"".join([struct.pack("I", len(text)), text, *bodies])
 
 
 def send_message(control: int, header: Header, *bodies: bytes) -> None:
-    """Write a message to a descriptor."""
+    """Write a message to the descriptor of a socket."""
     view = memoryview(pack_message(header, *bodies))
     while view:
         view = view[os.write(control, view) :]
 
 
 def unpack_message(read: Callable[[int], bytes]) -> tuple[Header, list[bytes]]:
-    """Read the next message.
+    """Read the next message, and return its header and bodies.
 
     Args:
-        read: returns at most the given number of bytes, none at the end.
+        read: returns at most the given number of bytes; b"" at the end of the stream.
 
     Raises:
         EOFError: the stream ended within the message.

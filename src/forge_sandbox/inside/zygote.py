@@ -1,6 +1,6 @@
-"""Zygote: the process that keepers are forked from, a fresh interpreter with an empty environment.
+"""The zygote, the process from which keepers are forked: a new interpreter with all imports and an empty environment.
 
-It reads no requests, so that programs cannot find them in their memory: each keeper reads its own.
+It does not read requests, which programs could otherwise find in their memory: each keeper reads its own request.
 """
 
 import gc
@@ -15,7 +15,7 @@ from . import keeper, limits, namespaces, wire
 from .syscalls import check_result, die_with_parent, libc
 from .wire import Settings
 
-# Imported once, not by each program.
+# Modules that many programs import, so that they are imported once, and not by each program.
 _PRELOADED = (
     *("math", "re", "json", "random", "string", "collections", "itertools", "functools", "operator", "heapq", "bisect"),
     *("copy", "datetime", "decimal", "fractions", "statistics", "typing", "dataclasses", "enum", "io", "textwrap"),
@@ -25,7 +25,11 @@ _CHECK_INTERVAL = 1.0  # seconds between checks that the parent is alive
 
 
 def main(control: int, settings: Settings) -> None:
-    """Serve requests until the socket is closed."""
+    """Answer requests until the socket is closed; called by the program in `forge_sandbox.worker`.
+
+    Args:
+        control: the socket's descriptor.
+    """
     os.set_inheritable(control, False)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
@@ -45,8 +49,10 @@ def main(control: int, settings: Settings) -> None:
 
 
 def _follow_parent(control: int) -> None:
-    """Continue in a child, which this process kills if its own parent ends. The closed socket does not suffice: another
-    child of the parent may have inherited it."""
+    """Fork, and return in the child only; this process kills the child when its own parent exits.
+
+    That the socket is closed then is not enough: another child of the parent may have inherited it.
+    """
     parent = os.getppid()
     child = os.fork()
     if not child:
@@ -61,6 +67,7 @@ def _follow_parent(control: int) -> None:
 
 
 def _serve_requests(control: int, settings: Settings) -> None:
+    # Import all modules, then fork a keeper for each request, one after the other.
     sys.path.extend(settings["path"])
     namespace = None
     if settings["level"] == "namespaces":
@@ -71,11 +78,13 @@ def _serve_requests(control: int, settings: Settings) -> None:
     os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
     for name in (*_PRELOADED, *settings["imports"]):
         importlib.import_module(name)
+    # Frozen objects are not touched by the garbage collector, so that forked processes share their pages.
     gc.collect()
     gc.freeze()
 
     with socket.socket(fileno=control) as requests:
         requests.sendall(wire.pack_message({}))
+        # Only a peek: the keeper reads the request.
         while requests.recv(1, socket.MSG_PEEK):
             status = _fork_keeper(control, settings, namespace)
             if status:
@@ -84,8 +93,11 @@ def _serve_requests(control: int, settings: Settings) -> None:
 
 
 def _serve_command(control: int, settings: Settings) -> None:
-    """Be the keeper of one program with a network, which only has the loopback, and a listening socket there for the
-    caller: a socket belongs to the namespace that it was made in."""
+    """Run one command as its keeper, in this process.
+
+    If the command's port is set, a socket that listens at it is opened here and sent to the caller, which answers its
+    connections: a socket belongs to the network namespace in which it was opened.
+    """
     os.umask(0o022)
     listeners = []
     if settings["level"] == "namespaces":
@@ -100,7 +112,12 @@ def _serve_command(control: int, settings: Settings) -> None:
 
 
 def _fork_keeper(control: int, settings: Settings, namespace: int | None) -> int:
-    """Fork a keeper; return its exit status, as by `waitpid`. All processes in its namespace end with it."""
+    """Fork a keeper for one request, wait for its end, and return its exit status as `os.waitpid` does.
+
+    Args:
+        namespace: a descriptor of this process's namespace of processes; None: the keeper gets no new one.
+    """
+    # The next fork, and only this one, is in the new namespace.
     if namespace is not None:
         check_result(libc.unshare(namespaces.NEW_PID), "unshare (processes)")
     pid = os.fork()
