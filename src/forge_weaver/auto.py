@@ -79,7 +79,6 @@ class Auto(Aggregator):
         normal = NormalScores.fit(data.x)(data.x)
         independent = BinnedDawidSkene(class_balance=self.class_balance).fit(data.table)
         rms, matrix = residual_correlation(normal, independent.posterior(data))
-        self.chosen: Aggregator
         self.chosen, warning = self._without_labels(data, normal, independent, rms)
 
         # With labels, if they predict held-out labels better than the selection above does.
