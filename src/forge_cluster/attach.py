@@ -93,8 +93,7 @@ class PooledMachines:
 
         # Processes that several components share are placed once, under the name of the share.
         if options.share is not None:
-            key = f"share {options.share}", 0
-            kind = ""
+            key, kind = (f"share {options.share}", 0), ""
 
         max_hosts = options.host_count if options.procs == 1 else None
         demand = demand_of(f"{component.name}[{index}]", options)
@@ -143,8 +142,7 @@ class PooledHosts(Hosts):
     """
 
     def __init__(self, name: str, allocation: Allocation) -> None:
-        self.name = name
-        self.allocation = allocation
+        self.name, self.allocation = name, allocation
         self.size = len(allocation.machines)
         self.notice_after = LEASE + 1.0 if self.spans_machines else 1.0
         self._workers: dict[Machine, str] = {}

@@ -46,8 +46,7 @@ async def query_hosts(hosts: Sequence[str], credentials: Credentials, folder: Pa
     diagnosis = Diagnosis()
     inventories: dict[str, Inventory] = {}
     for host in hosts:
-        start = time.monotonic()
-        clock = time.time()
+        start, clock = time.monotonic(), time.time()
         try:
             inventory, holder = await describe_host(host, credentials)
         except (OSError, HostError) as error:

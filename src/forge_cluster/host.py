@@ -54,9 +54,7 @@ class Daemon:
     """
 
     def __init__(self, gpus: tuple[str, ...], secret: str, address: str, port: int) -> None:
-        self.gpus = gpus
-        self.address = address
-        self.port = port
+        self.gpus, self.address, self.port = gpus, address, port
         self._leaving = False
         self._lease: HostLease | None = None
         self._resources = ExitStack()
@@ -199,13 +197,9 @@ class HostLease:
         credentials: Credentials,
         writer: asyncio.StreamWriter,
     ) -> None:
-        self.holder = holder
-        self.folder = folder
-        self.address = address
+        self.holder, self.folder, self.address = holder, folder, address
         self.workers: dict[str, subprocess.Popen] = {}
-        self._environment = environment
-        self._credentials = credentials
-        self._writer = writer
+        self._environment, self._credentials, self._writer = environment, credentials, writer
         self._watched: dict[int, Process] = {}
         self._requests: set[asyncio.Task] = set()
         self.closed = asyncio.Event()
@@ -324,8 +318,7 @@ class HostLease:
 
     async def close(self) -> None:
         """Kill the workers, with which every process of the run on this machine ends, and remove their files."""
-        workers = self.workers
-        self.workers = {}
+        workers, self.workers = self.workers, {}
         # All are killed before the first is waited for.
         for worker in workers.values():
             worker.kill()

@@ -234,8 +234,7 @@ class Machine:
         for reply in self._answers.values():
             if not reply.done():
                 reply.set_exception(HostError(f"host {self} was lost: {reason}"))
-        watched = self._watched
-        self._watched = {}
+        watched, self._watched = self._watched, {}
         for on_end in watched.values():
             on_end()
         _hosts_loop().call_soon_threadsafe(self._abort_connection)
@@ -322,8 +321,7 @@ class RemoteProcess:
     alive = False
 
     def __init__(self, machine: Machine, pid: int, ended: Callable[[], None]) -> None:
-        self.machine = machine
-        self.pid = pid
+        self.machine, self.pid = machine, pid
         machine.watch(pid, ended)
 
     def __str__(self) -> str:

@@ -116,9 +116,7 @@ class Pool:
     """
 
     def __init__(self, hosts: str | Sequence[str], credentials: Credentials, wait: float) -> None:
-        self.hosts = hosts
-        self.wait = wait
-        self._credentials = credentials
+        self.hosts, self.wait, self._credentials = hosts, wait, credentials
         self._machines: dict[str, Machine] = {}  # those that are up
         self._rooms: dict[str, HostRoom] = {}
         self._allocations: dict[Hashable, Allocation] = {}

@@ -67,8 +67,7 @@ class HostRoom:
     def reserve(self, demand: Demand, procs: int) -> list[str]:
         """Reserve the resources of `procs` processes; return the names of their GPUs."""
         count = procs * demand.gpus
-        reserved = self.gpus[:count]
-        self.gpus = self.gpus[count:]
+        reserved, self.gpus = self.gpus[:count], self.gpus[count:]
         self.memory -= procs * demand.memory
         self.threads += procs * demand.threads
         return reserved

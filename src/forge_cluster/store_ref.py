@@ -32,8 +32,7 @@ class StoreRef:
     """
 
     def __init__(self, store: VersionStore, home: RemoteService) -> None:
-        self.store = store
-        self._home = home
+        self.store, self._home = store, home
 
     def connect(self) -> Store:
         """Return the store for the process that calls this, on any host."""
@@ -82,11 +81,8 @@ class HostStore(Store):
     def __init__(
         self, host: str, local: HostVersions, home: RemoteService, cache: RemoteService, timeout: float = 300.0
     ) -> None:
-        self.host = host
-        self.local = local
-        self._home = home
-        self._cache = cache
-        self._timeout = timeout
+        self.host, self.local = host, local
+        self._home, self._cache, self._timeout = home, cache, timeout
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="forge-host-store", daemon=True).start()
 

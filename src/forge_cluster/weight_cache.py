@@ -117,8 +117,7 @@ class WeightCache(ForgeActor):
     vital = False
 
     def __init__(self, store: VersionStore, home: RemoteService | None = None) -> None:
-        self.home_store = store
-        self._home = home
+        self.home_store, self._home = store, home
 
     def setup(self) -> None:
         """Open the store of this host. ValueError: the store is on another host."""
@@ -287,8 +286,7 @@ class WeightCache(ForgeActor):
     async def _copy_segment(self, wanted: Manifest, parent: str | None, writing: ExitStack) -> str:
         """Copy the only segment of a manifest from another host into this host's store; return its name here."""
         (segment,) = wanted.segments
-        whole = whole_name(wanted)
-        size = wanted.extent(segment)
+        whole, size = whole_name(wanted), wanted.extent(segment)
         name, memory = await asyncio.to_thread(writing.enter_context, self.store.segments.writing(size))
         cache = self.home.named(cache_name(parent or host_of(segment)))
         assert wanted.version is not None
@@ -355,8 +353,7 @@ class WeightCache(ForgeActor):
             del self._sources[segment]
         if source.idle_timer is not None:
             source.idle_timer.cancel()
-        windows = source.windows
-        source.windows = {}
+        windows, source.windows = source.windows, {}
         await asyncio.gather(*(window.drop() for window in windows.values()))
         source.resources.close()
 

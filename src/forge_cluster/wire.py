@@ -69,8 +69,7 @@ def split_address(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
     # The last colon of [IPv6] is part of the address.
     if not colon or address.endswith("]"):
-        host = address
-        port = str(PORT)
+        host, port = address, str(PORT)
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host:

@@ -209,8 +209,7 @@ class ScheduledBuffer(ReplayBuffer):
     def __init__(self, batches: Mapping[int, Sequence[int]], reasons: Mapping[int, str], **settings: Any) -> None:
         super().__init__(capacity=1 << 30, **settings)
         self.items: list[Any]  # a run has groups only
-        self.batches = batches
-        self.reasons = reasons
+        self.batches, self.reasons = batches, reasons
 
     @endpoint
     async def sample(self, version: int, batch_size: int) -> list[Any]:
@@ -241,8 +240,7 @@ class ScheduledPolicy:
     """
 
     def __init__(self, policy: Any, group: GroupEntry, seed: int, samples: int) -> None:
-        self.policy = policy
-        self.group = group
+        self.policy, self.group = policy, group
         self.generate = self
         self.drawn = dict.fromkeys(range(samples), 0)  # tokens of complete requests, by sample
         self.seeds: dict[int, int] = {}  # of the request that runs, by sample

@@ -80,10 +80,10 @@ class Parser:
 
     def _parse_sign(self) -> int:
         """Consume one sign before a term, if there is one, and return -1 or 1."""
-        if self._skip_token("-"):
-            return -1
-        self._skip_token("+")
-        return 1
+        is_negative = self._skip_token("-")
+        if not is_negative:
+            self._skip_token("+")
+        return -1 if is_negative else 1
 
     @staticmethod
     def _apply_sign(tree: Tree, sign: int) -> Tree:

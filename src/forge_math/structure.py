@@ -26,8 +26,7 @@ _CHANGES = word_set(
 _HEDGES = word_set("about approximately exactly only around roughly therefore thus indeed simply just then")
 _NUMERALS = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9"}
 SCALES = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_INFINITY = Token(r"\infty", "command")
-_MINUS = Token("-", "symbol")
+_INFINITY, _MINUS = Token(r"\infty", "command"), Token("-", "symbol")
 
 
 class Value(NamedTuple):

@@ -154,8 +154,7 @@ def _read_unit(parts: Sequence[Token]) -> Unit | None:
     powers: dict[str, int] = {}
     # The sign of the powers (-1 after "per"), that of the next unit ("square"), the last unit, a prefix for the next.
     sign, coming, last, prefix = 1, 1, "", ""
-    spelled = 0
-    index = 0
+    spelled, index = 0, 0
 
     # Each token is a prefix, a name with its power, a filler word, or a sign that raises or divides.
     while index < len(parts):

@@ -239,8 +239,7 @@ class Online(BinnedDawidSkene):
 
         One per update: a gamed verifier may be what makes the others look bad.
         """
-        then = _Line(self.origin)
-        now = _Line(self.watch)
+        then, now = _Line(self.origin), _Line(self.watch)
 
         # Runaway: the mean score is above the line from the fit, at today's rate of right responses.
         away = now.q - then.q

@@ -29,8 +29,7 @@ def residual_correlation(normal: np.ndarray, r: np.ndarray) -> tuple[float, np.n
         The matrix [verifiers, verifiers], NaN for pairs with fewer than MIN_COMMON_RESPONSES common responses.
     """
     scored = ~np.isnan(normal)
-    x = np.where(scored, normal, 0.0)
-    weights = scored.astype(np.float64)
+    x, weights = np.where(scored, normal, 0.0), scored.astype(np.float64)
     covariance = np.zeros((x.shape[1],) * 2)
 
     # The covariance within the classes, each response in both by its posterior.
@@ -214,7 +213,7 @@ class CorrelatedMixture(Aggregator):
         # That all are wrong: deviations are from the lower mean, with the distance clipped as in the evidence.
         deviation = x - means.mean(0) + distance / 2
         squares = (deviation * np.linalg.solve(covariance, deviation.T).T).sum()
-        log_determinant = np.linalg.slogdet(covariance)[1]
+        _, log_determinant = np.linalg.slogdet(covariance)
         # And how much likelier the evidence makes it that some are right.
         gain = prior.log_likelihood(x @ self.line - self.offset, problem)
         return float(gain - (squares + len(x) * log_determinant) / 2)

@@ -88,8 +88,7 @@ async def score_table(panel: Verifier, problems: Sequence[Problem], *, concurren
     # Arrays as wide as the problem with most responses.
     shape = (len(problems), max(len(problem.responses) for problem in problems))
     scores = np.full((*shape, len(panel.names)), np.nan)
-    labels = np.full(shape, np.nan)
-    present = np.zeros(shape, bool)
+    labels, present = np.full(shape, np.nan), np.zeros(shape, bool)
 
     for row, problem in enumerate(problems):
         count = len(problem.responses)

@@ -125,8 +125,7 @@ def minimise_loss(moments: np.ndarray, pi: float, *, converged: bool, seed: int,
         seed: of the start, which is multiplied by one random number.
         precision: P(right | accepted) and P(wrong | rejected) at the start.
     """
-    class_rates = np.array([1 - pi, pi])
-    mu = np.zeros((len(moments), 2))
+    class_rates, mu = np.array([1 - pi, pi]), np.zeros((len(moments), 2))
     for truth in (0, 1):
         # Rows of the verdict that agrees with the truth: rejections of wrong, acceptances of right responses.
         agreeing = slice(truth, None, 2)
@@ -162,6 +161,5 @@ def _loss_terms(
     residual = moments - (mu * class_rates) @ mu.T
     # Two verdicts of one verifier are not independent: its block of rows 2 i and 2 i + 1 is left out.
     row = np.arange(len(mu))
-    other_verdict = row ^ 1
-    residual[row, row] = residual[row, other_verdict] = 0.0
+    residual[row, row] = residual[row, row ^ 1] = 0.0
     return residual, mu @ class_rates - np.diag(moments), mu.reshape(-1, 2, 2).sum(1) - 1

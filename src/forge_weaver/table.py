@@ -130,9 +130,8 @@ class ScoreTable:
         columns: dict[str, Any] = {"scores": self.scores[indices], "present": self.present[indices]}
         if self.labels is not None:
             columns["labels"] = self.labels[indices]
-        for name in ("answers", "prompts", "responses"):
-            if (texts := getattr(self, name)) is not None:
-                columns[name] = [texts[i] for i in indices]
+        texts = {name: getattr(self, name) for name in ("answers", "prompts", "responses")}
+        columns |= {name: [rows[i] for i in indices] for name, rows in texts.items() if rows is not None}
         return dataclasses.replace(self, **columns)
 
     def with_labels_of(self, problems: Sequence[int] | np.ndarray) -> ScoreTable:

@@ -86,8 +86,7 @@ def list_findings() -> Iterator[tuple[str, str, str]]:
     problem = f"raise the limit: ulimit -n {OPEN_FILES}" if soft < OPEN_FILES else ""
     yield "open files of a process", f"{soft:,}", problem
 
-    driver = driver_gpus()
-    visible = tuple(visible_gpus())
+    driver, visible = driver_gpus(), tuple(visible_gpus())
     yield "GPUs", *check_accelerators(visible, driver)
 
     # On a GPU attention is always compiled, elsewhere with training.compile.

@@ -95,8 +95,7 @@ def trainer_plan(cfg: TrainingRecipe, folder: Path, name: str, machines: Machine
     Raises:
         ValueError: a model, or degrees of parallelism, that the trainer rejects.
     """
-    options = Options(**cfg.placement(name))
-    kind = kind_of(name)
+    options, kind = Options(**cfg.placement(name)), kind_of(name)
     layout = cfg.layout(name).over(options.procs)
     settings = PassSettings(**cfg.training.only(PassSettings))
     learns = kind != "ref_model"
@@ -195,8 +194,7 @@ def engine_plan(cfg: RecipeConfig, folder: Path, name: str, machines: Machines) 
         folder: with the model's config.json.
         name: of its service.
     """
-    options = Options(**cfg.placement(name))
-    settings = cfg.generator
+    options, settings = Options(**cfg.placement(name)), cfg.generator
     on_gpus = options.with_gpus and machines.type != "cpu"
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     elements = count_elements(folder)

@@ -41,8 +41,7 @@ class Meter(TorchDispatchMode):
     def __init__(self, weights: Mapping[str, nn.Parameter]) -> None:
         super().__init__()
         self.peaks: dict[Moment, tuple[int, int]] = {}
-        self._moment = Moment(0, 0)
-        self._others = 0
+        self._moment, self._others = Moment(0, 0), 0
         self._is_fused = False
         self._sizes: dict[int, int] = {}  # bytes of each storage, by its key
         self._gradients: dict[int, bool] = {}  # complete ones, by their storage: whether they are of a decoder layer
@@ -213,8 +212,7 @@ class PlannedExperts(nn.Module):
         super().__init__()
         gate_up: Tensor = experts.get_parameter("gate_up_proj")
         down: Tensor = experts.get_parameter("down_proj")
-        self.count = len(gate_up) // degree
-        self.degree = degree
+        self.count, self.degree = len(gate_up) // degree, degree
         self.has_grouped_kernel = has_grouped_kernel
         # Not views: those would hold the weights of all ranks.
         self.gate_up_proj = nn.Parameter(gate_up.new_empty(self.count, *gate_up.shape[1:]))
@@ -225,8 +223,7 @@ class PlannedExperts(nn.Module):
         tokens, k = experts.shape
         routes = torch.zeros(tokens, self.count * self.degree, dtype=torch.bool, device=hidden.device)
         order = experts.reshape(-1).argsort(stable=True)
-        scores = gates.reshape(-1)[order]
-        rows = order // k
+        scores, rows = gates.reshape(-1)[order], order // k
         # Tensors are deleted when TorchTitan's are.
         received, order_received = self._dispatch_rows(hidden, rows)
         computed = self._compute_experts(received)

@@ -236,8 +236,7 @@ def trainer_memory(
         learns: whether it has gradients and an optimiser; a reference model has none.
     """
     # Held at every moment: this rank's part of weights and state, and of gradients once they are summed.
-    itemsize = ITEMSIZE[settings.weights_dtype]
-    parts = shards or 1
+    itemsize, parts = ITEMSIZE[settings.weights_dtype], shards or 1
     trained = [weight for weight in passes.weights.values() if weight.trains and learns]
     elements = sum(weight.elements for weight in passes.weights.values())
     learned = sum(weight.elements for weight in trained)

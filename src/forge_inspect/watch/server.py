@@ -45,8 +45,7 @@ class Watch:
     """
 
     def __init__(self, root: Path, key: str | None = None) -> None:
-        self.root = root.resolve()
-        self.key = key
+        self.root, self.key = root.resolve(), key
         self._views: dict[Path, RunView] = {}  # the most recently used ones at the end
         self._summaries: dict[Path, tuple[object, Fields]] = {}
         # One thread: views are not shared, and the event loop stays free.
@@ -58,8 +57,7 @@ class Watch:
         app = web.Application(middlewares=[_errors_as_json, guard_requests(listener.getsockname()[0], self.key)])
         # The files are read once: they are part of the program, and no path of a request reaches the disk.
         for name in ("index.html", *SCRIPTS, *STYLES, CHARTS):
-            kind = KINDS[Path(name).suffix]
-            body = (PAGE / name).read_bytes()
+            kind, body = KINDS[Path(name).suffix], (PAGE / name).read_bytes()
             app.router.add_get("/" if name == "index.html" else f"/{name}", partial(_serve_file, body, kind))
 
         for path, method in {

@@ -43,8 +43,7 @@ class RunView:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.version = 0
+        self.folder, self.version = folder, 0
         self.refresh()
 
     def refresh(self) -> None:
@@ -53,8 +52,7 @@ class RunView:
         version = mark.stat().st_ino if mark.is_file() else 0
         if version != self.version or not hasattr(self, "rows"):  # a resumed run replaces the file
             self.version = version
-            self._metrics = Lines(mark)
-            self._trace = Lines(self.folder / TRACE)
+            self._metrics, self._trace = Lines(mark), Lines(self.folder / TRACE)
             self.rows: list[dict[str, float]] = []
             self.events: list[Fields] = []
             self.answers = Answers(self.folder / HELD_OUT)
