@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,15 +36,17 @@ from .wire import LEASE, HostError, split_address
 
 
 async def attach_hosts(hosts: str | Sequence[str], wait: float = 600.0) -> PooledMachines:
-    """Lease other machines for this run, before its first component starts. Each runs `forge worker` with the same
-    FORGE_SECRET.
+    """Lease other machines for this run, before its first component starts.
+
+    Each of them runs `forge worker` with the same FORGE_SECRET.
 
     Args:
-        hosts: HOST:PORT of each worker, or the path of a file of them.
+        hosts: HOST:PORT of each worker, or the path of a file that lists them.
         wait: seconds that a service without any replica waits for a host.
 
     Raises:
-        NoSecret: FORGE_SECRET is not set. ForgeError: no host could be leased, with the reasons; or it is too late.
+        NoSecret: FORGE_SECRET is not set.
+        ForgeError: no host could be leased (the message has the reasons), or a component was already started.
     """
     secret = _require_secret()
     addresses = await expected_addresses(hosts)
@@ -79,28 +82,31 @@ class PooledMachines:
         self._shared: asyncio.Future[Any] | None = None
 
     async def hosts_of(self, component: Component, index: int, service: Waiting) -> PooledHosts:
-        """Return the hosts of a replica, once the pool has room. Unrecoverable: it has none in time."""
+        """Return the hosts of the replica number `index`, once the pool has room for it.
+
+        Raises:
+            Unrecoverable: the pool has no room in time.
+        """
         options = component.options
         key = component.name, index // options.per_process
         kind = component.name
 
         # Processes that several components share are placed once, under the name of the share.
         if options.share is not None:
-            key = f"share {options.share}", 0
-            kind = ""
+            key, kind = (f"share {options.share}", 0), ""
 
-        most = options.host_count if options.procs == 1 else None
+        max_hosts = options.host_count if options.procs == 1 else None
+        demand = demand_of(f"{component.name}[{index}]", options)
         with service.waiting_for_host(index):
             if key in self._hosts and self._hosts[key].allocation.lost:
-                await self._hosts.pop(key).stop()  # on the hosts that still live
+                await self._hosts.pop(key).stop()  # the workers on hosts that are not lost
 
             # A run without its last replica of a vital component makes no progress: then the wait has a limit.
             def is_limited() -> bool:
                 return component.cls.vital and service.is_only_replica(index)
 
             try:
-                demand = demand_of(f"{component.name}[{index}]", options)
-                allocation = await self.pool.allocate(key, demand, is_limited, kind, most)
+                allocation = await self.pool.allocate(key, demand, is_limited, kind, max_hosts)
             except NoHostRoom as error:
                 raise Unrecoverable(str(error)) from error
 
@@ -109,7 +115,7 @@ class PooledMachines:
         return self._hosts[key]
 
     async def release(self, name: str, index: int | None) -> None:
-        """Release the hosts of a replica, or with None all replicas of a service."""
+        """Stop the workers of a replica of a service, and release its hosts; of all replicas if `index` is None."""
         for key in [key for key in self._hosts if key[0] == name and index in (key[1], None)]:
             await self._hosts.pop(key).stop()
             self.pool.release(key)
@@ -121,23 +127,22 @@ class PooledMachines:
         return await self._shared
 
     def when_leaving(self, call: Callable[[str], object]) -> None:
-        """Call `call(reason)` once all machines will be taken away."""
+        """Call `call(reason)` when it is announced that all machines will be taken away."""
         self.pool.on_leaving = call
 
     async def close(self) -> None:
-        """End the leases."""
+        """End the leases of all machines."""
         await self.pool.close()
 
 
 class PooledHosts(Hosts):
-    """The machines that the pool has leased to a replica, with a worker on each for this replica only.
+    """The machines that the pool has allocated to a replica, with a worker on each for this replica only.
 
-    A worker that was attached to and lost cannot be attached to again: `mesh` starts others then.
+    Monarch cannot attach again to a worker that was lost: `mesh` starts new workers then.
     """
 
     def __init__(self, name: str, allocation: Allocation) -> None:
-        self.name = name
-        self.allocation = allocation
+        self.name, self.allocation = name, allocation
         self.size = len(allocation.machines)
         self.notice_after = LEASE + 1.0 if self.spans_machines else 1.0
         self._workers: dict[Machine, str] = {}
@@ -146,11 +151,11 @@ class PooledHosts(Hosts):
 
     @property
     def spans_machines(self) -> bool:
-        """Return whether processes are on several machines."""
+        """Return whether the processes of the replica are on several machines."""
         return self.size > 1
 
     async def mesh(self) -> HostMesh:
-        """Return the mesh of all workers, started if needed; lost ones are replaced first.
+        """Return the mesh of all workers, which are started if there is none or one of them has ended.
 
         Raises:
             ReplicaDied: no worker could be started on one of the machines.
@@ -162,7 +167,7 @@ class PooledHosts(Hosts):
                 starts = [machine.request("start", identity=str(new_service_proc_id())) for machine in machines]
                 started = await asyncio.gather(*starts, return_exceptions=True)
 
-                # Also of a failed start: `stop` must end the workers that did start.
+                # Kept also if one start failed: `stop` must end the workers that did start.
                 pairs = zip(machines, started, strict=True)
                 self._workers = {machine: worker for machine, worker in pairs if isinstance(worker, str)}
                 for error in started:
@@ -176,7 +181,7 @@ class PooledHosts(Hosts):
             return self._mesh
 
     def gpus(self) -> dict[str, list[str]]:
-        """Return the leased GPUs by the address of their machine."""
+        """Return the names of the allocated GPUs, by the address of their machine."""
         return self.allocation.gpus
 
     def variables(self) -> dict[str, str]:
@@ -184,7 +189,7 @@ class PooledHosts(Hosts):
         return {}
 
     async def rendezvous(self) -> str:
-        """Return a port of the first machine, if there are several machines."""
+        """Return where the processes of the replica meet: for several machines, a free port of the first one."""
         if not self.spans_machines:
             return await super().rendezvous()
         machine = self.allocation.machines[0]
@@ -192,7 +197,7 @@ class PooledHosts(Hosts):
         return f"{TCP}{join_address(host, await machine.request('port'))}"
 
     def process(self, pid: int, host: str, ended: Callable[[], None]) -> RemoteProcess:
-        """Watch a process on one of the machines; `ended` is called when it ends."""
+        """Watch the process `pid` on the machine with the address `host`; `ended` is called when it ends."""
         machine = next(machine for machine in self.allocation.machines if machine.peer_address == host)
         return RemoteProcess(machine, pid, ended)
 
@@ -204,12 +209,12 @@ class PooledHosts(Hosts):
 
         for machine in self.allocation.machines:
             machine.lost.add_done_callback(partial(report_loss, machine))
-        # A start that was sent to a worker that had just ended would wait for Monarch's limit of a minute.
+        # Otherwise a start of processes by a worker that has just ended would wait for Monarch's limit of a minute.
         for machine, worker in self._workers.items():
             machine.when_worker_ends(worker, partial(on_lost, f"its worker on host {machine} ended"))
 
     def give_up(self) -> None:
-        """Start all workers again at the next use."""
+        """Forget the mesh, so that the next use of `mesh` starts new workers."""
         self._mesh = None
 
     async def stop(self) -> None:
@@ -224,7 +229,7 @@ class PooledHosts(Hosts):
 
 
 def demand_of(owner: str, options: Options) -> Demand:
-    """Return the demand on a pool's hosts of one replica with these options."""
+    """Return the resources that one replica with these options needs; `owner` names it in errors."""
     return Demand(
         owner,
         procs_of(options),
@@ -237,26 +242,26 @@ def demand_of(owner: str, options: Options) -> Demand:
 
 
 def check_room(hosts: str | Sequence[str], placements: Mapping[str, Mapping[str, Any]]) -> None:
-    """Check that components fit on the hosts, before anything starts.
+    """Check that the components of a run fit on the hosts, before anything starts.
 
     Args:
-        placements: the options of each component, by its setting.
+        placements: the options of each component, by its setting, such as "services.trainer".
 
     Raises:
-        ValueError: lists the room of each host.
+        ValueError: they do not fit; the message lists the free resources of each host.
     """
     demands = []
     shares = set()
-    for setting, placed in placements.items():
-        options = Options(**placed)
-        addresses = parse_addresses(hosts)
+    addresses = parse_addresses(hosts)
+    for setting, placement in placements.items():
+        options = Options(**placement)
         if options.host is not None and join_address(*split_address(options.host)) not in addresses:
             raise ValueError(f"{setting}.host is {options.host}, which is none of the hosts: {', '.join(addresses)}")
-        # Services that share processes need room once; those without hosts or GPUs stay with the controller.
+        # Services that share processes need room once; those without hosts or GPUs run on the controller's machine.
         if options.share in shares or (options.host_count is None and not options.with_gpus):
             continue
         shares |= {options.share} - {None}
-        count = 1 if options.share else -(-options.num_replicas // options.per_process)
+        count = 1 if options.share else math.ceil(options.num_replicas / options.per_process)
         demands += [demand_of(f"{setting}, replica {index}", options) for index in range(count)]
 
     with _temporary_credentials() as credentials:
@@ -269,7 +274,14 @@ def check_room(hosts: str | Sequence[str], placements: Mapping[str, Mapping[str,
 
 
 def check_files(hosts: str | Sequence[str], files: Mapping[Path, str]) -> None:
-    """Check that each host sees these files with this content. ValueError: names the host and the folder."""
+    """Check that each host sees the same files, as it does if their folder is shared.
+
+    Args:
+        files: content of each file, by its path.
+
+    Raises:
+        ValueError: a host does not; the message names the host and the folder.
+    """
     with _temporary_credentials() as credentials:
         for host in parse_addresses(hosts):
             for path, content in files.items():
@@ -280,8 +292,17 @@ def check_files(hosts: str | Sequence[str], files: Mapping[Path, str]) -> None:
 
 
 def examine_hosts_of_run(hosts: str | None, folder: Path | None) -> Diagnosis:
-    """Examine the hosts of a run, default: FORGE_HOSTS. ValueError, OSError, ImportError: it cannot be
-    done."""
+    """Examine the hosts of a run for `forge doctor cluster`.
+
+    Args:
+        hosts: as in `parse_addresses`; None for the environment variable FORGE_HOSTS.
+        folder: that all hosts should see; None for none.
+
+    Raises:
+        ValueError: no hosts are given, or an address or the secret is invalid.
+        OSError: a file with the addresses or the secret cannot be read.
+        ImportError: the package cryptography is not installed.
+    """
     hosts = hosts or os.environ.get(HOSTS)
     if not hosts:
         raise ValueError(f"which hosts? give --hosts, or set {HOSTS}")
@@ -290,7 +311,10 @@ def examine_hosts_of_run(hosts: str | None, folder: Path | None) -> Diagnosis:
 
 
 def own_address(hosts: Sequence[str]) -> str:
-    """Return the address of this machine from which hosts are reached: the loopback only if all of them are on it.
+    """Return the address by which hosts reach this machine; the loopback address only if all of them are on it.
+
+    Args:
+        hosts: HOST:PORT of each.
 
     Raises:
         ForgeError: none of them has an address.
@@ -308,12 +332,13 @@ def own_address(hosts: Sequence[str]) -> str:
             errors.append(f"host {host}: {error}")
     if not addresses:
         raise ForgeError(f"no host has an address that this machine reaches: {'; '.join(errors)}")
-    return next((address for address in addresses if not address.startswith(("127.", "::1"))), addresses[0])
+    routable = [address for address in addresses if not address.startswith(("127.", "::1"))]
+    return (routable or addresses)[0]
 
 
 @contextmanager
 def _temporary_credentials() -> Iterator[Credentials]:
-    """Yield certificates for the block only."""
+    """Yield certificates in a folder that is removed after the block."""
     secret = _require_secret()
     with TemporaryDirectory() as folder:
         yield Credentials.make(secret, Path(folder))

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 SECRET = "FORGE_SECRET"  # environment variable: the secret, or the path of a file that holds it
 MIN_SECRET = 32  # characters: 128 bits as hexadecimal digits
-LIFETIME = datetime.timedelta(days=90)  # longer than a run; a new run makes new certificates
-SKEW = datetime.timedelta(days=1)  # clocks may differ by as much
-NAME = "forge"  # every certificate is valid for it: the secret identifies peers, not their addresses
+LIFETIME = datetime.timedelta(days=90)  # of certificates: longer than a run, and a new run makes new ones
+SKEW = datetime.timedelta(days=1)  # difference between the clocks of two machines that certificates tolerate
+NAME = "forge"  # a host name for which every certificate is valid: peers are identified by the secret
 
 
 class NoSecret(ValueError):
@@ -34,7 +34,9 @@ class NoSecret(ValueError):
 
 
 def read_secret() -> str | None:
-    """Return the secret in FORGE_SECRET, or in the file that it names: a path that starts with /, ./ or ~.
+    """Return the secret in the environment variable FORGE_SECRET, or None if it is not set.
+
+    If the variable is a path that starts with /, ./ or ~, the secret is the content of that file.
 
     Raises:
         NoSecret: the file is missing or readable by other users, or the secret is too short.
@@ -43,7 +45,7 @@ def read_secret() -> str | None:
     if not secret:
         return None
 
-    # A secret of hexadecimal digits never starts like a path.
+    # A secret of hexadecimal digits does not start like a path.
     if secret.startswith(("/", "./", "~")):
         path = Path(secret).expanduser()
         try:
@@ -53,7 +55,7 @@ def read_secret() -> str | None:
         except OSError as error:
             raise NoSecret(f"{SECRET} names a file that could not be read: {path}: {error.strerror}") from None
 
-    # The secret is the only protection of a port that starts programs.
+    # A short secret could be guessed, and it is all that protects a port by which programs are started.
     if len(secret) < MIN_SECRET:
         raise NoSecret(
             f"the secret has {len(secret)} characters, {MIN_SECRET} are needed: `openssl rand -hex 32` makes one"
@@ -63,14 +65,14 @@ def read_secret() -> str | None:
 
 
 def check_certificates() -> None:
-    """Raise ImportError if the package cryptography is not installed."""
+    """Check that the package cryptography is installed. ImportError: it is not."""
     if find_spec("cryptography") is None:
         raise ImportError("runs on several machines need certificates: pip install cryptography")
 
 
 @dataclass(frozen=True)
 class Credentials:
-    """Certificate files of one process: the authority, its certificate, and its private key."""
+    """Files of one process: the certificate of the authority, its own certificate, and its private key."""
 
     ca: Path
     certificate: Path
@@ -80,10 +82,12 @@ class Credentials:
     def make(
         cls, secret: str, folder: Path, addresses: Iterable[str] = (), lifetime: datetime.timedelta = LIFETIME
     ) -> Credentials:
-        """Write new credentials into a private folder.
+        """Write new credentials for a process into a folder, readable by this user only.
 
         Args:
-            addresses: host names and IP addresses of this process.
+            secret: of the run, which determines the authority.
+            addresses: host names and IP addresses of this process, for which its certificate is valid.
+            lifetime: of its certificate.
 
         Raises:
             ImportError: the package cryptography is not installed.
@@ -97,12 +101,12 @@ class Credentials:
         authority = _derive_authority(secret)
         issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "forge run")])
 
-        # Each process derives the same key, and writes a new certificate of the authority.
+        # The certificate of the authority: each process derives the same key, and signs a new one by it.
         signs_only = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
         root = _start_certificate(authority, issuer, issuer, authority.public_key(), LIFETIME, is_ca=True)
         root = root.add_extension(signs_only, critical=True)
 
-        # All processes of a run answer to one name, wherever they are: the certificate proves the run, not the machine.
+        # The certificate of the process. All processes have one name in common, by which their peers check it.
         names: list[x509.GeneralName] = [x509.DNSName(NAME), x509.DNSName("localhost")]
         for address in addresses:
             try:
@@ -117,7 +121,7 @@ class Credentials:
         leaf = leaf.add_extension(x509.SubjectAlternativeName(names), critical=False)
         leaf = leaf.add_extension(both_ends, critical=False)
 
-        # Readable by this user only: the key proves that a process belongs to the run.
+        # Readable by this user only: with the key a process proves that it belongs to the run.
         credentials = cls(folder / "ca.pem", folder / "certificate.pem", folder / "key.pem")
         pem = serialization.Encoding.PEM
         unencrypted = serialization.NoEncryption()
@@ -133,7 +137,7 @@ class Credentials:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return environment variables that Monarch's `tls://` transport reads."""
+        """Return the environment variables by which Monarch's `tls://` transport finds the files."""
         return {
             "HYPERACTOR_TLS_CA": str(self.ca),
             "HYPERACTOR_TLS_CERT": str(self.certificate),
@@ -141,7 +145,7 @@ class Credentials:
         }
 
     def context(self, *, server: bool) -> ssl.SSLContext:
-        """Create a TLS 1.3 context that accepts only peers with a certificate of the same authority."""
+        """Return a TLS 1.3 context, of a server or client, that accepts only peers certified by the same authority."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.verify_mode = ssl.CERT_REQUIRED
@@ -151,7 +155,7 @@ class Credentials:
 
 
 def _derive_authority(secret: str) -> ec.EllipticCurvePrivateKey:
-    """Return the authority's key, which is the same in every process that has the secret."""
+    """Return the private key of the authority, which is the same in every process that has the secret."""
     from cryptography.hazmat.primitives.asymmetric import ec
 
     # scrypt makes guessing a short secret slow. Any number from 1 to the order of the curve is a private key.
@@ -169,7 +173,7 @@ def _start_certificate(
     *,
     is_ca: bool,
 ) -> x509.CertificateBuilder:
-    """Return a certificate with what the authority's and the processes' have in common, yet unsigned."""
+    """Return an unsigned certificate with the fields that those of the authority and of processes have in common."""
     from cryptography import x509
 
     now = datetime.datetime.now(datetime.UTC)

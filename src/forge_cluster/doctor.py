@@ -15,64 +15,53 @@ from .machine import describe_host, query_host
 from .pool import check_versions
 from .wire import HostError
 
-SKEW = 5.0  # seconds between clocks that are noticed in logs
-LOCKED_MEMORY = 1 << 30  # bytes; RDMA locks the buffers of the weights
+SKEW = 5.0  # seconds by which clocks may differ: more confuses readers of logs
+LOCKED_MEMORY = 1 << 30  # bytes that a process must be able to lock: RDMA locks the buffers of the weights
 
 
 @dataclass
 class Diagnosis:
-    """Rows of a table, and problems with their fixes."""
+    """Result of an examination: a row of cells for each host, and sentences on problems with their fixes."""
 
     rows: list[list[str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def render(self) -> str:
-        """Format the table and the problems as text."""
+        """Return a table of the hosts and the problems as text."""
         head = ["host", "name", "has", "round trip", "clock", "run"]
         rows = [head, *self.rows]
         widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        lines += (
-            ["", *(f"problem: {problem}" for problem in self.problems)] if self.problems else ["", "no problem found"]
-        )
-        return "\n".join(lines)
+        problems = [f"problem: {problem}" for problem in self.problems] or ["no problem found"]
+        return "\n".join([*lines, "", *problems])
 
 
 async def query_hosts(hosts: Sequence[str], credentials: Credentials, folder: Path | None = None) -> Diagnosis:
-    """Query every host.
+    """Query every host, and return what they have and the problems.
 
     Args:
-        folder: a folder that all hosts should see.
+        hosts: HOST:PORT of each.
+        folder: that all hosts should see; None for none.
     """
     diagnosis = Diagnosis()
     inventories: dict[str, Inventory] = {}
     for host in hosts:
-        began = time.monotonic()
-        wall = time.time()
+        start, clock = time.monotonic(), time.time()
         try:
             inventory, holder = await describe_host(host, credentials)
         except (OSError, HostError) as error:
             diagnosis.problems.append(str(error))
             continue
 
-        # The description was made about half a round trip after it was asked for.
-        round_trip = time.monotonic() - began
-        skew = inventory.clock - wall - round_trip / 2
+        # The host read its clock about half a round trip after it was asked.
+        round_trip = time.monotonic() - start
+        skew = inventory.clock - clock - round_trip / 2
         inventories[host] = inventory
-        diagnosis.rows.append(
-            [
-                host,
-                inventory.name,
-                str(inventory),
-                f"{1000 * round_trip:.0f} ms",
-                f"{skew:+.1f} s",
-                holder or "free",
-            ]
-        )
-
+        times = [f"{1000 * round_trip:.0f} ms", f"{skew:+.1f} s"]
+        diagnosis.rows.append([host, inventory.name, str(inventory), *times, holder or "free"])
         diagnosis.problems += find_problems(inventory, skew)
 
-    # Same machines are the rule: a missing GPU is most often a broken one.
+    # The machines of a run are usually alike: a missing GPU is most often a broken one.
     counts = {len(inventory.gpus) for inventory in inventories.values()}
     if len(counts) > 1:
         gpu_counts = ", ".join(f"{inventory.name} {len(inventory.gpus)}" for inventory in inventories.values())
@@ -86,10 +75,10 @@ async def query_hosts(hosts: Sequence[str], credentials: Credentials, folder: Pa
 
 
 def find_problems(inventory: Inventory, skew: float) -> list[str]:
-    """Return the problems of a host, each of which would later fail in a way that does not name it.
+    """Return the problems of a host that would let a run fail later without naming them, each with its fix.
 
     Args:
-        skew: seconds by which its clock is ahead of this machine's.
+        skew: seconds by which the host's clock is ahead of this machine's.
     """
     name = inventory.name
     problems = []
@@ -121,7 +110,7 @@ def find_problems(inventory: Inventory, skew: float) -> list[str]:
 async def _check_folder(
     folder: Path, hosts: dict[str, Inventory], credentials: Credentials, diagnosis: Diagnosis
 ) -> None:
-    # A token that no other process can guess: a file of another run must not count.
+    # A random content, so that a file of another process does not count.
     token = secrets.token_hex(8)
     path = folder / f".forge-doctor-{os.getpid()}"
     path.write_text(token)
@@ -136,7 +125,10 @@ async def _check_folder(
 
 
 async def host_sees(host: str, credentials: Credentials, path: Path, content: str) -> bool:
-    """Return whether a file has this content on a host too; True for an unreachable host (not part of this run yet)."""
+    """Return whether a file has this content on a host too.
+
+    True for a host that cannot be reached: it is not part of the run yet.
+    """
     try:
         return await query_host(host, credentials, do="sees", path=str(path), content=content)
     except (OSError, HostError):

@@ -1,7 +1,7 @@
 """`forge worker`, the daemon of a machine: it starts Monarch workers for one controller at a time, under a lease.
 
-Monarch itself leaves the processes of a lost controller, or of a machine that was cut off, running forever. Here they
-end within LEASE seconds: a run that has replaced them never hears from them again.
+Monarch itself leaves the processes running forever if their controller is lost or the network is cut. Here they end
+within LEASE seconds, so that a run that has replaced them is not disturbed by them.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ QUEUE = 1024  # connections that wait to be accepted
 
 
 def _log_failure(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
-    """Log why a connection was not accepted, in a line."""
+    """Log in one line why a connection was not accepted."""
     error = context.get("exception")
     if isinstance(error, OSError):
         log.warning("a connection was not accepted: %s", str(error) or type(error).__name__)
@@ -40,26 +40,25 @@ def _log_failure(loop: asyncio.AbstractEventLoop, context: dict[str, object]) ->
 
 
 LISTEN_TIMEOUT = 60.0  # seconds for a worker to start
-HANDOVER_TIMEOUT = LEASE - 0.5  # seconds that a controller waits for the end of the one before it
+HANDOVER_TIMEOUT = LEASE - 0.5  # seconds that a controller waits for the end of the lease before its own
 
 
 class Daemon:
     """The `forge worker` daemon of one machine.
 
     Args:
-        gpus: accelerators that runs may use.
-        secret: its holders may run any program as this user.
+        gpus: names of the accelerators that runs may use.
+        secret: of the run; whoever has it may run any program as this user.
         address: the address that it listens at.
+        port: likewise; 0 for a free one.
     """
 
     def __init__(self, gpus: tuple[str, ...], secret: str, address: str, port: int) -> None:
-        self.gpus = gpus
-        self.address = address
-        self.port = port
+        self.gpus, self.address, self.port = gpus, address, port
         self._leaving = False
         self._lease: HostLease | None = None
         self._resources = ExitStack()
-        # Left behind by an earlier daemon that was killed.
+        # Remove what an earlier daemon left when it was killed.
         sweep_folders()
         scratch = Scratch("forge-run-")
         self._resources.callback(scratch.close)
@@ -67,7 +66,7 @@ class Daemon:
         self.credentials = Credentials.make(secret, scratch.path, names)
 
     def leave(self) -> bool:
-        """Announce to the run that this machine will be taken away; return whether there is a run."""
+        """Tell the run that this machine will be taken away; return whether there is a run."""
         self._leaving = True
         if self._lease is not None:
             self._lease.announce_leaving()
@@ -108,7 +107,7 @@ class Daemon:
                 server.close()
 
     async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # Unknown if it has closed the connection.
+        # The name of the peer is unknown if it has already closed the connection.
         peer = join_address(*(writer.get_extra_info("peername") or ("?", 0))[:2])
         try:
             message = await receive_message(reader)
@@ -139,7 +138,7 @@ class Daemon:
     async def _serve_controller(
         self, message: Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Serve one controller until its connection is closed, or silent for LEASE seconds."""
+        """Lease this machine to a controller until it closes its connection or is silent for LEASE seconds."""
         if self._leaving:
             send_message(writer, {"error": "it is being taken away"})
             return
@@ -156,7 +155,7 @@ class Daemon:
             )
             return
 
-        # The address that the controller reached is the one that other hosts of the run reach, too.
+        # The address by which the controller reached this daemon is the one by which other hosts of the run do.
         address = writer.get_extra_info("sockname")[:2]
         lease = HostLease(message["who"], folder, message["environment"], address, self.credentials, writer)
         self._lease = lease
@@ -182,7 +181,11 @@ class HostLease:
     """A controller's lease of this machine: its workers and the processes that it watches.
 
     Args:
-        address: the address and port of this daemon that the controller has reached.
+        holder: a text that names the controller.
+        folder: the working directory of its processes.
+        environment: variables of its processes.
+        address: the address and port by which the controller has reached this daemon.
+        writer: of the connection to the controller.
     """
 
     def __init__(
@@ -194,13 +197,9 @@ class HostLease:
         credentials: Credentials,
         writer: asyncio.StreamWriter,
     ) -> None:
-        self.holder = holder
-        self.folder = folder
-        self.address = address
+        self.holder, self.folder, self.address = holder, folder, address
         self.workers: dict[str, subprocess.Popen] = {}
-        self._environment = environment
-        self._credentials = credentials
-        self._writer = writer
+        self._environment, self._credentials, self._writer = environment, credentials, writer
         self._watched: dict[int, Process] = {}
         self._requests: set[asyncio.Task] = set()
         self.closed = asyncio.Event()
@@ -208,18 +207,19 @@ class HostLease:
         self._store = Scratch("forge-weights-", "/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
 
     def announce_leaving(self) -> None:
-        """Announce to the controller that this machine will be taken away."""
+        """Send the controller the event that this machine will be taken away."""
         send_message(self._writer, {"event": "leaving"})
 
     async def handle(self, request: Message) -> None:
-        """Do what a message asks for; its answer is sent once it is ready."""
+        """Handle a message of the controller: a beat at once, a request in a task that sends its answer."""
         match request["do"]:
             case "beat":
                 for worker in self.workers.values():
                     with suppress(BrokenPipeError):  # it ended, which is reported below
                         assert worker.stdin is not None
                         worker.stdin.write(b"\n")
-                for address in [address for address, worker in self.workers.items() if worker.poll() is not None]:
+                ended = [address for address, worker in self.workers.items() if worker.poll() is not None]
+                for address in ended:
                     del self.workers[address]
                     send_message(self._writer, {"event": "ended", "worker": address})
                 send_message(self._writer, {"event": "beat"})
@@ -242,7 +242,7 @@ class HostLease:
             case "port":
                 return free_port(self.address[0])
             case "stop":
-                # Unknown workers have already ended: a request may cross the message about it.
+                # An unknown worker has already ended: the request may have crossed the message about its end.
                 worker = self.workers.pop(request["worker"], None)
                 if worker is not None:
                     worker.kill()
@@ -250,7 +250,7 @@ class HostLease:
                 return None
             case "watch":
                 pid = int(request["pid"])
-                # Only processes of the run may be watched, and therefore killed, through this daemon.
+                # Only processes that are watched can be killed through this daemon, so only those of the run may be.
                 if not any(is_descendant(pid, worker.pid) for worker in self.workers.values()):
                     send_message(self._writer, {"event": "ended", "pid": pid})
                 elif pid not in self._watched:
@@ -275,10 +275,10 @@ class HostLease:
         send_message(self._writer, {"event": "ended", "pid": pid})
 
     async def _start_worker(self, identity: str) -> str:
-        """Start a worker; return its Monarch address once it listens."""
+        """Start a worker with a Monarch identity; return its Monarch address once it listens."""
         host, _ = self.address
         port = free_port(host)
-        # A new identity and a new port: a controller that has lost a worker cannot attach to another one in its place.
+        # With the same identity or port, a controller that has lost a worker could not attach to the new one.
         address = f"{identity}@tls://{join_address(host, port)}"
         worker = self._spawn_worker(address)
         self.workers[address] = worker
@@ -317,10 +317,9 @@ class HostLease:
         return worker
 
     async def close(self) -> None:
-        """Kill the workers and, through them, every process of the run on this machine."""
-        workers = self.workers
-        self.workers = {}
-        # All are killed before any is waited for.
+        """Kill the workers, with which every process of the run on this machine ends, and remove their files."""
+        workers, self.workers = self.workers, {}
+        # All are killed before the first is waited for.
         for worker in workers.values():
             worker.kill()
         for process in self._watched.values():
@@ -336,7 +335,7 @@ class HostLease:
 
 
 def free_port(host: str) -> int:
-    """Return a port of this machine at which nothing listens now."""
+    """Return a TCP port at which nothing listens now, at the address `host` of this machine."""
     with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         port: int = probe.getsockname()[1]
         return port
@@ -351,10 +350,10 @@ def _file_has(path: str, content: str) -> bool:
 
 
 def routable_address() -> str:
-    """Return an address of this machine that others reach: its name's, or the default route interface's.
+    """Return an address by which other machines reach this one: that of its name, or of the default route's interface.
 
     Raises:
-        OSError: it has only the loopback.
+        OSError: this machine has only the loopback address.
     """
     with suppress(OSError):
         for *_, endpoint in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET, socket.SOCK_STREAM):
@@ -373,7 +372,7 @@ def is_listening(pid: int, port: int) -> bool:
             rows = Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
         except OSError:
             continue
-        # Of a row of the table, field 1 is the local address and port, and field 3 the state: 0A is LISTEN.
+        # Fields 1 and 3 of a row are the local address with the port, in hexadecimal, and the state: 0A is LISTEN.
         if any(row.split()[1].endswith(f":{port:04X}") and row.split()[3] == "0A" for row in rows):
             return True
     return False

@@ -15,19 +15,20 @@ from typing import Any
 
 from forge.runtime.inventory import free_shared_memory, memory_limit, package_versions
 
-# One entry for each RDMA device.
-INFINIBAND = Path("/sys/class/infiniband")
-COUNT_TIMEOUT = 120.0  # seconds
+INFINIBAND = Path("/sys/class/infiniband")  # has an entry for each RDMA device
+COUNT_TIMEOUT = 120.0  # seconds for a process that imports torch and counts the GPUs
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """The resources of one machine. Memory in bytes.
+    """The resources of one machine; memory is in bytes.
 
-    gpus: names of the accelerators, as in the variables VISIBLE.
-    clock: its time when this was created, in seconds since the epoch.
-    open_files, locked_memory: the limits of a process; RDMA locks memory.
-    infiniband: its RDMA devices.
+    gpus: names of the accelerators, as in CUDA_VISIBLE_DEVICES.
+    clock: time of its clock when this was created, in seconds since 1970.
+    versions: of Python and packages, by name.
+    open_files: number of files that a process may open.
+    locked_memory: memory that a process may lock, as RDMA does; negative for no limit.
+    infiniband: names of its RDMA devices.
     """
 
     name: str
@@ -43,7 +44,7 @@ class Inventory:
 
     @classmethod
     def of_this_machine(cls, gpus: tuple[str, ...]) -> Inventory:
-        """Read everything but the accelerators now."""
+        """Return the resources of this machine, with the given accelerators."""
         return cls(
             socket.gethostname(),
             gpus,
@@ -59,7 +60,7 @@ class Inventory:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Inventory:
-        """Return the inventory of plain data, as it came over the wire."""
+        """Return the inventory whose fields were sent as JSON."""
         lists = {name: tuple(values[name]) for name in ("gpus", "infiniband")}
         return cls(**{**values, **lists})
 
@@ -69,10 +70,10 @@ class Inventory:
 
 
 def count_gpus() -> tuple[str, ...]:
-    """Return the same as `visible_gpus`, without importing torch or opening an accelerator in this process.
+    """Return the names of the visible GPUs, without importing torch or opening a GPU in this process.
 
     Raises:
-        RuntimeError: torch could not count them.
+        RuntimeError: torch could not count them, in a process of its own.
     """
     program = "import json; from forge.runtime.inventory import visible_gpus; print(json.dumps(visible_gpus()))"
     process = subprocess.run(

@@ -16,9 +16,9 @@ from .wire import PORT, Json
 # Seconds from SIGTERM to SIGKILL: time to write a checkpoint.
 GRACE = 120
 USER = 1000  # the user id of the processes in this library's images
-MAX_NAME = 44  # characters: a StatefulSet NAME-workers has at most 52, for the labels of its pods
+MAX_NAME = 44  # characters: the name NAME-workers of a StatefulSet may have 52, as it is in labels of its pods
 LABEL = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
-RETRIES = 20  # failures of the controller's pod, not counting those that ask to be continued
+RETRIES = 20  # failures of the controller's pod after which the Job fails
 Manifest = dict[str, Json]
 
 
@@ -27,11 +27,17 @@ class KubernetesJob:
     """The Kubernetes objects of one run.
 
     Args:
+        name: of the Job, and the start of the names of the other objects.
         command: of the controller, within the image.
-        image: with this library, and the code of the run, at the same path in all pods.
-        claim: name of a PersistentVolumeClaim, ReadWriteMany, for the files that the run shares; None: none are shared.
-        mount: where it is mounted; relative paths of the configuration are in it.
-        shm: size of /dev/shm, which holds up to three versions of the weights.
+        image: with this library and the code of the run.
+        nodes: number of pods with a worker.
+        cpus: of each pod.
+        memory: of each pod, such as "16Gi".
+        shm: size of /dev/shm of each pod, which holds up to three versions of the weights.
+        claim: name of a PersistentVolumeClaim, ReadWriteMany, for the files that the pods share; None if they share
+            none.
+        mount: where the claim is mounted, and the working directory of all processes.
+        python: of the image.
     """
 
     name: str
@@ -48,16 +54,19 @@ class KubernetesJob:
     namespace: str = "default"
 
     def manifests(self, secret: str | None = None) -> list[Manifest]:
-        """Return the objects to create, in this order.
+        """Return the objects to create, in this order: Secret, Service and StatefulSet of the workers, and the Job.
+
+        Args:
+            secret: of the run; None for a random one.
 
         Raises:
-            ValueError: Kubernetes takes no such name, image, amount or path, or a word has a NUL.
+            ValueError: Kubernetes takes no such name, image, amount or path, or an argument of the command is invalid.
         """
         self._check()
         workers = f"{self.name}-workers"
         labels = {"app.kubernetes.io/name": "forge", "forge/run": self.name}
 
-        # Names of the pods of a StatefulSet are known before it exists, so the controller can be given its hosts.
+        # The pods of a StatefulSet are named NAME-0, NAME-1 and so on, so the hosts are known before they exist.
         hosts = ",".join(f"{workers}-{number}.{workers}:{PORT}" for number in range(self.nodes))
         from_secret = {"secretKeyRef": {"name": f"{self.name}-secret", "key": "secret"}}
         shared_env = [
@@ -125,7 +134,7 @@ class KubernetesJob:
             },
         }
 
-        # A run that was saved to be continued, or that lost its node, has not failed.
+        # A controller that has saved its run to be continued, or has lost its node, does not count as failed.
         retried = [
             {"action": "Ignore", "onExitCodes": {"containerName": "controller", "operator": "In", "values": [REQUEUE]}},
             {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
@@ -188,8 +197,7 @@ class KubernetesJob:
             )
 
         quantity = r"[0-9]+(\.[0-9]+)?([kMGTPE]|[KMGTPE]i)?"
-        # Each of these is a value in a manifest: a wrong one would be rejected much later, by a message without its
-        # option.
+        # Kubernetes would reject a wrong value much later, in a message that does not name the option.
         for option, value, pattern, limit in (
             ("namespace", self.namespace, LABEL, 63),
             ("claim", self.claim or "x", rf"{LABEL}(\.{LABEL})*", 253),
@@ -205,11 +213,14 @@ class KubernetesJob:
             raise ValueError(f"--python {self.python[:80]!a} is not a program of the image")
 
     def create(self) -> list[str]:
-        """Create all of it, with the configuration that kubectl uses, or a pod's own; return the created objects.
+        """Create the Kubernetes objects of this job in the cluster, and return what was created, as "KIND NAME".
+
+        The cluster is that of kubectl's configuration, or of the pod in which this runs.
 
         Raises:
-            ImportError: the client is not installed; names the package. RuntimeError: the cluster did not accept an
-                object; names it, with the reason.
+            ImportError: the package kubernetes is not installed.
+            RuntimeError: no cluster is configured, or it did not accept an object; the message names the object and the
+                reason.
         """
         try:
             from kubernetes import client, config, utils
@@ -219,14 +230,14 @@ class KubernetesJob:
                 "and kubectl apply -f"
             ) from None
 
-        # As kubectl does: ~/.kube/config, or the account of the pod in which this runs.
+        # From ~/.kube/config, as kubectl does, or from the service account of the pod in which this runs.
         try:
             config.load_config()
         except config.ConfigException as error:
             raise RuntimeError(f"no Kubernetes cluster is configured here: {error}") from None
 
         created: list[str] = []
-        # In order: what a job refers to is created before it.
+        # In this order, as the later objects refer to the earlier ones.
         for manifest in self.manifests():
             label = f"{manifest['kind']} {manifest['metadata']['name']}"
             try:
@@ -242,7 +253,7 @@ class KubernetesJob:
 
 
 def escape_word(word: str) -> str:
-    """Escape a word of a container's command: Kubernetes replaces $(NAME) by the value of a variable.
+    """Return a word of a container's command escaped: Kubernetes replaces $(NAME) by the value of a variable.
 
     >>> escape_word("$(HOME)")
     '$$(HOME)'
@@ -251,5 +262,9 @@ def escape_word(word: str) -> str:
 
 
 def make_variable(name: str, value: str) -> list[dict[str, str]]:
-    """Return a variable of a container's environment."""
+    """Return the entries for a variable in the environment of a container.
+
+    >>> make_variable("HOME", "/tmp")
+    [{'name': 'HOME', 'value': '/tmp'}]
+    """
     return [{"name": name, "value": escape_word(value)}]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from forge.recipes.schema import TrainingRecipe
 
 TEXT = "start a run on several machines, by Slurm, ssh or Kubernetes"
-Runs = list[tuple[str, list[str]]]  # the name and the command line of each
+Runs = list[tuple[str, list[str]]]  # name and command line of each run
 
 
 def add_to(commands: Subparsers) -> None:
@@ -41,7 +41,7 @@ def add_to(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Launch the runs; invalid input ends the program with one line."""
+    """Launch a run, or each run of a sweep; invalid input ends the program with one line."""
     from forge.config.arguments import Arguments
     from forge.config.sections import ConfigError
     from forge.recipes.resume import read_config
@@ -74,9 +74,8 @@ def run(args: argparse.Namespace) -> None:
     try:
         runs = []
         for suffix, variant in list_variants(options.sweep, options.seeds):
-            words = ["--config", options.config, *overrides, *variant]
-            arguments = Arguments.parse(words)
-            _check_words(arguments, options)
+            arguments = Arguments.parse(["--config", options.config, *overrides, *variant])
+            _check_secrets(arguments, options)
             cfg = read_config(config_type, arguments)
             if not cfg.checkpoint.every:  # otherwise the job fails, after its time in the queue
                 raise ConfigError("a launched run resumes after a requeue: set checkpoint.every")
@@ -84,7 +83,7 @@ def run(args: argparse.Namespace) -> None:
             recipe = [options.recipe, options.config, *overrides, *variant, "--run.name", name, "--resume", "auto"]
             runs.append((name, [sys.executable, "-m", "forge", *recipe]))
 
-        if args.launcher in ("slurm", "ssh") and not options.dry_run:  # their workers run in this environment
+        if args.launcher in ("slurm", "ssh") and not options.dry_run:  # their workers use this Python environment
             check_certificates()
         LAUNCHERS[args.launcher][1](options, cfg, runs)
     except ConfigError as error:
@@ -95,14 +94,19 @@ def run(args: argparse.Namespace) -> None:
 
 
 def list_variants(sweeps: Sequence[str], seeds: int | None) -> list[tuple[str, list[str]]]:
-    """Return the name and the overrides of each run: every combination of the swept values, with every seed.
+    """Return the runs of a sweep, each as a suffix of its name and its overrides of the configuration.
+
+    There is a run for every combination of the swept values and the seeds.
 
     Args:
-        sweeps: `section.key=value,value`.
-        seeds: number of seeds, from 0; None uses the configuration's seed.
+        sweeps: each "section.key=value,value".
+        seeds: number of seeds, from 0; None for the seed of the configuration.
 
     Raises:
-        ValueError: one of them is not of this form.
+        ValueError: a sweep is not of this form.
+
+    >>> list_variants(["grpo.beta=0,0.1"], None)
+    [('beta0', ['--grpo.beta', '0']), ('beta0.1', ['--grpo.beta', '0.1'])]
     """
     axes: list[list[tuple[str, str]]] = []
     for sweep in sweeps:
@@ -111,12 +115,12 @@ def list_variants(sweeps: Sequence[str], seeds: int | None) -> list[tuple[str, l
             raise ValueError(f"--sweep {sweep}: write section.key=value,value")
         axes.append([(key, value) for value in values.split(",")])
 
-    # The seed is the last axis, so that runs of the same values stand together.
+    # The seed is the last axis, so that runs which differ only in it follow each other.
     if seeds is not None:
         axes.append([("seed", str(seed)) for seed in range(seeds)])
     runs = []
     for combination in itertools.product(*axes):
-        # The name also names a folder.
+        # The name is also the name of a folder.
         parts = [re.sub(r"[^A-Za-z0-9._+-]", "_", key.rpartition(".")[2] + value) for key, value in combination]
         overrides = [word for key, value in combination for word in (f"--{key}", value)]
         runs.append(("-".join(parts), overrides))
@@ -124,16 +128,20 @@ def list_variants(sweeps: Sequence[str], seeds: int | None) -> list[tuple[str, l
     return runs
 
 
-def _check_words(arguments: Arguments, options: argparse.Namespace) -> None:
-    """Raise ValueError if a secret would be in a script, a manifest or the list of processes, which others can read."""
+def _check_secrets(arguments: Arguments, options: argparse.Namespace) -> None:
+    """Check that no secret would be in a script, a manifest or the list of processes, which other users can read.
+
+    Raises:
+        ValueError: one would be; the message names the option.
+    """
     from forge.system.masking import mask_secrets, without_secrets
 
     fix = f"which other users could read in the job: put it into {options.config}, or into the job's environment"
     for name, text in arguments.overrides:
         if without_secrets(text, name) != text:
             raise ValueError(f"--{name} holds a secret, {fix}")
-    stated = re.sub(r"=\s*[\"']?\$[^\n;&]*", "=", options.setup)  # HF_TOKEN=$(cat token) has no secret
-    if mask_secrets(stated) != stated:
+    literals = re.sub(r"=\s*[\"']?\$[^\n;&]*", "=", options.setup)  # HF_TOKEN=$(cat token) contains no secret
+    if mask_secrets(literals) != literals:
         raise ValueError(f"--setup holds a secret, {fix}")
 
 
@@ -206,7 +214,7 @@ def _launch_kubernetes(options: argparse.Namespace, cfg: TrainingRecipe, runs: R
     from .kubernetes import KubernetesJob
 
     for name, command in runs:
-        # Names of runs may hold what Kubernetes does not allow.
+        # Names of runs may contain characters that Kubernetes does not allow.
         job = KubernetesJob(
             name.lower().replace("_", "-").replace(".", "-"),
             [options.python, *command[1:]],

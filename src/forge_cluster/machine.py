@@ -35,22 +35,28 @@ log = logging.getLogger(f"forge.{__name__}")
 REQUEST_TIMEOUT = 90.0  # seconds; starting a worker imports Monarch, which takes tens of seconds from a cold disk
 # Variables of the controller's environment that are passed on to a host's processes.
 INHERITED = ("PYTHONPATH", "HF_HOME", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "PYTHONUTF8", "TORCHSTORE_USE_RDMA")
-# Settings that a process on another machine gets too; all others are of this machine.
+# Variables that start so are passed on too.
 INHERITED_PREFIXES = ("FORGE_", "HYPERACTOR_", "MONARCH_", "NCCL_", "ATEN_", "ONEDNN_")
-# Of these, each machine has its own.
+# Except these, of which each machine has its own.
 NOT_INHERITED = ("FORGE_SECRET", "FORGE_HOSTS", "FORGE_HOST", "HYPERACTOR_TLS_CA", "HYPERACTOR_TLS_CERT")
 
 
 async def describe_host(address: str, credentials: Credentials) -> tuple[Inventory, str | None]:
-    """Return the inventory of a host and the controller that holds it. OSError: it is unreachable; says what to do."""
+    """Return the inventory of a host, and a text on the controller that leases it, or None.
+
+    Raises:
+        OSError: it cannot be reached; the message has the fix.
+        HostError: it reported an error.
+    """
     return _parse_description(await query_host(address, credentials, do="describe"))
 
 
 async def query_host(address: str, credentials: Credentials, **message: Json) -> Json:
-    """Send a message to a host's daemon and return its answer.
+    """Send one message to a host's daemon, on a new connection, and return its answer.
 
     Raises:
-        OSError, HostError: it cannot be reached, or reported an error.
+        OSError: it cannot be reached.
+        HostError: it reported an error.
     """
     reader, writer = await connect_host(address, credentials)
     try:
@@ -61,7 +67,12 @@ async def query_host(address: str, credentials: Credentials, **message: Json) ->
 
 
 async def first_answer(reader: asyncio.StreamReader, address: str) -> Json:
-    """Return the first answer on a connection. In TLS 1.3 only it shows whether this peer was accepted."""
+    """Return the first answer on a connection, which in TLS 1.3 also shows whether the host accepted this peer.
+
+    Raises:
+        OSError: it did not, or the connection is lost; the message has the fix.
+        HostError: the host reported an error.
+    """
     try:
         message = await receive_message(reader, CONNECT_TIMEOUT)
     except TimeoutError:
@@ -90,18 +101,20 @@ def _parse_description(reply: Message) -> tuple[Inventory, str | None]:
 
 @cache
 def _hosts_loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop that talks to the hosts, in a separate thread: the lease must not depend on how long the
-    controller's main loop is busy."""
+    """Return the event loop of the connections to hosts, in a thread of its own.
+
+    So a lease does not end when the controller's main loop is busy for long.
+    """
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="forge-hosts", daemon=True).start()
     return loop
 
 
 class Machine:
-    """One host, leased from `lease` on until it is lost or released. Every lease is a new object.
+    """A host that this controller leases, from `lease` until it is lost or `end` is called; one object for each lease.
 
     Args:
-        address: HOST:PORT of its daemon.
+        address: HOST:PORT of the host's daemon.
     """
 
     def __init__(self, address: str, credentials: Credentials) -> None:
@@ -129,7 +142,8 @@ class Machine:
         """Lease the host for this controller.
 
         Raises:
-            OSError: it cannot be reached. HostError: another controller holds it, or it lacks this run's folder.
+            OSError: it cannot be reached.
+            HostError: another controller leases it, or it does not see the folder of this run.
         """
         # API keys in the environment stay on this machine.
         inherited = {
@@ -156,7 +170,7 @@ class Machine:
             self._writer.close()
             raise
 
-        # One task reads what the host sends, the other tells it that this side is alive.
+        # One task reads what the host sends, the other shows it that this side is alive.
         for work in (self._receive_messages(reader), self._send_beats()):
             task = asyncio.get_running_loop().create_task(work)
             task.add_done_callback(log_failure)
@@ -165,7 +179,10 @@ class Machine:
         return inventory
 
     async def request(self, action: str, **values: Json) -> Json:
-        """Send a request to the daemon and return its answer.
+        """Send a request to the daemon of the leased host, and return its answer.
+
+        Args:
+            action: such as "start", see `forge_cluster.host.HostLease`.
 
         Raises:
             HostError: it failed, or the host was lost meanwhile.
@@ -173,7 +190,7 @@ class Machine:
         if self.lost.done():
             raise HostError(f"host {self} was lost: {self.lost.result()}")
 
-        # Answers come in any order, since a start takes longer than a question: each has the number of its request.
+        # Each answer has the number of its request, as they come in any order.
         number = next(self._ids)
         reply = asyncio.get_running_loop().create_future()
         self._answers[number] = reply
@@ -189,7 +206,7 @@ class Machine:
             del self._answers[number]
 
     def send(self, action: str, **values: Json) -> None:
-        """Send a request without waiting for its answer; errors are logged."""
+        """Send a request without waiting for its answer; an error is logged."""
 
         async def request_quietly() -> None:
             try:
@@ -202,8 +219,14 @@ class Machine:
         task.add_done_callback(self._sending.discard)
 
     def end(self, level: int = logging.INFO, reason: str = "it was given back") -> None:
-        """End the lease, or count the host as lost: its daemon ends all processes of this controller when it sees the
-        connection closed, or hears nothing for LEASE seconds."""
+        """End the lease: close the connection, and tell all who wait for the host or watch its processes.
+
+        The daemon then ends all processes of this controller, also if it only hears nothing for LEASE seconds.
+
+        Args:
+            level: of the log record about it.
+            reason: why the lease ends.
+        """
         if self.lost.done():
             return
         log.log(level, "host %s: %s", self, reason)
@@ -211,14 +234,13 @@ class Machine:
         for reply in self._answers.values():
             if not reply.done():
                 reply.set_exception(HostError(f"host {self} was lost: {reason}"))
-        watched = self._watched
-        self._watched = {}
+        watched, self._watched = self._watched, {}
         for on_end in watched.values():
             on_end()
         _hosts_loop().call_soon_threadsafe(self._abort_connection)
 
     def _abort_connection(self) -> None:
-        self._writer.transport.abort()  # buffered messages must not arrive later
+        self._writer.transport.abort()  # without sending buffered messages
         for task in self._tasks:
             task.cancel()
 
@@ -272,55 +294,58 @@ class Machine:
         self.send("watch", pid=pid)
 
     def when_worker_ends(self, worker: str, on_end: Callable[[], None]) -> None:
-        """Call `on_end` when a worker on this host has ended without having been stopped; at once if it has."""
+        """Call `on_end` when a worker on this host ends without being stopped, or soon if it has already ended so."""
         if worker in self.ended:
             asyncio.get_running_loop().call_soon(on_end)
             return
         self._on_worker_end.setdefault(worker, []).append(on_end)
 
     def forget_worker(self, worker: str) -> None:
-        """Forget a worker that was stopped."""
+        """Call nothing when this worker ends, as it was stopped on purpose."""
         self._on_worker_end.pop(worker, None)
 
     def unwatch(self, pid: int) -> None:
-        """Stop watching a process."""
+        """Stop watching the process `pid`."""
         self._watched.pop(pid, None)
 
 
 class RemoteProcess:
-    """A process of another machine, with the interface of `Process`."""
+    """A process on another machine, with the interface of `forge.runtime.process.Process`.
 
-    # Both unknown from afar; the lease and pings notice the effects.
+    Args:
+        ended: called when the process ends.
+    """
+
+    # Unknown here; a process that hangs or is lost is noticed by pings and by the lease.
     stopped = False
     alive = False
 
     def __init__(self, machine: Machine, pid: int, ended: Callable[[], None]) -> None:
-        self.machine = machine
-        self.pid = pid
+        self.machine, self.pid = machine, pid
         machine.watch(pid, ended)
 
     def __str__(self) -> str:
         return f"{self.pid} on {self.machine.inventory.name}"
 
     def kill(self) -> None:
-        """Ask its daemon to send SIGKILL, if the process has not exited yet."""
+        """Ask the daemon of its machine to send the process SIGKILL, unless it has ended."""
         if not self.machine.lost.done():
             self.machine.send("kill", pid=self.pid)
 
     async def activity(self) -> Activity | None:
-        """Return the activity that its machine's daemon reports; None if the daemon does not answer."""
+        """Return the activity of the process by its machine's daemon; None if the daemon does not answer."""
         try:
             return Activity(*await self.machine.request("activity", pid=self.pid))
         except HostError:
             return None
 
     async def stacks(self) -> str:
-        """Return the Python stack of each of its threads."""
+        """Return the Python stacks of its threads as text, or the error of the daemon in parentheses."""
         try:
             return await self.machine.request("stacks", pid=self.pid)
         except HostError as error:
             return f"  ({error})"
 
     def close(self) -> None:
-        """Stop watching it."""
+        """Stop watching the process."""
         self.machine.unwatch(self.pid)

@@ -22,11 +22,11 @@ from .wire import LEASE, HostError, split_address
 
 log = logging.getLogger(f"forge.{__name__}")
 
-EXPECT = "FORGE_EXPECT_HOSTS"  # environment variable: how many hosts to wait for
-REGISTRATION_TIMEOUT = 300.0  # seconds to wait for them: a scheduler starts nodes minutes apart
+EXPECT = "FORGE_EXPECT_HOSTS"  # environment variable: number of hosts to wait for
+REGISTRATION_TIMEOUT = 300.0  # seconds to wait for them: a scheduler may start nodes minutes apart
 RETRY_INTERVAL = 1.0  # seconds between attempts to reach a host
-# Seconds after which a replica that waits for room checks again, though no host changed: its service may have lost
-# its last other replica meanwhile.
+# Seconds after which a replica that waits for a host checks again, even if no host changed: if its service has lost its
+# last other replica meanwhile, the wait has a limit.
 RECHECK_INTERVAL = 1.0
 
 Callback = Callable[[str], Coroutine[Any, Any, None]]  # awaited with the address of a host
@@ -34,7 +34,7 @@ Callback = Callable[[str], Coroutine[Any, Any, None]]  # awaited with the addres
 
 @dataclass
 class Allocation:
-    """The machines of a replica, and its GPUs on each. Its processes are divided evenly over them."""
+    """The machines of a replica, and the GPUs that it has on each. Its processes are divided evenly over them."""
 
     demand: Demand
     machines: list[Machine]
@@ -52,22 +52,26 @@ class Allocation:
 
 
 def parse_addresses(hosts: str | Sequence[str]) -> list[str]:
-    """Return HOST:PORT of each host: from a list, words separated by commas, a file with one address a line, or a
-    folder of such files, which workers write by `--register`.
+    """Return HOST:PORT of each host.
+
+    Args:
+        hosts: a list, or a text: addresses separated by commas, the path of a file with one address a line, or the path
+            of a folder of such files, which workers write by `--register`. A path contains a slash.
 
     Raises:
-        OSError: the file cannot be read. ValueError: an address is invalid, or listed twice.
+        OSError: the file cannot be read.
+        ValueError: an address is invalid, or listed twice.
+
+    >>> parse_addresses("node1,node2:8000")
+    ['node1:7070', 'node2:8000']
     """
-    words = list(hosts)
-    if isinstance(hosts, str):
-        # Names of hosts have no slash: a text with one is a path.
-        words = hosts.split(",")
-        if os.sep in hosts:
-            path = Path(hosts)
-            files = sorted(path.iterdir()) if path.is_dir() else [path]
-            lines = [line.partition("#")[0].strip() for file in files for line in file.read_text().splitlines()]
-            words = [line.split()[0] for line in lines if line]
-    addresses = [join_address(*split_address(word.strip())) for word in words]
+    given = hosts.split(",") if isinstance(hosts, str) else hosts
+    if isinstance(hosts, str) and os.sep in hosts:
+        path = Path(hosts)
+        files = sorted(path.iterdir()) if path.is_dir() else [path]
+        lines = [line.partition("#")[0].strip() for file in files for line in file.read_text().splitlines()]
+        given = [line.split()[0] for line in lines if line]
+    addresses = [join_address(*split_address(address.strip())) for address in given]
     repeated = {address for address in addresses if addresses.count(address) > 1}
     if repeated:
         raise ValueError(f"hosts has {', '.join(sorted(repeated))} twice")
@@ -75,10 +79,11 @@ def parse_addresses(hosts: str | Sequence[str]) -> list[str]:
 
 
 async def expected_addresses(hosts: str | Sequence[str]) -> list[str]:
-    """Return the addresses of hosts, once there are as many as FORGE_EXPECT_HOSTS says.
+    """Return the addresses of hosts as `parse_addresses` does, once there are as many as FORGE_EXPECT_HOSTS says.
 
     Raises:
-        NoHostRoom: fewer have registered within five minutes. Otherwise as `parse_addresses`.
+        NoHostRoom: fewer have registered within five minutes.
+        OSError, ValueError: as `parse_addresses`.
     """
     count = _expected_count()
     deadline = time.monotonic() + REGISTRATION_TIMEOUT
@@ -111,9 +116,7 @@ class Pool:
     """
 
     def __init__(self, hosts: str | Sequence[str], credentials: Credentials, wait: float) -> None:
-        self.hosts = hosts
-        self.wait = wait
-        self._credentials = credentials
+        self.hosts, self.wait, self._credentials = hosts, wait, credentials
         self._machines: dict[str, Machine] = {}  # those that are up
         self._rooms: dict[str, HostRoom] = {}
         self._allocations: dict[Hashable, Allocation] = {}
@@ -127,10 +130,10 @@ class Pool:
         self.on_lost: list[Callback] = []
 
     async def open(self) -> None:
-        """Lease every host that is up.
+        """Lease every host that is up, and from then on every host that joins.
 
         Raises:
-            NoHostRoom: no host is up; lists the reasons.
+            NoHostRoom: no host is up; the message has the reasons.
         """
         addresses = await expected_addresses(self.hosts)
         deadline = time.monotonic() + REGISTRATION_TIMEOUT
@@ -163,10 +166,11 @@ class Pool:
         kind: Hashable = None,
         max_hosts: int | None = None,
     ) -> Allocation:
-        """Return the machines of a replica: those that it had if none is lost, or others as soon as there is room.
+        """Return the machines of a replica: those that it had if none is lost, or others as soon as one has room.
 
         Args:
-            limited: whether the wait has a limit now, because its service has no other replica.
+            key: of the replica.
+            limited: returns whether the wait has a limit now, as its service has no other replica.
             kind: the service, whose replicas are spread over at most `max_hosts` hosts.
 
         Raises:
@@ -178,7 +182,7 @@ class Pool:
                 return allocation
             self.release(key)
 
-        # No await from the choice to the reservation: another replica would reserve the same room.
+        # There must be no `await` from the choice to the reservation: another replica would reserve the same resources.
         addresses = await self._choose_hosts(demand, limited, kind, max_hosts)
         machines = [self._machines[address] for address in addresses]
         procs = demand.procs // len(machines)
@@ -189,8 +193,8 @@ class Pool:
     async def _choose_hosts(
         self, demand: Demand, limited: Callable[[], bool], kind: Hashable, max_hosts: int | None
     ) -> list[str]:
-        """Return the addresses of the hosts for a demand, as soon as there is room. Arguments as for `allocate`."""
-        began = time.monotonic()
+        """Return the addresses of hosts for a demand, as soon as they have room. Arguments as for `allocate`."""
+        start = time.monotonic()
         warned = False
         while True:
             rooms = self._open_rooms(demand)
@@ -198,12 +202,12 @@ class Pool:
                 chosen = choose_rooms(list(rooms.values()), demand, self._rooms_of(kind, rooms), max_hosts)
                 return [address for address, room in rooms.items() if room in chosen]
             except NoHostRoom as error:
-                # A replica that waits for one host is common, and its component logs the loss: no warning then.
-                away = [reason for address, reason in self._failures.items() if address not in self._machines]
-                text = f"{error}{'; ' if away else ''}{'; '.join(away)}"
-                if limited() and time.monotonic() - began > self.wait:
+                absent = [reason for address, reason in self._failures.items() if address not in self._machines]
+                text = "; ".join([str(error), *absent])
+                if limited() and time.monotonic() - start > self.wait:
                     raise NoHostRoom(f"{text} (waited {self.wait:g} s)") from None
                 if not warned:
+                    # A replica that must be on one host often waits for it, and its component logs the loss.
                     log.log(logging.DEBUG if demand.host else logging.WARNING, "%s; waiting for a host", text)
                     warned = True
 
@@ -212,7 +216,7 @@ class Pool:
                 await asyncio.wait_for(self._changed.wait(), RECHECK_INTERVAL)
 
     def _open_rooms(self, demand: Demand) -> dict[str, HostRoom]:
-        """Return the rooms of the hosts that a demand may use, by address."""
+        """Return the free resources of each host that a demand may use, by address."""
         rooms = {}
         for address in self._supervising:
             machine = self._machines.get(address)
@@ -223,7 +227,7 @@ class Pool:
         return rooms
 
     def _rooms_of(self, kind: Hashable, rooms: dict[str, HostRoom]) -> list[HostRoom]:
-        """Return the rooms that the replicas of a service are in, each once."""
+        """Return those of `rooms` that replicas of the service `kind` are on, each once; none if `kind` is None."""
         if kind is None:
             return []
         allocations = [
@@ -233,19 +237,19 @@ class Pool:
         return [rooms[address] for address in dict.fromkeys(addresses) if address in rooms]
 
     def release(self, key: Hashable) -> None:
-        """Release the machines of a replica, if it has any."""
+        """Release what `allocate` reserved for a replica, if it did."""
         allocation = self._allocations.pop(key, None)
         if allocation is None:
             return
         for machine in allocation.machines:
-            # The room of a host that came back is a new one.
+            # A host that was lost and came back is another `Machine`, with nothing reserved.
             if self._machines.get(machine.address) is machine:
                 gpus = allocation.gpus[machine.peer_address]
                 self._rooms[machine.address].release(allocation.demand, allocation.procs, gpus)
         self._changed.set()
 
     def on_up(self, call: Callback) -> None:
-        """Start `call(address)` for every host that is up, and for those that start later."""
+        """Run `call(address)` as a task for every host that is up, and for every host that joins later."""
         self._on_up.append(call)
         for machine in self.machines:
             self._run_callback(call(machine.peer_address))
@@ -268,13 +272,13 @@ class Pool:
         except BaseException as error:
             if machine.leased:
                 machine.end(logging.DEBUG)
-            # A failure of a host is kept, not raised: the other hosts may be enough.
             if not isinstance(error, OSError | HostError | ValueError):
                 raise
+            # The reason is kept and not raised: the other hosts may be enough.
             self._failures[address] = str(error)
             return
 
-        # From here on the host is part of the pool: its room is offered, and its end is watched.
+        # From here on the host is part of the pool: replicas are placed on it, and its end is watched.
         self._failures.pop(address, None)
         self._machines[address] = machine
         self._rooms[address] = HostRoom.of_host(machine.inventory)
@@ -306,7 +310,7 @@ class Pool:
         task.add_done_callback(log_failure)
 
     async def _reacquire_host(self, address: str) -> None:
-        """Lease a host again whenever it was lost and comes back."""
+        """Try every second to lease a host that is not up, and again whenever it was lost, until cancelled."""
         while True:
             machine = self._machines.get(address)
             if machine is not None:
@@ -319,7 +323,7 @@ class Pool:
             await self._lease_host(address)
 
     async def _follow_file(self) -> None:
-        """Lease hosts that are added to the file or folder."""
+        """Lease hosts that are added to the file or folder, and forget those that are removed and not up."""
         while isinstance(self.hosts, str) and os.sep in self.hosts:
             await asyncio.sleep(RETRY_INTERVAL)
             try:
@@ -338,10 +342,10 @@ class Pool:
 
 
 def check_versions(inventory: Inventory) -> None:
-    """Check that a host has the versions of this controller.
+    """Check that a host has the same versions of Python and of packages as this controller.
 
     Raises:
-        ValueError: names the packages that differ.
+        ValueError: it has not; the message names the differences.
     """
     versions = Inventory.of_this_machine(()).versions
     differences = [
@@ -358,26 +362,28 @@ def check_versions(inventory: Inventory) -> None:
 
 
 async def survey_hosts(hosts: str | Sequence[str], credentials: Credentials) -> tuple[list[Inventory], list[str]]:
-    """Return the inventories of the hosts that are free, and for each other host the reason why it is not. Waits for as
-    many as FORGE_EXPECT_HOSTS says."""
-    began = time.monotonic()
+    """Return the inventories of the hosts that are free, and for each other host the reason why it is not.
+
+    Waits up to five minutes until as many are free as FORGE_EXPECT_HOSTS says.
+    """
+    start = time.monotonic()
     while True:
         addresses = await expected_addresses(hosts)
         found = await asyncio.gather(*(_inspect_host(address, credentials) for address in addresses))
         inventories = [outcome for outcome in found if isinstance(outcome, Inventory)]
         failures = [outcome for outcome in found if isinstance(outcome, str)]
 
-        elapsed = time.monotonic() - began
-        enough = len(inventories) >= _expected_count()
-        # The run before this one may have ended less than a lease ago.
-        ending = any("is held by" in failure for failure in failures) and elapsed < LEASE
-        if (enough and not ending) or elapsed > REGISTRATION_TIMEOUT:
+        elapsed = time.monotonic() - start
+        are_enough = len(inventories) >= _expected_count()
+        # A host that is held may be free within a lease: the run before this one may have just ended.
+        may_be_freed = any("is held by" in failure for failure in failures) and elapsed < LEASE
+        if (are_enough and not may_be_freed) or elapsed > REGISTRATION_TIMEOUT:
             return inventories, failures
         await asyncio.sleep(RETRY_INTERVAL)
 
 
 async def _inspect_host(address: str, credentials: Credentials) -> Inventory | str:
-    """Return the inventory of a host that a run could use; else the reason why it could not."""
+    """Return the inventory of a host that a run could use, or the reason why it could not."""
     try:
         inventory, holder = await describe_host(address, credentials)
         check_versions(inventory)

@@ -1,4 +1,4 @@
-"""Processes that daemons and launchers watch or start, and the words of their command lines."""
+"""Processes that daemons and launchers watch or start, and the arguments of their command lines."""
 
 import os
 import re
@@ -11,8 +11,9 @@ from forge.runtime.process import end_with_parent
 
 
 def is_descendant(pid: int, ancestor: int) -> bool:
-    """Return whether a process exists and was started by `ancestor`, or by one that it started."""
+    """Return whether a process exists and was started by the process `ancestor` or by one of its descendants."""
     while pid > 1:
+        # The parent's id is the second field after the name, which is in parentheses and may contain spaces.
         try:
             pid = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
         except OSError:
@@ -23,8 +24,11 @@ def is_descendant(pid: int, ancestor: int) -> bool:
 
 
 def run_as_child(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run a command to its end and return its exit code. This process's SIGTERM and SIGUSR1 are forwarded, and the
-    command gets SIGTERM when this process is lost; a terminal sends Ctrl-C to both."""
+    """Run a command to its end and return its exit code.
+
+    SIGTERM and SIGUSR1 of this process are forwarded to the command, which also gets SIGTERM when this process ends.
+    SIGINT is ignored here, as a terminal sends Ctrl-C to both.
+    """
     parent = os.getpid()
     process = subprocess.Popen(
         command, env=dict(environment), preexec_fn=lambda: end_with_parent(parent, signal.SIGTERM)
@@ -36,7 +40,7 @@ def run_as_child(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
 
 def check_words(words: Iterable[str]) -> None:
-    """Raise ValueError for a word that is not valid as an argument: it has a NUL, or half a character."""
+    """Check the arguments of a command. ValueError: one contains a NUL or a lone surrogate, half of a character."""
     for word in words:
         if re.search("[\0\ud800-\udfff]", word):
             raise ValueError(f"{word[:80]!a} cannot be a word of a command: it has a NUL or half a character")

@@ -9,7 +9,7 @@ from .inventory import Inventory
 
 
 class NoHostRoom(RuntimeError):
-    """No host, or no set of hosts, has room for a replica; the message lists the room of each host."""
+    """No host, or no set of hosts, has room for a replica; the message lists the free resources of each host."""
 
 
 @dataclass(frozen=True)
@@ -17,13 +17,13 @@ class Demand:
     """The resources that one replica, or one group of shared processes, needs.
 
     Args:
-        owner: for errors.
+        owner: names the replica in errors.
         procs: number of processes.
-        gpus: for each process.
-        hosts: number of hosts to divide the processes over; None: one if they fit, otherwise as few as possible.
+        gpus: number of GPUs for each process.
+        hosts: number of hosts to divide the processes over; None for as few as possible.
         memory: bytes for each process, 0 without a limit.
         threads: of each process.
-        host: address of the only host that may be used.
+        host: address of the only host that may be used; None if any may be.
     """
 
     owner: str
@@ -43,20 +43,20 @@ class Demand:
 
 @dataclass(eq=False)
 class HostRoom:
-    """Free resources of one host."""
+    """Free resources of one host: names of GPUs, bytes of memory, and the number of threads that are reserved."""
 
     inventory: Inventory
     gpus: list[str] = field(default_factory=list)
     memory: int = 0
-    threads: int = 0  # reserved
+    threads: int = 0
 
     @classmethod
     def of_host(cls, inventory: Inventory) -> HostRoom:
-        """Return the room of an idle host."""
+        """Return the free resources of an idle host."""
         return cls(inventory, list(inventory.gpus), inventory.memory)
 
     def capacity(self, demand: Demand) -> int:
-        """Return how many processes of a demand still fit. Cores may be overcommitted."""
+        """Return how many processes of a demand fit, at most `demand.procs`; there may be more threads than cores."""
         procs = demand.procs
         if demand.gpus:
             procs = min(procs, len(self.gpus) // demand.gpus)
@@ -65,16 +65,15 @@ class HostRoom:
         return procs
 
     def reserve(self, demand: Demand, procs: int) -> list[str]:
-        """Reserve the room of `procs` processes; return their GPUs."""
+        """Reserve the resources of `procs` processes; return the names of their GPUs."""
         count = procs * demand.gpus
-        reserved = self.gpus[:count]
-        self.gpus = self.gpus[count:]
+        reserved, self.gpus = self.gpus[:count], self.gpus[count:]
         self.memory -= procs * demand.memory
         self.threads += procs * demand.threads
         return reserved
 
     def release(self, demand: Demand, procs: int, gpus: Sequence[str]) -> None:
-        """Undo a `reserve`."""
+        """Undo a `reserve` that returned `gpus`."""
         self.gpus = sorted([*self.gpus, *gpus], key=self.inventory.gpus.index)
         self.memory += procs * demand.memory
         self.threads -= procs * demand.threads
@@ -88,26 +87,28 @@ class HostRoom:
 def choose_rooms(
     rooms: Sequence[HostRoom], demand: Demand, used: Sequence[HostRoom] = (), max_hosts: int | None = None
 ) -> list[HostRoom]:
-    """Choose the rooms for a demand, each for the same number of processes, in the order of `rooms`.
+    """Return the hosts for a demand, each for the same number of processes, in the order of `rooms`.
 
-    A replica with GPUs is placed on the fullest host that has room for it, so that larger ones find whole hosts; one
-    without on the least loaded.
+    A replica with GPUs is placed on the host with the fewest free GPUs that suffice, so that larger replicas find whole
+    hosts; a replica without GPUs on the host with the lowest load.
 
     Args:
-        used: hosts that other replicas of its service are on.
-        max_hosts: number of hosts that its service may spread over.
+        rooms: the free resources of each host.
+        used: those of the hosts that other replicas of its service are on.
+        max_hosts: number of hosts over which its service is spread; None for no spreading.
 
     Raises:
-        NoHostRoom: lists the room of each host.
+        NoHostRoom: none has room; the message lists the free resources of each host.
     """
     if max_hosts is not None and len(used) >= max_hosts:
         rooms = [room for room in rooms if room in used]
 
-    # False sorts first: hosts that the service does not use yet, then few free GPUs, then a low load.
+    # The lowest rank is preferred: a host that the service does not use yet (False), few free GPUs, a low load.
     def rank_room(room: HostRoom) -> tuple[bool, int, float]:
         return max_hosts is not None and room in used, len(room.gpus) if demand.gpus else 0, room.load
 
-    for count in range(1, demand.procs + 1) if demand.hosts is None else [demand.hosts]:
+    counts = range(1, demand.procs + 1) if demand.hosts is None else [demand.hosts]
+    for count in counts:
         if demand.procs % count:
             continue
         procs = demand.procs // count
@@ -125,10 +126,10 @@ def choose_rooms(
 
 
 def check_fit(inventories: Sequence[Inventory], demands: Sequence[Demand]) -> None:
-    """Check that all demands fit together, the largest first.
+    """Check that all demands fit on the hosts together, placing the largest first.
 
     Raises:
-        NoHostRoom: names the first demand that does not fit, and the room that each host has left then.
+        NoHostRoom: they do not; the message names the first that does not fit, and what each host has free then.
     """
     rooms = [HostRoom.of_host(inventory) for inventory in inventories]
     for demand in largest_first(demands):
@@ -138,5 +139,5 @@ def check_fit(inventories: Sequence[Inventory], demands: Sequence[Demand]) -> No
 
 
 def largest_first(demands: Sequence[Demand]) -> list[Demand]:
-    """Return demands in the order in which they fit best: most GPUs first."""
+    """Return the demands with most GPUs first, as small ones fit into what large ones leave."""
     return sorted(demands, key=lambda demand: -demand.gpus * demand.procs)

@@ -1,4 +1,4 @@
-"""`forge launch slurm`: the batch script of a run, as a person would write it. Slurm 22.05 and newer."""
+"""`forge launch slurm`: the batch script of a run, for Slurm 22.05 and newer."""
 
 import re
 import shlex
@@ -11,9 +11,9 @@ from forge.runtime.names import REQUEUE
 from .processes import check_words
 
 GRACE = 3600  # seconds that workers serve after SIGTERM; Slurm's own GraceTime is shorter
-BEFORE_END = 300  # seconds before the time limit at which Slurm sends SIGUSR1, to write a checkpoint in
+BEFORE_END = 300  # seconds before the time limit at which Slurm sends SIGUSR1: time to write a checkpoint
 
-# The job: a worker on every machine, and the run on the first.
+# The script of a job: a worker on every machine, and the run on the first.
 SCRIPT = """#!/bin/bash
 {options}
 
@@ -50,7 +50,7 @@ exit $code
 
 
 def quote_value(value: str) -> str:
-    """Quote a value as sbatch reads it from a line of options: one word, whatever it contains.
+    """Return a value quoted so that sbatch reads it from a line of options as one word, whatever it contains.
 
     >>> quote_value("a b")
     '"a b"'
@@ -65,11 +65,15 @@ class SlurmJob:
     """A job of one run, or an array of several.
 
     Args:
-        commands: the command line of each run, as words; an array has one task for each.
-        runs: the folder of all runs, seen by all nodes.
-        options: additional lines of sbatch, without the dashes: partition=gpu.
-        setup: shell lines before the run: modules, environments.
-        forge: the program on the nodes.
+        name: of the job.
+        commands: the arguments of the command of each run; an array has a task for each run.
+        folder: the working directory of the run.
+        runs: the folder of all runs, which all nodes see.
+        time: limit of the job as sbatch takes it; None for that of the partition.
+        options: additional options of sbatch without the dashes, such as "partition=gpu".
+        setup: shell lines before the run, to load modules or an environment.
+        forge: the shell command that starts the program `forge` on the nodes.
+        cpus_per_node: cores of each node; None for Slurm's default.
     """
 
     name: str
@@ -88,8 +92,8 @@ class SlurmJob:
         """Return the batch script.
 
         Raises:
-            ValueError: an option has a line break or another control character, after which sbatch reads the rest as
-                another option or command; or a word has a NUL.
+            ValueError: an option contains a line break or another control character, after which sbatch would read
+                another option or command; or an argument of a command contains a NUL.
         """
         output = "slurm-%j.out" if len(self.commands) == 1 else "slurm-%A-%a.out"
         lines = [
@@ -133,10 +137,10 @@ class SlurmJob:
         )
 
     def submit(self) -> str:
-        """Submit the script to sbatch; return the job's number.
+        """Submit the script to sbatch, and return the job's number.
 
         Raises:
-            RuntimeError: sbatch is missing or rejected the script; quotes its error.
+            RuntimeError: sbatch is not installed, or rejected the script; the message quotes its error.
         """
         self.runs.mkdir(parents=True, exist_ok=True)
         try:

@@ -18,22 +18,26 @@ START_TIMEOUT = 120.0  # seconds for a worker to listen: it counts its GPUs firs
 
 
 class NotStarted(RuntimeError):
-    """A worker did not start; names the machine and quotes its output."""
+    """A worker did not start; the message names the machine."""
 
 
 @contextmanager
 def start_workers(
     hosts: Sequence[str], folder: str, python: str = sys.executable, ssh: Sequence[str] = ("ssh", "-o", "BatchMode=yes")
 ) -> Iterator[dict[str, str]]:
-    """Start a worker on each machine; yields the environment of a controller that uses them. The workers end with the
-    block, however this process ends: ssh closes their standard input.
+    """Start a worker on each machine by ssh, and yield the environment variables of a controller that uses them.
+
+    The workers end with the block, or if this process ends in any way, as ssh then closes their standard input.
 
     Args:
-        hosts: as ssh understands them: name, user@name.
-        folder, python: the working directory and the Python of the workers, on each machine.
+        hosts: as ssh takes them: name, user@name.
+        folder: the working directory of the workers, on each machine.
+        python: the Python of the workers, on each machine.
+        ssh: the command before the host.
 
     Raises:
-        NotStarted: one of them did not start. ValueError: a host, the folder or the program is invalid.
+        NotStarted: one of them did not start.
+        ValueError: a host, the folder or the Python is invalid.
     """
     check_words_of_ssh(hosts, folder, python)
     secret = read_secret() or secrets.token_hex(32)
@@ -50,14 +54,13 @@ def start_workers(
                 stdout=subprocess.PIPE,
                 text=True,
                 bufsize=1,
-                start_new_session=True,  # Ctrl-C is for the controller, which ends the workers' work
+                start_new_session=True,  # not reached by Ctrl-C, so that the controller ends first
             )
             started[host] = process
-            assert process.stdin is not None  # the secret must not be among the arguments, which other users can read
-            try:
+            # By standard input: other users can read the arguments of a process.
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):  # it ended, which `_read_address` reports
                 process.stdin.write(f"{secret}\n")
-            except BrokenPipeError:
-                continue  # it ended, which is reported below
 
         addresses = [_read_address(host, process) for host, process in started.items()]
         yield {"FORGE_HOSTS": ",".join(addresses), "FORGE_SECRET": secret}
@@ -74,7 +77,7 @@ def start_workers(
 
 
 def check_words_of_ssh(hosts: Sequence[str], folder: str, python: str) -> None:
-    """Raise ValueError if a host is invalid, or the folder or Python cannot be a word of a command."""
+    """Check the arguments of `start_workers`. ValueError: a host, the folder or the Python is invalid."""
     for host in hosts:
         check_host(host)
     check_words([folder, python])
@@ -83,14 +86,20 @@ def check_words_of_ssh(hosts: Sequence[str], folder: str, python: str) -> None:
 
 
 def check_host(host: str) -> None:
-    """Raise ValueError for a host that ssh would read as an option, or that a ProxyCommand would pass to a shell."""
+    """Check that a host is a name, user@name or an address.
+
+    Others are dangerous: ssh may read them as options, and a ProxyCommand may pass them to a shell.
+
+    Raises:
+        ValueError: it is none of these.
+    """
     allowed = re.fullmatch(r"(ssh://)?([\w.+][\w.+-]*@)?(\[[\w:.%]+\]|[\w.:%][\w.:%-]*)", host, re.ASCII)
     if allowed is None or len(host) > 255:
         raise ValueError(f"{host[:80]!a} cannot be a host of --hosts: write name, user@name or an address")
 
 
 def _read_address(host: str, process: subprocess.Popen) -> str:
-    """Return the address that a worker prints when it listens."""
+    """Return the address that a worker prints when it listens. NotStarted: it printed none in time."""
     lines: list[str] = []
 
     def read_line(file: IO[str]) -> None:

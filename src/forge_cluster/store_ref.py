@@ -1,4 +1,4 @@
-"""A run's weight store as components on several hosts are given it, see `forge.actors.publication.share_store`."""
+"""The weight store of a run on several hosts, see `forge.actors.publication.share_store`."""
 
 import asyncio
 import threading
@@ -20,11 +20,11 @@ from .pool import Pool
 from .weight_cache import COPY, HOME, HostVersions, WeightCache, cache_name, host_of, local_store
 
 T = TypeVar("T")
-GRACE = 15.0  # seconds that a call may take beyond the limit of what it asks for
+GRACE = 15.0  # seconds that a call may take longer than the transfer that it waits for
 
 
 class StoreRef:
-    """A picklable reference to the `store` of a run on several hosts; `connect` gives the store for this process.
+    """A picklable reference to the store of a run on several hosts, which components are given.
 
     Args:
         store: the store of the home host.
@@ -32,17 +32,16 @@ class StoreRef:
     """
 
     def __init__(self, store: VersionStore, home: RemoteService) -> None:
-        self.store = store
-        self._home = home
+        self.store, self._home = store, home
 
     def connect(self) -> Store:
-        """Return the store as this process can use it."""
+        """Return the store for the process that calls this, on any host."""
         host, local = local_store(self.store)
         return HostStore(host, local, self._home, self._home.named(cache_name(host)))
 
 
 async def share_across_hosts(store: VersionStore, pool: Pool) -> StoreRef:
-    """Let a store reach all hosts of a pool, also those that join later."""
+    """Start a weight cache on every host of a pool, also on those that join later; return a reference to the store."""
     home = await WeightCache.options(mesh_name=cache_name(HOME)).as_actor(store)
     await home.link.call_one(home)
 
@@ -50,11 +49,11 @@ async def share_across_hosts(store: VersionStore, pool: Pool) -> StoreRef:
         cache = runtime().services.get(cache_name(host))
         if cache is None:
             await WeightCache.options(mesh_name=cache_name(host), host=host).as_actor(store, home)
-        else:  # the host came back: the cache waits for it, or was given up
+        else:  # the host came back: its cache waits for it, or was given up
             await cache.scale(1)
 
+    # Trainers publish the newest versions again that were on a lost host: others may be waiting for them.
     async def publish_again(host: str) -> None:
-        """Ask trainers to publish the versions again that only the lost host had: others may be waiting for them."""
         for key in store.keys():  # noqa: SIM118 - a store is not a mapping
             newest = store.versions(key)[-1]
             hosts = {host_of(segment) for segment in store.manifest(key, newest).segments}
@@ -63,28 +62,27 @@ async def share_across_hosts(store: VersionStore, pool: Pool) -> StoreRef:
 
     pool.on_lost.append(publish_again)
     pool.on_up(start_cache)
-    return StoreRef(store, cast(RemoteService, home))  # which it is once it is pickled
+    return StoreRef(store, cast(RemoteService, home))  # a service is a RemoteService once it is unpickled
 
 
 class HostStore(Store):
-    """The store of a run on several hosts, for the processes of one. Its methods block: call them from a thread, within
-    an endpoint.
+    """The store of a run on several hosts, for a process of one of them.
+
+    Its methods block: call them from a thread, within an endpoint.
 
     Args:
-        host: the host of this process.
+        host: name of the process's host.
         local: the store in this host's memory.
-        home, cache: the weight caches of the home host and of this one.
-        timeout: seconds for one transfer.
+        home: the weight cache of the home host.
+        cache: the weight cache of this host.
+        timeout: seconds for the transfer of a version.
     """
 
     def __init__(
         self, host: str, local: HostVersions, home: RemoteService, cache: RemoteService, timeout: float = 300.0
     ) -> None:
-        self.host = host
-        self.local = local
-        self._home = home
-        self._cache = cache
-        self._timeout = timeout
+        self.host, self.local = host, local
+        self._home, self._cache, self._timeout = home, cache, timeout
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="forge-host-store", daemon=True).start()
 
@@ -97,7 +95,8 @@ class HostStore(Store):
         dtype: torch.dtype | None = None,
         timeout: float = 300.0,
     ) -> int:
-        """Publish here if the store is on this host, otherwise send the parts to its host."""
+        """Publish a version and return its number, see `Store.put`; on a host other than the home host the weights stay
+        in its memory, and only their manifests are sent."""
         if self.host == HOME:
             return self.local.put(key, value, version, dtype=dtype, timeout=timeout)
         part = RankPart.of_value(key, value, version, dtype)
@@ -110,20 +109,23 @@ class HostStore(Store):
             def write_manifest() -> Manifest:
                 return written.on_host(self.host)
 
-            number = (
-                publish_parts([write_manifest()])
-                if part.ranks.world == 1
-                else publish_together(part, write_manifest, publish_parts, timeout)
-            )
+            if part.ranks.world == 1:
+                number = publish_parts([write_manifest()])
+            else:
+                number = publish_together(part, write_manifest, publish_parts, timeout)
 
-            # Before the segment is unlocked: other processes of this host may reuse it then.
+            # Before the segment is unlocked, after which other processes of this host may reuse it.
             self.local.keep_part(replace(written, version=number), f"rank{part.ranks.rank}")
 
         return number
 
     @contextmanager
     def open(self, key: str, version: int | None = None) -> Iterator[OpenVersion]:
-        """Fetch a version to this host once, and read it from there."""
+        """Yield a version in this host's memory, to which it is copied unless it is there; None for the newest.
+
+        Raises:
+            MissingVersion: it is no longer kept.
+        """
         if version is None:
             versions = self.versions(key)
             version = versions[-1] if versions else 0
@@ -143,31 +145,31 @@ class HostStore(Store):
                     raise MissingVersion(f"{key} version {version} left {self.host} while it was opened") from None
 
     def versions(self, key: str) -> list[int]:
-        """Return the complete versions on the store's host."""
+        """Return the versions of a key that are complete, see `Store.versions`."""
         return self._ask_home("versions", key)
 
     def keys(self, prefix: str = "") -> list[str]:
-        """Return the keys on the store's host."""
+        """Return the keys that start with a prefix, see `Store.keys`."""
         return self._ask_home("keys", prefix)
 
     def delete(self, key: str) -> None:
-        """Delete on the store's host."""
+        """Delete all versions of a key, see `Store.delete`."""
         return self._ask_home("delete", key)
 
     def wait(self, key: str, min_version: int = 0, *, timeout: float) -> int:
-        """Wait on the store's host."""
+        """Wait until a version of a key is at least `min_version`, and return it, see `Store.wait`."""
         return self._ask_home("wait", key, min_version, timeout=timeout)
 
     def manifest(self, key: str, version: int) -> Manifest:
-        """Return the manifest of a version on the store's host."""
+        """Return the manifest of a version, see `Store.manifest`."""
         return self._ask_home("manifest", key, version)
 
     def identities(self, key: str) -> dict[int, set[str]]:
-        """Return the identities that the store's host knows."""
+        """Return the identities of each version of a key, see `Store.identities`."""
         return self._ask_home("identities", key)
 
     def adopt(self, key: str, identities: Mapping[int, set[str]]) -> None:
-        """Add identities on the store's host."""
+        """Add identities of versions of a key, see `Store.adopt`."""
         return self._ask_home("adopt", key, identities)
 
     def _ask_home(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -176,5 +178,5 @@ class HostStore(Store):
         return self._wait_for(self._home.ask.route(method, *args, **kwargs))
 
     def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
-        # The calls to caches have timeouts themselves.
+        # Without a timeout: the calls to caches have their own.
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

@@ -24,13 +24,15 @@ def add_to(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the table."""
+    """Print a table of the given runs; paths that are no folders are left out."""
     print(format_table([folder for folder in args.runs if folder.is_dir()], args.metric))
 
 
 def format_table(folders: Sequence[Path], metric: str = "eval/accuracy") -> str:
-    """Format one row for each run as Markdown: its state, steps, and the first, last and best value of a metric. Runs
-    that differ only in their seeds have a row of their mean."""
+    """Return a table in Markdown: for each run its state, last step, and the first, last and best value of a metric.
+
+    Runs whose names differ only in the seed have one more row, with the mean of their last values.
+    """
     rows: list[list[str]] = []
     groups: dict[str, list[float]] = {}
     for folder in folders:

@@ -3,8 +3,8 @@
     FORGE_SECRET=... torchrun --nnodes 4 --nproc-per-node 1 --rdzv-endpoint HOST:29400 \\
         -m forge_cluster.torchrun train CONFIG --training.steps 100
 
-Rank 0 is the controller and has a worker, all others have a worker. It reads RANK, WORLD_SIZE, MASTER_ADDR and
-MASTER_PORT. The workers' addresses, and nothing else, are exchanged by torch.distributed's store.
+Every rank starts a worker, and rank 0 also the controller. The program reads RANK, WORLD_SIZE, MASTER_ADDR and
+MASTER_PORT. By torch.distributed's store the ranks exchange the addresses of their workers and the exit code.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> int:
     secret = _require_secret(world)
     store = _open_store(rank, world, address, port)
 
-    # Every restart of torchrun meets under new keys.
+    # After a restart by torchrun the ranks exchange under new keys.
     attempt = f"forge/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     command = [sys.executable, "-m", "forge", "worker", "--listen", ":0", "--stdin"]
     worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -51,7 +51,7 @@ def main() -> int:
             raise SystemExit(f"error: the worker of rank {rank} ended with {worker.wait()}")
         store.set(f"{attempt}/{rank}", listening)
 
-        # The others serve until rank 0 says how the run ended.
+        # The other ranks serve until rank 0 stores the exit code of the run.
         if rank:
             store.wait([f"{attempt}/over"], timedelta(days=365))
             return int(store.get(f"{attempt}/over"))
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def _require_secret(world: int) -> str:
-    """Return the secret that all machines have, or for a run on one machine a new one.
+    """Return the secret that all machines have, or a new one if there is only one machine.
 
     Raises:
         SystemExit: it is missing or invalid.
@@ -88,7 +88,7 @@ def _open_store(rank: int, world: int, address: str, port: int) -> TCPStore:
     """Return the store in which the ranks exchange the addresses of their workers."""
     import torch.distributed as dist
 
-    # torchrun's own store may be at the address.
+    # torchrun may already serve a store at this address.
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         return dist.TCPStore(address, port, world, is_master=serves, timeout=MEETING_TIMEOUT)

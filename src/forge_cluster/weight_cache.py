@@ -1,9 +1,10 @@
 """Weights between hosts: each host has a store in its shared memory, and a cache that copies versions into it.
 
-A version stays in the memory of the hosts that wrote it; the home store, on the controller's host, has its manifest. A
-process that reads a version has its host's cache copy it once for all processes there. Caches form a chain: each reads
-from the one that asked before it, chunk by chunk as they arrive there, through RDMA windows (InfiniBand where it is,
-TCP otherwise). So a version leaves its writer once, and reaches n hosts in the time of one transfer and n chunks.
+A version stays in the memory of the hosts that wrote it; the home store, on the controller's host, has its manifest. To
+read a version a process asks its host's cache, which copies it once for all processes there. Caches form a chain: each
+reads from the one that asked before it, chunk by chunk as they arrive there, through RDMA windows (by InfiniBand if the
+host has it, otherwise by TCP). So a version leaves its writer once, and reaches n hosts in the time of one transfer and
+n chunks.
 """
 
 import asyncio
@@ -34,7 +35,7 @@ from forge.system.files import write_atomic
 
 
 def open_window(memory: Tensor) -> RDMABuffer:
-    """Return a window to bytes of this process, uint8 [size], that every process which receives it can read.
+    """Return a window by which other processes can read memory of this one, uint8 [size], once they receive it.
 
     Call it within an endpoint. The memory must not be freed before `drop` of the window has ended.
     """
@@ -47,10 +48,10 @@ class HostVersions(VersionStore):
     """A `VersionStore` that also keeps segments of versions whose manifest is in another host's store."""
 
     def keep_part(self, part: Manifest, name: str) -> None:
-        """Keep segments of a version that is published on another host: a rank's part on this one, or a copy.
+        """Keep segments on this host of a version that is published on another: the part of a rank, or a copy.
 
         Args:
-            name: of the writer or the copy; the newest `keep` versions of each are kept.
+            name: of the rank or the copy; the newest `keep` versions of each name are kept.
         """
         with self._hold_lock():
             folder = self._key_folder(part.key) / "parts" / name
@@ -61,7 +62,7 @@ class HostVersions(VersionStore):
             self.segments.reclaim(self._referenced_segments())
 
     def part(self, key: str, version: int, name: str) -> Manifest | None:
-        """Return the manifest of `keep_part`, if it is still kept."""
+        """Return the manifest that `keep_part` was given with this name; None if it is no longer kept."""
         path = self._key_folder(key) / "parts" / name / f"{version}.json"
         try:
             return Manifest.from_json(path.read_text(errors="replace"))
@@ -71,22 +72,23 @@ class HostVersions(VersionStore):
 
 log = logging.getLogger(f"forge.{__name__}")
 
-# Large enough that a window's set-up does not count, small enough that the next host starts early.
-CHUNK = 16 << 20  # bytes
-# Chunks that are read at once. One by one 210 MB took 2.19 s at 1 Gbit/s, by two 2.06, by three 1.94; the wire itself
-# takes 1.68.
+# Bytes; large enough that the set-up of a window takes a small part of the time, small enough that the next host in the
+# chain starts early.
+CHUNK = 16 << 20
+# Chunks that are read at a time. At 1 Gbit/s, 210 MB took 2.19 s with one, 2.06 with two, 1.94 with three; the wire
+# alone takes 1.68.
 READS = 3
-CHUNK_TIMEOUT = 60  # seconds for one of them
+CHUNK_TIMEOUT = 60  # seconds for a chunk
 RETRY_DELAY = 2.0  # seconds between attempts to read a version whose writers are lost
-IDLE = 60.0  # seconds after which a cache closes memory that no other one has asked for
-KEPT_CHAINS = 8  # versions back for which the home cache knows who reads from whom
-HOME = "home"  # the host of the controller
-COPY = "copy"  # what a host's store calls a version that was copied to it
+IDLE = 60.0  # seconds after which a cache closes memory that no other cache has asked for
+KEPT_CHAINS = 8  # number of last versions of which the home cache keeps the chain
+HOME = "home"  # name of the controller's host
+COPY = "copy"  # name of copies in `HostVersions.keep_part`
 
 
 @dataclass
 class Source:
-    """A segment that other caches read from, while it arrives or later. `ready` counts its chunks."""
+    """A segment that other caches read, while it arrives or later. `ready` is the number of chunks that are here."""
 
     memory: Tensor
     ready: int
@@ -94,32 +96,31 @@ class Source:
     windows: dict[int, RDMABuffer] = field(default_factory=dict)
     grown: asyncio.Event = field(default_factory=asyncio.Event)
     error: str | None = None
-    version: tuple[str, int] | None = None  # the key and the number, of what came from another host
+    version: tuple[str, int] | None = None  # key and number, if the segment came from another host
     idle_timer: asyncio.TimerHandle | None = None
 
     def announce(self, chunks: int) -> None:
-        """Let readers continue: this many chunks have arrived."""
+        """Note that this many chunks have arrived, and wake the readers that wait for one."""
         self.ready = chunks
         self.grown.set()
         self.grown = asyncio.Event()
 
 
 class WeightCache(ForgeActor):
-    """Weight cache of one host. The home cache tracks where every version is; a run survives the loss of any other.
+    """The weight cache of one host. The home cache knows where every version is; a run survives the loss of any other.
 
     Args:
         store: the store of the home host.
-        home: a handle to the home cache; None: this is the home cache, and `link` gives it a handle to itself.
+        home: a handle to the home cache; None if this is the home cache, which gets a handle to itself by `link`.
     """
 
     vital = False
 
     def __init__(self, store: VersionStore, home: RemoteService | None = None) -> None:
-        self.home_store = store
-        self._home = home
+        self.home_store, self._home = store, home
 
     def setup(self) -> None:
-        """Open the store of this host. ValueError: it is on another host."""
+        """Open the store of this host. ValueError: the store is on another host."""
         self.host, self.store = local_store(self.home_store)
         if not self.store.is_local():
             raise ValueError(f"the weight cache of {self.store.root} must run on the host where it is")
@@ -135,32 +136,30 @@ class WeightCache(ForgeActor):
 
     @endpoint
     async def link(self, home: RemoteService) -> None:
-        """Give the home cache a handle to itself, by which it reaches the others."""
+        """Give the home cache a handle to itself, by which it finds the other caches."""
         self._home = home
 
     @endpoint
     async def publish(self, parts: list[str]) -> int:
-        """Publish the parts of all ranks, whose segments may be on other hosts; see `VersionStore.publish`. Home cache
-        only."""
+        """Publish the manifests of all ranks, as JSON, as a version and return its number; for the home cache only."""
         return await asyncio.to_thread(self.store.publish, [Manifest.from_json(part) for part in parts])
 
     @endpoint
     async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the home store. Home cache only."""
+        """Call a method of the home store and return its result; for the home cache only."""
         return await asyncio.to_thread(getattr(self.store, method), *args, **kwargs)
 
     @endpoint
     async def locate(self, key: str, version: int, host: str, avoid: list[str]) -> tuple[str, str | None]:
-        """Return the manifest of a version, and the host whose cache `host` reads it from. Home cache only.
+        """Return the manifest of a version as JSON, and the host from whose cache `host` reads it; home cache only.
+
+        The host is None if `host` reads from those that wrote the version.
 
         Args:
             avoid: hosts whose caches did not answer.
 
-        Returns:
-            the manifest as JSON; the host, or None for those that wrote the version.
-
         Raises:
-            MissingVersion: it was never published, or is no longer kept.
+            MissingVersion: the version was never published, or is no longer kept.
         """
         versions = await asyncio.to_thread(self.store.versions, key)
         if version not in versions:
@@ -168,7 +167,7 @@ class WeightCache(ForgeActor):
         manifest = await asyncio.to_thread(self.store.manifest, key, version)
         for outdated in [link for link in self._chains if link[0] == key and link[1] < version - KEPT_CHAINS]:
             del self._chains[outdated]
-        # Each host reads from the one that asked before it: a host that asks again keeps its place in the chain.
+        # Each host reads from the one that asked before it; a host that asks again keeps its position in the chain.
         chain = self._chains.setdefault((key, version), [])
         if host not in chain:
             chain.append(host)
@@ -177,27 +176,27 @@ class WeightCache(ForgeActor):
 
     @endpoint
     async def fetch(self, key: str, version: int, timeout: float) -> str:
-        """Copy a version into this host's store unless it is there; return its manifest there.
+        """Copy a version into this host's store unless it is there; return the manifest of the copy as JSON.
 
         Raises:
-            MissingVersion: no host has it any more. TimeoutError: it did not arrive in time.
+            MissingVersion, TimeoutError: no host has it any more, or it did not arrive within `timeout` seconds.
         """
         if (key, version) not in self._fetching:
             task = asyncio.get_running_loop().create_task(self._fetch_version(key, version, time.monotonic() + timeout))
             self._fetching[key, version] = task
             task.add_done_callback(lambda _: self._fetching.pop((key, version)))
-        # One caller that stops waiting must not end the transfer of all.
+        # Shielded: a caller that stops waiting must not end the transfer for the others.
         return await asyncio.wait_for(asyncio.shield(self._fetching[key, version]), timeout)
 
     @endpoint
     async def chunk(self, name: str, index: int, size: int) -> RDMABuffer:
-        """Return a window to a chunk, of `size` bytes, of a segment that is on this host or arrives here.
+        """Return a window to chunk number `index`, of `size` bytes, of a segment, once the chunk is on this host.
 
         Args:
-            name: from `whole_name`.
+            name: of the segment, as `whole_name` returns it.
 
         Raises:
-            MissingVersion: it is neither.
+            MissingVersion: the segment is neither on this host nor on the way to it.
         """
         deadline = time.monotonic() + CHUNK_TIMEOUT
         while name not in self._sources:
@@ -205,7 +204,7 @@ class WeightCache(ForgeActor):
                 resources = ExitStack()
                 memory = await asyncio.to_thread(self._open_segment, name, resources)
                 opened = Source(memory, -(-len(memory) // CHUNK), resources)
-                if self._sources.setdefault(name, opened) is not opened:  # another request was quicker
+                if self._sources.setdefault(name, opened) is not opened:  # another request has opened it meanwhile
                     resources.close()
             elif not self._fetching or time.monotonic() > deadline:
                 raise MissingVersion(f"{name} is not on {self.host}")
@@ -239,7 +238,7 @@ class WeightCache(ForgeActor):
             try:
                 return await self._copy_version(manifest, foreign, parent)
             except (KeyError, RuntimeError, TimeoutError) as error:  # the version, a cache, or a host is lost
-                # The memory of what did arrive is not kept.
+                # Segments that did arrive are released: the next attempt copies all of them.
                 for name in foreign.values():
                     if name in self._sources:
                         await self._release_source(name, self._sources[name])
@@ -252,12 +251,12 @@ class WeightCache(ForgeActor):
                 log.warning("%s version %d could not be read from %s: %s", key, version, parent or writers, error)
                 if parent is not None:
                     avoid.append(parent)
-                else:  # its trainer is replaced, and publishes it again
+                else:  # the lost trainer is replaced, and publishes the version again
                     await asyncio.sleep(RETRY_DELAY)
 
     async def _copy_version(self, manifest: Manifest, foreign: dict[str, str], parent: str | None) -> str:
-        """Copy the foreign segments of a version into this host's store; return its manifest there."""
-        began = time.monotonic()
+        """Copy the foreign segments of a version into this host's store; return the manifest of the copy as JSON."""
+        start = time.monotonic()
         names = {segment: local_name(segment) for segment in manifest.segments}
         with ExitStack() as writing:
             for segment in foreign:
@@ -271,7 +270,7 @@ class WeightCache(ForgeActor):
                 lock = self.store.segments.reading([names[segment]])
                 await asyncio.to_thread(self._sources[name].resources.enter_context, lock)
 
-        # Versions that the store no longer keeps: a run that updates often would keep a minute of them.
+        # Release versions before the last but one: a run that updates often would otherwise hold all of a minute.
         assert manifest.version is not None
         for name, source in [*self._sources.items()]:
             if source.version is None or source.version[0] != manifest.key:
@@ -281,14 +280,13 @@ class WeightCache(ForgeActor):
 
         if foreign:
             record_metric("weight_sync/bytes", sum(map(manifest.extent, foreign)), Reduce.SUM)
-            record_metric("weight_sync/seconds", time.monotonic() - began, Reduce.MEAN)
+            record_metric("weight_sync/seconds", time.monotonic() - start, Reduce.MEAN)
         return copied.to_json()
 
     async def _copy_segment(self, wanted: Manifest, parent: str | None, writing: ExitStack) -> str:
-        """Copy a segment from another host into this host's store; returns its name here."""
+        """Copy the only segment of a manifest from another host into this host's store; return its name here."""
         (segment,) = wanted.segments
-        whole = whole_name(wanted)
-        size = wanted.extent(segment)
+        whole, size = whole_name(wanted), wanted.extent(segment)
         name, memory = await asyncio.to_thread(writing.enter_context, self.store.segments.writing(size))
         cache = self.home.named(cache_name(parent or host_of(segment)))
         assert wanted.version is not None
@@ -305,7 +303,7 @@ class WeightCache(ForgeActor):
         return name
 
     async def _receive_chunks(self, name: str, source: Source, cache: RemoteService) -> None:
-        """Read a segment from another cache, chunk by chunk."""
+        """Read a segment from another cache, READS chunks at a time, and announce each chunk when it is here."""
         chunk = cache.chunk.options(timeout=CHUNK_TIMEOUT)
         parts = source.memory.split(CHUNK)
 
@@ -326,11 +324,11 @@ class WeightCache(ForgeActor):
                 reads.popleft()
                 source.announce(len(parts) - len(reads))
         finally:
-            # The memory is given back after this: nothing may write into it any more.
+            # The memory is released after this: nothing may write into it any more.
             await asyncio.gather(*reads, return_exceptions=True)
 
     def _fail_source(self, name: str, source: Source, error: BaseException) -> None:
-        """Let those who read from here not wait for chunks that never come."""
+        """Wake the readers of a source whose remaining chunks will never arrive; they raise MissingVersion."""
         source.error = f"{name} did not arrive on {self.host}: {error}"
         source.grown.set()
         if self._sources.get(name) is source:
@@ -355,14 +353,13 @@ class WeightCache(ForgeActor):
             del self._sources[segment]
         if source.idle_timer is not None:
             source.idle_timer.cancel()
-        windows = source.windows
-        source.windows = {}
+        windows, source.windows = source.windows, {}
         await asyncio.gather(*(window.drop() for window in windows.values()))
         source.resources.close()
 
 
 def local_store(store: VersionStore) -> tuple[str, HostVersions]:
-    """Return the host of this process, and the store in its memory; `store` belongs to the home host."""
+    """Return the name of this process's host, and the store in that host's memory; `store` is of the home host."""
     if store.is_local():
         return HOME, HostVersions(store.root, store.keep)
     local = HostVersions(os.environ[STORE], store.keep)
@@ -371,12 +368,16 @@ def local_store(store: VersionStore) -> tuple[str, HostVersions]:
 
 
 def cache_name(host: str) -> str:
-    """Return the name of the service that is a host's weight cache."""
+    """Return the name of the service that is a host's weight cache.
+
+    >>> cache_name("10.0.0.2:7070")
+    'weights_10_0_0_2_7070'
+    """
     return "weights_" + re.sub(r"\W", "_", host)
 
 
 def whole_name(part: Manifest) -> str:
-    """Return the name by which caches ask for a segment of a version: later versions can reuse the segment."""
+    """Return SEGMENT/VERSION, the name of a manifest's only segment between caches: later versions may reuse it."""
     (segment,) = part.segments
     return f"{segment}/{part.version}"
 
@@ -391,5 +392,5 @@ def host_of(segment: str) -> str:
 
 
 def local_name(segment: str) -> str:
-    """Return a segment's name on its host."""
+    """Return a segment's name on its host, NAME in NAME@HOST."""
     return segment.partition("@")[0]

@@ -10,15 +10,13 @@ from .credentials import NAME, Credentials
 Json = Any  # a value of JSON
 Message = dict[str, Json]
 
-# Of daemons; the controller needs none.
-PORT = 7070
-# Seconds of silence after which either end counts the other as lost; a host ends its processes then. Eight messages are
-# sent in that time, so that a lost packet or a busy moment does not end a run.
+PORT = 7070  # default of daemons; the controller listens at none
+# Seconds of silence after which either end counts the other as lost, and a host ends the processes of the run. Eight
+# beats are sent in that time, so that a lost packet or a busy moment does not end a run.
 LEASE = 4.0
 BEAT = LEASE / 8
-# Seconds. A machine that is up answers in milliseconds, one that is down not at all.
-CONNECT_TIMEOUT = 5.0
-MAX_MESSAGE = 1 << 20  # bytes: the longest ones carry an environment
+CONNECT_TIMEOUT = 5.0  # seconds; a machine that is up answers in milliseconds
+MAX_MESSAGE = 1 << 20  # bytes; the longest messages contain an environment
 
 
 class HostError(RuntimeError):
@@ -26,7 +24,7 @@ class HostError(RuntimeError):
 
 
 async def connect_host(address: str, credentials: Credentials) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect to the daemon at HOST:PORT.
+    """Connect to the daemon at HOST:PORT, and return the reader and the writer of the connection.
 
     Raises:
         OSError: it cannot be reached or does not accept this peer; the message has the fix.
@@ -43,7 +41,7 @@ async def connect_host(address: str, credentials: Credentials) -> tuple[asyncio.
 
 
 def with_fix(error: OSError, address: str) -> OSError:
-    """Return the error of a connection to `address`, with its fix."""
+    """Return an error of a connection to `address` whose message says what to do."""
     text = str(error).upper().replace(" ", "_")
     if "EXPIRED" in text:
         return ConnectionError(f"host {address}: a certificate has expired; start the workers again: {error}")
@@ -58,7 +56,7 @@ def with_fix(error: OSError, address: str) -> OSError:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Split HOST:PORT, HOST, or [IPv6]:PORT into a pair.
+    """Return host and port of HOST:PORT, HOST or [IPv6]:PORT; without a port, the default.
 
     Raises:
         ValueError: the address has another form.
@@ -71,8 +69,7 @@ def split_address(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
     # The last colon of [IPv6] is part of the address.
     if not colon or address.endswith("]"):
-        host = address
-        port = str(PORT)
+        host, port = address, str(PORT)
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host:
@@ -83,10 +80,12 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 async def receive_message(reader: asyncio.StreamReader, timeout: float | None = LEASE) -> Message | None:
-    """Read the next message; None when the other end has closed the connection.
+    """Return the next message; None when the other end has closed the connection.
 
     Raises:
-        TimeoutError: none came in time. ValueError: it is not a message. OSError: the connection is lost.
+        TimeoutError: none came within `timeout` seconds.
+        ValueError: what came is not a message.
+        OSError: the connection is lost.
     """
     async with asyncio.timeout(timeout):
         line = await reader.readline()
@@ -99,6 +98,6 @@ async def receive_message(reader: asyncio.StreamReader, timeout: float | None = 
 
 
 def send_message(writer: asyncio.StreamWriter, message: Message) -> None:
-    """Send a message. It is buffered, and lost with the connection."""
+    """Write a message to the buffer of a connection; it is lost if the connection is."""
     if not writer.is_closing():  # asyncio's TLS transport raises AttributeError otherwise
         writer.write(json.dumps(message).encode() + b"\n")

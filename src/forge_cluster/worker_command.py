@@ -40,14 +40,14 @@ def add_to(commands: Subparsers) -> None:
         help="at SIGTERM, tell the run and serve for so long until it has saved itself; default: end at once",
     )
 
-    # These are of programs that start workers: ssh, a job of a cluster, a launcher.
+    # For programs that start workers: ssh, a job of a cluster, a launcher.
     parser.add_argument("--stdin", action="store_true", help="read the secret from standard input, end when it closes")
     parser.add_argument("--register", default=None, metavar="FOLDER", help="write the address to a file in this folder")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Serve until a signal ends the worker; invalid input ends it with one line."""
+    """Serve runs until a signal ends the worker; invalid input ends it with one line."""
     from forge_http.addresses import join_address, listening_error
 
     from .host import Daemon, routable_address
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
             Path(args.register).mkdir(parents=True, exist_ok=True)
         gpus = tuple(filter(None, args.gpus.split(","))) if args.gpus is not None else count_gpus()
 
-        # The other machines have certificates too: without the package nothing can be served.
+        # Import it here to fail early: certificates need it.
         import cryptography  # noqa: F401
     except ImportError as error:
         raise SystemExit(f"error: {error}: a worker needs certificates: pip install cryptography") from error
@@ -84,10 +84,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _take_secret(from_stdin: bool) -> str:
-    """Return the secret of standard input or of the environment. ValueError: it is missing or invalid."""
+    """Return the secret from standard input or the environment. NoSecret: it is missing or invalid."""
     from .credentials import SECRET, NoSecret, read_secret
 
-    # By standard input the secret is in no command line and no environment that other users see.
+    # Given by standard input, the secret is in no command line, which other users could read.
     if from_stdin:
         os.environ[SECRET] = sys.stdin.readline().strip()
     secret = read_secret()
@@ -100,7 +100,10 @@ def _take_secret(from_stdin: bool) -> str:
 
 
 async def _serve_daemon(daemon: Daemon, args: argparse.Namespace) -> None:
-    """Serve until a signal, or the end of standard input; the address is registered and printed meanwhile."""
+    """Serve until a signal or, with --stdin, the end of standard input.
+
+    The address is written to the folder of --register while the daemon serves, and printed with --stdin.
+    """
     from forge.system.files import write_atomic
     from forge_http.addresses import join_address
 
@@ -119,7 +122,7 @@ async def _serve_daemon(daemon: Daemon, args: argparse.Namespace) -> None:
     serving = asyncio.ensure_future(daemon.serve(report_ready))
     loop = asyncio.get_running_loop()
 
-    # A machine that will be taken away serves on until its run has saved its state.
+    # With --grace a machine that will be taken away serves until its run has saved its state.
     async def leave_gracefully() -> None:
         if args.grace and daemon.leave():
             log.warning("SIGTERM: the run was notified, and has %g s", args.grace)

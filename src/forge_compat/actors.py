@@ -19,13 +19,13 @@ from .verbs import hint
 
 
 class ReplayBuffer(Buffer):
-    """A buffer that a program polls, with batches in a part for each rank.
+    """A replay buffer that a program polls, and whose batches have a part for each rank, as torchforge's.
 
     Args:
-        batch_size: items of a part.
-        dp_size: parts of a batch. Items may be of any class that has a `policy_version`.
-        collate: called with the list of parts; its value is what `sample` returns.
-        settings: of `forge.actors.ReplayBuffer`.
+        batch_size: number of items in a part. Items may be of any class that has a `policy_version`.
+        dp_size: number of parts in a batch.
+        collate: called with the list of parts; `sample` returns its result.
+        capacity, **settings: of `forge.actors.ReplayBuffer`.
     """
 
     constructor_checks = True
@@ -43,14 +43,13 @@ class ReplayBuffer(Buffer):
             super().__init__(capacity, **settings)
         except TypeError as error:
             raise TypeError(f"{error}{''.join(map(hint, settings))}") from None
-        self.part_size = check_whole(batch_size, "batch_size")
-        self.parts = check_whole(dp_size, "dp_size")
+        self.part_size, self.parts = check_whole(batch_size, "batch_size"), check_whole(dp_size, "dp_size")
         self.collate = collate
 
     @endpoint
     async def sample(self, curr_policy_version: int) -> Any:  # type: ignore[override]
-        """Take `dp_size` parts of `batch_size` items, collated, without waiting; None if there are too few."""
-        # What is too old must not count as there.
+        """Remove a batch from the buffer and return it collated; None, without waiting, if there are too few items."""
+        # First, as items that are too old must not count.
         await self.expire(curr_policy_version)
         if len(self.items) < self.parts * self.part_size:
             return None
@@ -60,7 +59,7 @@ class ReplayBuffer(Buffer):
 
     @endpoint
     async def evict(self, curr_policy_version: int) -> None:
-        """Drop the items that are too old."""
+        """Drop the items that are too old for the given version of the policy."""
         await self.expire(curr_policy_version)
 
 
@@ -71,7 +70,7 @@ class ReferenceModel(Reference):
     def forward(self, input_ids: Any, max_req_tokens: int, return_logprobs: bool = True) -> torch.Tensor:
         """Return log-probabilities of the responses in padded rows, as torchforge's reference model returns them.
 
-        Every token counts, padding too: mask what is padding.
+        Padding is scored as any other token, so the caller masks it.
 
         Args:
             input_ids: token ids [rows, max_req_tokens + response], a tensor or an array.
@@ -86,7 +85,7 @@ class ReferenceModel(Reference):
         """
         import torch
 
-        # Logits of a batch would be gigabytes in a message.
+        # Logits are not returned: those of a batch would be a message of gigabytes.
         tokens = np.asarray(input_ids)
         if not return_logprobs:
             raise ValueError("forward gives no logits, which are [tokens, vocabulary]: set return_logprobs to True")
@@ -96,7 +95,7 @@ class ReferenceModel(Reference):
                 f"{max_req_tokens}"
             )
 
-        # One sequence a row, whose weights in a loss do not matter here.
+        # Each row is a sequence; reward and advantage do not matter here.
         rows = [
             Episode(prompt_ids=row[:max_req_tokens], response_ids=row[max_req_tokens:], reward=0.0, advantage=0.0)
             for row in tokens.tolist()
@@ -108,19 +107,18 @@ class ReferenceModel(Reference):
 
 
 class TitanTrainer(Trainer):
-    """The trainer on TorchTitan's model, by torchforge's name and with its sections.
+    """The trainer on TorchTitan's model, with the name and the sections of settings that torchforge uses.
 
     Args:
-        model: as of `Trainer`, or torchforge's mapping with `hf_assets_path`.
-        loss: as of `Trainer`.
-        optimizer: as of `Trainer`, or with torchforge's `name` (AdamW), `lr` and `eps`.
-        parallelism, **settings: as of `Trainer`. torchforge's sections `training`, `lr_scheduler`, `compile` and
-            `activation_checkpoint` are read as `forge convert upstream` reads them; `checkpoint` and `comm` do nothing,
-            but for a `checkpoint.load_step`, which is an error that names `load_checkpoint`.
+        model: as in `Trainer`, or torchforge's mapping with `hf_assets_path`.
+        loss: as in `Trainer`.
+        **settings: as in `Trainer`; `optimizer` may also have torchforge's `name` (AdamW), `lr` and `eps`. Its sections
+            `training`, `lr_scheduler`, `compile` and `activation_checkpoint` are read as by `forge convert upstream`;
+            `checkpoint` and `comm` have no effect, except that `checkpoint.load_step` is an error.
 
     Raises:
-        ValueError: a mapping without the path of a model, or an optimizer's name other than AdamW.
-        TypeError: a section has a key without an equivalent; names it.
+        ValueError: `model` is a mapping without the path of a model, or the optimizer is not AdamW.
+        TypeError: a section has a key without an equivalent; the message names it.
     """
 
     constructor_checks = True
@@ -130,7 +128,10 @@ class TitanTrainer(Trainer):
 
 
 def trainer_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of `forge.actors.Trainer` from torchforge's TitanTrainer; others stay as they are.
+    """Return the arguments of `forge.actors.Trainer` that correspond to those of torchforge's TitanTrainer.
+
+    Args:
+        settings: of either; arguments of `Trainer` are returned as they are.
 
     Raises:
         ValueError: `model` is a mapping without hf_assets_path, or the optimizer's name is not AdamW.
@@ -144,14 +145,16 @@ def trainer_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(optimizer, Mapping):
         raise TypeError(f"optimizer must be a mapping of its settings, got {optimizer!r:.80}")
     renamed = {name: value for name, value in optimizer.items() if name in ("name", "lr", "eps")}
-
     optimizer = {name: value for name, value in optimizer.items() if name not in renamed}
     torchforge |= {"optimizer": renamed} if renamed else {}
+
     model = arguments["model"]
     if isinstance(model, Mapping):
         if not model.get("hf_assets_path"):
             raise ValueError(f"model needs hf_assets_path, a folder or hub id: it has {dict(model)}")
         arguments["model"] = str(model["hf_assets_path"]).removeprefix("hf://")
+
+    # Each key of torchforge's sections is an argument of `Trainer`, a key of its optimizer, or an error.
     for key, value in leaf_values("", torchforge):
         if key == "checkpoint.load_step" and value not in (None, -1):  # -1: the latest
             raise TypeError(f"TitanTrainer has no setting for {key} = {value!r}: call load_checkpoint with its path")
@@ -160,15 +163,16 @@ def trainer_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
         target = place_key("train", key, value)
         if target is not None:
             name = target[0].rpartition(".")[2]
-            is_pass = name in ("seq_len", "dtype", "compile", "gradient_checkpointing")
-            (arguments if is_pass else optimizer)[name] = target[1]
+            is_argument = name in ("seq_len", "dtype", "compile", "gradient_checkpointing")
+            (arguments if is_argument else optimizer)[name] = target[1]
         elif key == "optimizer.name":
             raise ValueError(
                 f"optimizer.name must be AdamW, got {value!r:.80}: others are optimizer={{'optimizer': 'module:Class'}}"
             )
-        # Others have no effect here, except the schedule's.
+        # Other keys that have a note have no effect here, except those of the schedule.
         elif value is not None and note_key(key) in (NOTES[""], NOTES["lr_scheduler."]):
             raise TypeError(f"TitanTrainer has no setting for {key} = {value!r} (docs/start/from_torchforge.md)")
+
     if isinstance(arguments.get("parallelism"), Mapping):
         degrees = arguments["parallelism"].items()
         arguments["parallelism"] = {name: value for name, value in degrees if name != "disable_loss_parallel"}

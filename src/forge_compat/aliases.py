@@ -9,7 +9,8 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 
-# A name also holds for all modules in the package. Of those that fit the longest counts.
+# Current names of modules by their other names. A name also stands for all modules in the package; of several that fit
+# the longest is used.
 ALIASES = {
     "forge.api": "forge.recipes.api",
     "forge.cluster": "forge_cluster",
@@ -32,7 +33,7 @@ ALIASES = {
     },
 }
 
-# Modules of Meta's torchforge that are not here, and what has their contents.
+# Modules of Meta's torchforge that are not here, and the modules that have their contents.
 ABSENT = {
     "forge.actors.coder": "forge_sandbox",
     "forge.env": "forge.observability, which reads no variables",
@@ -42,8 +43,11 @@ ABSENT = {
 
 
 def current_name(name: str) -> str | None:
-    """Return the current name of a module, if `name` is an older one."""
-    # A module may have another home than its package.
+    """Return the current name of a module by another name of it; None if `name` is no such name.
+
+    >>> current_name("forge.controller.actor")
+    'forge.runtime.controller.actor'
+    """
     fitting = [old for old in ALIASES if name == old or name.startswith(f"{old}.")]
     if not fitting:
         return None
@@ -52,10 +56,10 @@ def current_name(name: str) -> str | None:
 
 
 def find(name: str) -> ModuleSpec | None:
-    """Return the specification of a module by another name; None: there is none.
+    """Return the import specification of a module by another name of it; None if `name` is no such name.
 
     Raises:
-        ModuleNotFoundError: torchforge has it; names what has its contents here.
+        ModuleNotFoundError: it is a module of torchforge that is not here; the message names where its contents are.
     """
     if name in ABSENT:
         raise ModuleNotFoundError(
@@ -69,7 +73,7 @@ def find(name: str) -> ModuleSpec | None:
 
 
 class Alias(InspectLoader):
-    """Loads a module under another name. It is the same object, so that its classes exist once."""
+    """Loads a module under another name, as the same object, so that its classes exist only once."""
 
     def __init__(self, current: str) -> None:
         self._current = current
@@ -82,9 +86,9 @@ class Alias(InspectLoader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Restore the module's specification, which the import system has replaced by the alias's."""
+        """Restore the module's specification, which the import system has replaced by that of the other name."""
         module.__spec__ = self._spec
 
     def get_source(self, fullname: str) -> str:
-        """Return the program that `python -m` runs: the module under its current name, for its relative imports."""
+        """Return the source for `python -m`, which runs the module by its current name, as its imports are relative."""
         return f"import runpy\nrunpy.run_module({self._current!r}, run_name='__main__', alter_sys=True)\n"

@@ -22,8 +22,8 @@ def add_to(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the YAML, with a comment for each key that has no equivalent; bad files end it with one line."""
-    # Here: other commands do without it.
+    """Print the converted YAML, with a comment for each key without an equivalent; a bad file is a one-line error."""
+    # Imported here, as other commands do not need it.
     from .torchforge_files import convert_config, read_upstream
 
     try:

@@ -18,8 +18,8 @@ log = logging.getLogger(f"forge.{__name__}")
 def open_gguf(file: Path) -> Path:
     """Return a folder in Hugging Face format with the weights of a GGUF file, dequantised to float32.
 
-    It is made once, in `$XDG_CACHE_HOME/torchforge/gguf`, under the checksum of the file, and takes 4 bytes a parameter
-    of disk and, while it is made, of memory.
+    It is written once, to `$XDG_CACHE_HOME/torchforge/gguf/CHECKSUM`, and takes 4 bytes a parameter on disk and, while
+    it is written, in memory.
 
     Raises:
         FileNotFoundError, ValueError, ImportError: as `resolve_model`.
@@ -50,15 +50,15 @@ def open_gguf(file: Path) -> Path:
                 parent, gguf_file=name, dtype=torch.float32, trust_remote_code=False
             )
             tokenizer = AutoTokenizer.from_pretrained(parent, gguf_file=name, trust_remote_code=False)
-    except Exception as error:  # the reader raises anything on files that are damaged or of an unknown architecture
+    except Exception as error:  # transformers raises many kinds for damaged files and unknown architectures
         raise ValueError(f"{file} could not be opened as GGUF: {' '.join(str(error).split())}") from error
 
-    # The weights are dequantised; transformers would not save a quantised model.
+    # Mark the model as not quantised: its weights are dequantised, and transformers saves no quantised one.
     model.hf_quantizer = None
     del model.config.quantization_config
     cache.mkdir(parents=True, exist_ok=True)
 
-    # Written alongside its place: an interrupted run leaves no folder that looks complete.
+    # Written to a temporary folder and renamed, so that an interrupted run leaves no folder that looks complete.
     aside = Path(tempfile.mkdtemp(dir=cache, prefix="incomplete-"))
     try:
         with quiet_loading():

@@ -1,5 +1,4 @@
-"""Start and end of a run by the names of the torchforge documents, `forge.controller.provisioner`; neither has to be
-called.
+"""Start and end of a run by torchforge's names, in `forge.controller.provisioner`. A program need not call them.
 
 await init_provisioner()      # the first component would do it
 ...
@@ -16,8 +15,10 @@ __all__ = ["LauncherConfig", "ProvisionerConfig", "init_provisioner", "shutdown"
 
 @dataclass(frozen=True)
 class LauncherConfig:
-    """Where processes are to run: `launcher` is None or "local" for this machine; other values are errors that say what
-    does it here. The other settings belong to torchforge's launchers."""
+    """torchforge's settings of a launcher.
+
+    `launcher` must be None or "local", for this machine. The others are accepted and not used.
+    """
 
     launcher: str | None = None
     job_name: str = ""
@@ -38,10 +39,10 @@ class ProvisionerConfig:
 
 
 async def init_provisioner(config: ProvisionerConfig | None = None) -> Runtime:
-    """Prepare this controller to start processes on its own host.
+    """Prepare this controller to start processes on its own host, and return its runtime.
 
     Raises:
-        ValueError: the configuration names a scheduler, which another command or a Monarch job is for.
+        ValueError: the configuration names a scheduler; the message says how to use one here.
     """
     launcher = None if config is None else config.launcher_config.launcher
     kind = str(getattr(launcher, "value", launcher) or "local")

@@ -1,7 +1,8 @@
-"""Reward functions of TRL and verl as they are: `forge.rewards` looks for them here, by an entry point.
+"""Use reward functions of TRL and verl unchanged: `forge.rewards` finds `adapted` by an entry point.
 
-A function of TRL names `completions` or `completion_ids`: its arguments are lists over a batch, which here is the group
-of a prompt; None says that it does not apply. One of verl names `solution_str`, and may give a mapping with the score.
+A function of TRL has a parameter `completions` or `completion_ids`. Its arguments are lists over a batch, which here is
+the group of a prompt, and it returns None for samples that it does not apply to. A function of verl has a parameter
+`solution_str`, and may return a mapping with the score.
 """
 
 import inspect
@@ -12,13 +13,18 @@ from typing import Any
 from forge.observability import record_metric
 from forge.types import Completion
 
-OWN = ("completions", "completion_ids", "prompts", "prompt", "target", "log_metric", "log_extra")  # not columns
+# Parameters of TRL's functions that are not columns of the data.
+OWN = ("completions", "completion_ids", "prompts", "prompt", "target", "log_metric", "log_extra")
+# Arguments that `forge.rewards` passes to a function of a group, from which TRL's are made.
 GROUP = ("responses", "completions", "messages", "prompt", "target", "conversational")
 
 
 def adapted(function: Any) -> Callable[..., Any] | None:
-    """Return a function of TRL's or verl's form as one of ours; None: it is neither. ValueError: it needs TRL's
-    trainer."""
+    """Return a reward function of TRL or verl as one of this library; None if it is neither.
+
+    Raises:
+        ValueError: it needs the state of TRL's trainer.
+    """
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # of a function in C
@@ -34,9 +40,10 @@ def _of_verl(function: Any, signature: Signature) -> Callable[..., Any]:
     def score_verl(response: str, **columns: Any) -> Any:
         return function(solution_str=response, **columns)
 
+    # The parameters tell `forge.rewards` which columns to pass; **kwargs must come last.
+    renamed = {"solution_str": "response"}
     parameters = [
-        (p.replace(name="response") if p.name == "solution_str" else p).replace(kind=_by_name(p))
-        for p in signature.parameters.values()
+        p.replace(name=renamed.get(p.name, p.name), kind=_keyword_kind(p)) for p in signature.parameters.values()
     ]
     return _copy_name(score_verl, function, sorted(parameters, key=lambda p: p.kind))
 
@@ -46,6 +53,7 @@ def _of_trl(function: Any, signature: Signature) -> Callable[..., Any]:
     if "trainer_state" in names:
         name = getattr(function, "__name__", type(function).__name__)
         raise ValueError(f"the reward {name} takes trainer_state, which is TRL's own: leave that parameter out")
+    # TRL passes these to every function: one with **kwargs gets them without naming them.
     takes_all = any(p.kind is p.VAR_KEYWORD for p in names.values())
     always = {"prompts", "completions", "completion_ids"} if takes_all else set()
 
@@ -59,7 +67,7 @@ def _of_trl(function: Any, signature: Signature) -> Callable[..., Any]:
         **columns: Any,
     ) -> Any:
         count = len(responses)
-        # TRL gives what the data set had: messages for messages, text for text.
+        # As in TRL, prompts and completions are messages if the data set has messages, else texts.
         prompts = [list(conversation[:-1]) if conversational else prompt for conversation in messages]
         values: dict[str, Any] = {
             "prompts": prompts,
@@ -75,19 +83,19 @@ def _of_trl(function: Any, signature: Signature) -> Callable[..., Any]:
 
     parameters = [Parameter(name, Parameter.KEYWORD_ONLY) for name in GROUP]
     columns = [p for p in names.values() if p.name not in OWN and p.kind is not p.VAR_POSITIONAL]
-    parameters += sorted((p.replace(kind=_by_name(p)) for p in columns), key=lambda p: p.kind)
+    parameters += sorted((p.replace(kind=_keyword_kind(p)) for p in columns), key=lambda p: p.kind)
     wrapped = _copy_name(score_trl, function, parameters)
     wrapped.may_abstain = True  # type: ignore[attr-defined]
 
     return wrapped
 
 
-def _by_name(parameter: Parameter) -> Any:
+def _keyword_kind(parameter: Parameter) -> Any:
     return parameter.kind if parameter.kind is parameter.VAR_KEYWORD else parameter.KEYWORD_ONLY
 
 
 def _copy_name(scored: Callable[..., Any], function: Any, parameters: Sequence[Parameter]) -> Callable[..., Any]:
-    """`scored` with the name and the columns of a function, async where that is."""
+    """Return `scored` with the name of a function and these parameters, as a coroutine function if that is one."""
     wrapped: Any = scored
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
 

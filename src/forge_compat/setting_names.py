@@ -1,6 +1,6 @@
-"""Names of other libraries' settings, and what stands for them here: the table behind errors about unknown settings.
+"""Settings of other libraries and their equivalents here: the table behind errors about unknown settings.
 
-An answer is a key of the configuration (`grpo.n_samples`, with a value after `=` where one is meant), or a sentence.
+An equivalent is a key of the configuration (`grpo.n_samples`, or `KEY=VALUE` if only that value is), or a sentence.
 """
 
 from collections.abc import Sequence
@@ -118,7 +118,7 @@ TRL = {
     "neftune_noise_alpha": "unsupported, omit it",
 }
 VERL = {
-    # Whole paths, where the end of one means other things elsewhere.
+    # Whole paths, whose last part alone means something else in other libraries.
     "data.train_files": "dataset.path",
     "data.val_files": "eval.path",
     "data.prompt_key": "dataset.prompt_field",
@@ -139,7 +139,7 @@ VERL = {
     "reward_model.path": "reward.verifiers",
     "custom_reward_function.path": "reward.functions",
     "custom_reward_function.name": "reward.functions",
-    # Ends of paths.
+    # Last parts of paths.
     "tensor_model_parallel_size": "services.generator.procs",
     "gpu_memory_utilization": "generator.vllm={gpu_memory_utilization: ...}",
     "ppo_mini_batch_size": "training.mini_batches",
@@ -297,15 +297,15 @@ TABLES = {
 
 
 def find_setting(name: str) -> tuple[str, str] | None:
-    """Return the library that has a setting and what stands for it here; None if no table has it.
+    """Return the library that has a setting and its equivalent here; None if no table has it.
 
     Args:
-        name: with dots or without; the end of a dotted name is looked for as well.
+        name: of the setting; of a dotted name, the last part is looked up if the whole name is in no table.
 
     >>> find_setting("kl_coef")
     ('verl', 'grpo.beta')
     """
-    # A whole path says more than its end, and an end is looked for in all tables.
+    # The whole name in all tables first, as it is more specific than its last part.
     for end in (name, name.rpartition(".")[2]):
         for library, table in TABLES.items():
             if end in table:
@@ -314,7 +314,14 @@ def find_setting(name: str) -> tuple[str, str] | None:
 
 
 def describe_setting(name: str, python: bool) -> str:
-    """Return what stands for a setting here, in words; empty if no table has it."""
+    """Return a text on the equivalent of a setting here; "" if no table has it.
+
+    Args:
+        python: the setting was an argument in Python, where keys are without their section.
+
+    >>> describe_setting("kl_coef", python=False)
+    "verl's kl_coef is grpo.beta here"
+    """
     entry = find_setting(name)
     if entry is None:
         return ""
@@ -329,18 +336,15 @@ def describe_setting(name: str, python: bool) -> str:
 
 
 def explain_names(names: Sequence[str], python: bool = False) -> str:
-    """Describe in one line all settings of other libraries, and former ones of this, among some names.
+    """Return one line on all names that are settings of other libraries or former settings of this one; "" for none.
 
     Args:
-        python: the settings were arguments of `forge.train` or its kin, which take keys without their section.
-
-    Returns:
-        empty if there are none.
+        python: the names were arguments of `forge.train`, `sft` or `dpo`, which take keys without their section.
     """
     lines = [text for name in names if (text := describe_setting(name, python))]
     libraries = {entry[0] for entry in map(find_setting, names) if entry is not None} - {FORMER}
     guides = ", ".join(sorted({GUIDES[library] for library in libraries}))
-    # Several at once are a file of theirs.
+    # Several settings of torchforge are probably a whole file.
     if len(lines) > 1 and "torchforge" in libraries:
         guides += "; forge convert upstream FILE prints it with these keys"
     return f"{'; '.join(lines)}{f' ({guides})' if guides else ''}"

@@ -30,19 +30,18 @@ from forge.runtime.store import MissingVersion
 from forge.runtime.store.versions import PREFIX, VersionStore, memory_folder
 from forge.system.scratch import MACHINE
 
-# The tensor, of bytes, that has everything but the tensors.
-STRUCTURE = "__structure__"
+STRUCTURE = "__structure__"  # name of a tensor of bytes: the pickled value without its tensors
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """The place of a tensor in a structure."""
+    """Stands for the tensor with this name in the pickled structure of a value."""
 
     name: str
 
 
 def are_tensors(value: object) -> bool:
-    """Return whether a value is a tensor, or a mapping of names to such, which a store holds as it is.
+    """Return whether a value is a tensor or a nested mapping of names to tensors, which the store takes without pickle.
 
     >>> are_tensors({"a": 1})
     False
@@ -53,7 +52,7 @@ def are_tensors(value: object) -> bool:
 
 
 def encode(value: object) -> dict[str, Tensor]:
-    """Return the tensors of a value by dotted names, and the structure around them.
+    """Return the tensors of a value by dotted names, and under STRUCTURE the pickled rest of it; `decode` undoes this.
 
     Raises:
         ValueError: two tensors have the same name.
@@ -61,7 +60,7 @@ def encode(value: object) -> dict[str, Tensor]:
     """
     tensors: dict[str, Tensor] = {}
 
-    # Sharded tensors stay tensors, which each rank writes its part of; only what surrounds them is pickled.
+    # Tensors are not pickled, so that each rank can write its part of a sharded one.
     def visit_part(path: str, part: Any) -> Any:
         if isinstance(part, Tensor):
             name = path or "value"
@@ -76,13 +75,13 @@ def encode(value: object) -> dict[str, Tensor]:
             return type(part)(visit_part(f"{path}.{index}" if path else str(index), child) for index, child in children)
         return part
 
-    # By value where a class is a program's own or a function's: readers may not be able to import it.
+    # cloudpickle stores classes of the main program by value, as readers may not be able to import them.
     encoded = cloudpickle.dumps(visit_part("", value))
     return tensors | {STRUCTURE: torch.from_numpy(np.frombuffer(encoded, np.uint8).copy())}
 
 
 def decode(tensors: Mapping[str, Tensor]) -> Any:
-    """Return the value of `encode`, from all of its tensors; those without a structure are returned as they are."""
+    """Return the value whose tensors `encode` returned; tensors without a structure are returned as a dict."""
     if STRUCTURE not in tensors:
         return dict(tensors)
 
@@ -95,20 +94,20 @@ def decode(tensors: Mapping[str, Tensor]) -> Any:
             return type(structure)(map(fill_structure, structure))
         return structure
 
-    # Of a process of this run: the store's folder is its user's only.
+    # Unpickling is safe: only processes of this user can write to the store.
     return fill_structure(pickle.loads(tensors[STRUCTURE].numpy().tobytes()))
 
 
-MARK = "default"  # a file in the folder of the store that child processes share
+MARK = "default"  # a file in the folder of a run's store, by which child processes find it
 
 _store: VersionStore | None = None
 
 
 def default_store() -> VersionStore:
-    """Return the store of this run: the parent process's, or a new one that is removed with this process.
+    """Return the store of this run: that of a parent process, or a new one that is removed when this process ends.
 
-    A process finds the store in its environment, or, if it was started before the store, by the ids of the processes
-    that it descends from.
+    The address of a parent's store is in the environment; if this process is older than the store, it is found by the
+    ids of the parent processes.
 
     Raises:
         RuntimeError: this process was started by a controller that has no store.
@@ -116,7 +115,7 @@ def default_store() -> VersionStore:
     address = os.environ.get(ADDRESS)
     if _store is not None and str(_store.root) == address and _store.root.is_dir():
         return _store
-    # A store that this process owns and has closed is replaced; the parent's is opened at its address.
+    # A store that this process owned and has closed is replaced by a new one, any other is opened at its address.
     address = None if _store is not None and _store.owned else address or _address_of_ancestor()
     if address:
         return use(VersionStore(address))
@@ -129,7 +128,7 @@ def default_store() -> VersionStore:
 
 
 def use(store: VersionStore) -> VersionStore:
-    """Make this the store of the run, also for processes started from now on."""
+    """Make this the store of the run, also for processes that are started later, and return it."""
     global _store
     _store = store
     os.environ[ADDRESS] = str(store.root)
@@ -137,14 +136,13 @@ def use(store: VersionStore) -> VersionStore:
 
 
 def release() -> None:
-    """Remove the store of the run if this process made it; another process's is only forgotten."""
+    """Forget the store of the run, and remove it if this process made it; the next use makes or finds another one."""
     global _store
     if _store is not None:
         if _store.owned:
             _store.close()
         if os.environ.get(ADDRESS) == str(_store.root):
             del os.environ[ADDRESS]
-    # The next use makes or finds another one.
     _store = None
 
 
@@ -152,10 +150,10 @@ def _address_of_ancestor() -> str | None:
     process = os.getppid()
     while process > 1:
         for folder in memory_folder().glob(f"{PREFIX}{process}-{MACHINE}-*"):
-            # Another user's folder could have values of theirs in it.
+            # A folder of another user is not trusted.
             if (folder / MARK).exists() and folder.lstat().st_uid == os.geteuid():
                 return str(folder)
-        # The name, in brackets, may have blanks.
+        # The parent's id follows the name, which is in parentheses and may contain spaces.
         process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
     return None
 
@@ -168,17 +166,22 @@ async def put(
     dtype: torch.dtype | None = None,
     timeout: float = 300.0,
 ) -> int:
-    """Publish a tensor, DTensor or state dict, see `VersionStore.put`, or anything that pickle carries; return its
-    version. Every rank puts its part of a sharded value, and waits for the others."""
+    """Publish a value, and return its version number, see `VersionStore.put`.
+
+    Every rank puts its part of a sharded value, and waits for the others.
+
+    Args:
+        value: a tensor, a DTensor, a state dict, or anything that pickle can store.
+    """
     stored = value if are_tensors(value) else encode(value)
     return await asyncio.to_thread(default_store().put, key, stored, version, dtype=dtype, timeout=timeout)
 
 
 async def get(key: str, into: Any = None, version: int | None = None, *, timeout: float | None = None) -> Any:
-    """Read a version, the newest by default, into any layout; see `Store.get`.
+    """Return the value of a version, by default the newest, or read it into tensors of any layout, see `Store.get`.
 
     Raises:
-        MissingVersion: a KeyError; names the keys that exist.
+        MissingVersion: there is none; a KeyError whose message lists the keys that exist.
         ValueError: the shapes do not fit.
     """
     value = await asyncio.to_thread(default_store().get, key, into, version, timeout=timeout)
@@ -186,7 +189,7 @@ async def get(key: str, into: Any = None, version: int | None = None, *, timeout
 
 
 async def exists(key: str, version: int | None = None) -> bool:
-    """Return whether a key has this version, or any."""
+    """Return whether a key has this version, or with None any version."""
     return await asyncio.to_thread(default_store().exists, key, version)
 
 
@@ -196,17 +199,17 @@ async def delete(key: str) -> None:
 
 
 async def keys(prefix: str = "") -> list[str]:
-    """Return the keys with this prefix that have a version, sorted."""
+    """Return the keys that start with a prefix and have a version, sorted."""
     return await asyncio.to_thread(default_store().keys, prefix)
 
 
 async def wait(key: str, min_version: int = 0, *, timeout: float = 300.0) -> int:
-    """Wait for a version of at least `min_version`; return the newest. TimeoutError: lists the existing ones."""
+    """Wait for a version of at least `min_version`; return the newest. TimeoutError: none came in `timeout` seconds."""
     return await asyncio.to_thread(default_store().wait, key, min_version, timeout=timeout)
 
 
 async def initialize(num_storage_volumes: int = 1, strategy: object = None, mesh: object = None) -> None:
-    """Make the store of the run; the first use does it as well. The arguments are TorchStore's, and not used.
+    """Make the store of the run, as its first use would; the arguments are those of TorchStore and not used.
 
     Raises:
         RuntimeError: this process was started by a controller that has no store.
@@ -215,18 +218,21 @@ async def initialize(num_storage_volumes: int = 1, strategy: object = None, mesh
 
 
 async def shutdown() -> None:
-    """Remove the store, if this process made it."""
+    """Remove the store of the run if this process made it."""
     await asyncio.to_thread(release)
 
 
 async def put_batch(entries: Mapping[str, Any]) -> None:
-    """Put several values, one after the other."""
+    """Put several values by their keys, one after the other."""
     for key, value in entries.items():
         await put(key, value)
 
 
 async def get_batch(keys: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """Read several keys: into the tensors of a mapping where it has them, else into new ones.
+    """Return the newest values of several keys, by key.
+
+    Args:
+        keys: if it is a mapping, each value is read into the tensors that it has for the key.
 
     Raises:
         MissingVersion: a key does not exist; nothing is read.
@@ -239,17 +245,17 @@ async def get_batch(keys: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
 
 
 async def delete_batch(keys: Iterable[str]) -> None:
-    """Remove several keys; those that do not exist are passed over, so that it may be repeated."""
+    """Remove several keys; those that do not exist are skipped, so that it may be repeated."""
     for key in keys:
         if await exists(key):
             await delete(key)
 
 
 async def put_state_dict(state_dict: Mapping[str, Any], key: str, transfer_dtype: torch.dtype | None = None) -> None:
-    """Publish a state dict, however nested, as one version: tensors, DTensors, and values alongside them.
+    """Publish a state dict, nested to any depth, as one version; it may contain values that are no tensors.
 
     Args:
-        transfer_dtype: of floating-point tensors in the store.
+        transfer_dtype: of floating-point tensors in the store; None to keep theirs.
     """
     await asyncio.to_thread(default_store().put, key, encode(state_dict), dtype=transfer_dtype)
 
@@ -257,11 +263,11 @@ async def put_state_dict(state_dict: Mapping[str, Any], key: str, transfer_dtype
 async def get_state_dict(
     key: str, user_state_dict: dict[str, Any] | None = None, strict: bool = True
 ) -> dict[str, Any]:
-    """Read the newest version of a state dict, into the tensors of another one of any layout, or into new ones.
+    """Return the newest version of a state dict.
 
     Args:
-        user_state_dict: its tensors are filled in place; what was put is returned, with them in their places.
-        strict: its tensors must be those that were put; false: those that both have are filled.
+        user_state_dict: its tensors, sharded in any way, are filled in place and are part of what is returned.
+        strict: its tensors must have the names of those that were put; if False, those with a common name are filled.
 
     Raises:
         KeyError: the key does not exist.
@@ -285,6 +291,6 @@ def _read_version(key: str, target: dict[str, Any] | None, strict: bool) -> dict
         common = {name: tensors[name] for name in tensors if name in names}
         if common:
             snapshot.fill(common)
-        rest = [name for name in snapshot.manifest.by_name if name not in common]
-        value: dict[str, Any] = decode(snapshot.some(rest) | common)
+        others = [name for name in snapshot.manifest.by_name if name not in common]
+        value: dict[str, Any] = decode(snapshot.some(others) | common)
         return value

@@ -1,4 +1,4 @@
-"""Configuration files of Meta's torchforge: read with their interpolations, and written with the keys of this library.
+"""Read configuration files of Meta's torchforge with their interpolations, and convert them to keys of this library.
 
 `forge_compat.torchforge_keys` has the table of keys.
 """
@@ -20,17 +20,23 @@ from .torchforge_keys import ALPACA, ENGINE, ENGINE_KEYS, KEYS, MESH, NOTES, PRO
 
 Json = Any
 INTERPOLATION = re.compile(r"(?<!\\)\$\{([^${}]*)\}")
-MAX_ROUNDS = 100  # substitutions in one text; a chain of names is a few long, a circle has no end
+MAX_ROUNDS = 100  # substitutions in one text: more are a key that refers to itself
 
 
 def resolve_all(values: dict[str, Json]) -> dict[str, Json]:
-    r"""Resolve the interpolations everywhere in nested values, and remove `hf://`; `\${key}` is the text `${key}`.
+    r"""Return nested values with the interpolations resolved in all texts, and without `hf://` at their starts.
+
+    `${key}` is the value of another key, `${oc.env:NAME,default}` that of an environment variable, and `\${key}` the
+    text `${key}`.
 
     Raises:
-        ValueError: one names a key or variable that does not exist, refers to itself, or adds up texts.
+        ValueError: an interpolation names a key or variable that does not exist, refers to itself, or adds up texts.
+
+    >>> resolve_all({"model": "hf://Qwen/Qwen3-1.7B", "trainer": {"path": "${model}"}})
+    {'model': 'Qwen/Qwen3-1.7B', 'trainer': {'path': 'Qwen/Qwen3-1.7B'}}
     """
 
-    # Every value against the values as they were written: a name may come after its use.
+    # Every interpolation looks into the original values, as a key may stand after its use.
     def resolve_value(value: Json) -> Json:
         if isinstance(value, dict):
             return {name: resolve_value(part) for name, part in value.items()}
@@ -42,8 +48,8 @@ def resolve_all(values: dict[str, Json]) -> dict[str, Json]:
 
 
 def _resolve_text(text: str, values: Mapping[str, Json]) -> Json:
-    """Return a text with its interpolations, the innermost first; one that is nothing else keeps the type of its
-    value."""
+    """Return a text with its interpolations resolved, or the value itself if the text is one interpolation only."""
+    # The expression finds the innermost interpolation first.
     for _ in range(MAX_ROUNDS):
         match = INTERPOLATION.search(text)
         if match is None:
@@ -56,7 +62,7 @@ def _resolve_text(text: str, values: Mapping[str, Json]) -> Json:
 
 
 def _value_of(expression: str, values: Mapping[str, Json]) -> Json:
-    """Return the value of one interpolation."""
+    """Return the value of one interpolation, `expression` in `${expression}`."""
     resolver, _, arguments = expression.partition(":")
     if resolver == "sum":
         return sum(int(number) for number in arguments.split(","))
@@ -75,7 +81,7 @@ def _value_of(expression: str, values: Mapping[str, Json]) -> Json:
 
 
 class Settings(dict[str, Json]):
-    """A mapping whose keys are attributes as well, also in the mappings inside it."""
+    """A dict whose keys are attributes as well, also in the dicts inside it."""
 
     def __getattr__(self, name: str) -> Json:
         try:
@@ -87,13 +93,13 @@ class Settings(dict[str, Json]):
 
 @dataclass
 class Converted:
-    """A configuration of this library, and what is lost.
+    """A configuration converted from torchforge's.
 
     Attributes:
         recipe: "train" or "sft".
-        values: nested, as a YAML file has them.
-        notes: (key of torchforge's, its value, why it has no equivalent).
-        added: keys that torchforge's program has in its code.
+        values: the configuration, nested as in a YAML file.
+        notes: for each key of torchforge without an equivalent: the key, its value, and the reason.
+        added: keys with values that torchforge's program has in its code.
     """
 
     recipe: str
@@ -110,7 +116,7 @@ class Converted:
         target[name] = value
 
     def text(self, source: str) -> str:
-        """Return the YAML file, with a comment for each key that is lost."""
+        """Return the YAML file, with a comment for each key without an equivalent; `source` names the original."""
         lines = [f"# {source} of torchforge. Start it: forge {self.recipe} THIS_FILE"]
         if self.added:
             lines.append(f"# From the code of torchforge's program: {', '.join(self.added)}.")
@@ -122,34 +128,33 @@ class Converted:
 
 
 def read_upstream(path: Path, overrides: Sequence[str] = ()) -> dict[str, Json]:
-    """Read a file of torchforge's, its interpolations resolved and `hf://` removed from names of models.
+    """Return the values in a configuration file of torchforge, with interpolations resolved as by `resolve_all`.
 
     Args:
-        overrides: `section.key=value`, set before interpolations are resolved, or `~section.key`, which is removed.
+        overrides: "section.key=value" sets a key before interpolations are resolved, "~section.key" removes one.
 
     Raises:
-        ValueError: the file is malformed, an interpolation names a key or variable that does not exist, or an override
-            has another form.
+        ValueError: the file is malformed, an interpolation cannot be resolved, or an override has another form.
     """
     values = read_yaml(path)
     if not isinstance(values, dict):
         raise ValueError(f"{path} must be a mapping of keys to values, got {type(values).__name__}")
-    # First, as other keys may refer to them.
+    # Before interpolations are resolved, as these may refer to overridden keys.
     for override in overrides:
         _override_key(values, override)
     return resolve_all(values)
 
 
 def convert_config(values: Mapping[str, Json], name: str = "run") -> Converted:
-    """Write a configuration of torchforge's with the keys of this library.
+    """Convert a configuration of torchforge to the keys of this library.
 
     Args:
-        values: from `read_upstream`.
+        values: as `read_upstream` returns them.
         name: of the run.
 
     Raises:
-        ValueError: a number to compute with of another kind, an open value (`???`), or one that contradicts another
-            key; names the key.
+        ValueError: a number that is needed is invalid, a value is missing (`???`), or contradicts another key; the
+            message names the key.
     """
     converted = Converted("train" if {"policy", "group_size"} & {*values} else "sft")
     for key, value in leaf_values("", values):
@@ -157,10 +162,11 @@ def convert_config(values: Mapping[str, Json], name: str = "run") -> Converted:
             raise ValueError(f"{key} is open (???): write its value")
         target = _engine_argument(key, value, values) or place_key(converted.recipe, key, value)
         if target is None:
-            if not _is_said(key, value, values):
+            if not _is_redundant(key, value, values):
                 converted.notes.append((key, value, note_key(key)))
             continue
         converted.put(*target)
+
     for key in ("checkpoint.enable", "trainer.checkpoint.enable"):
         is_enabled = _value_at(values, key)
         if is_enabled not in (None, True, False):
@@ -177,7 +183,7 @@ def convert_config(values: Mapping[str, Json], name: str = "run") -> Converted:
 
 
 def _override_key(values: dict[str, Json], override: str) -> None:
-    """Set or remove one key of nested values."""
+    """Set or remove one key of nested values, as an override says; ValueError: it is invalid."""
     path, is_set, text = override.partition("=")
     *sections, name = path.removeprefix("~").split(".")
     target: Json = values
@@ -192,7 +198,11 @@ def _override_key(values: dict[str, Json], override: str) -> None:
 
 
 def leaf_values(prefix: str, values: Mapping[str, Json]) -> Iterator[tuple[str, Json]]:
-    """Yield the dotted path of each value that is not a section, and the value."""
+    """Yield each value that is no section, with its dotted path after `prefix`.
+
+    >>> list(leaf_values("", {"a": {"b": 1}, "c": 2}))
+    [('a.b', 1), ('c', 2)]
+    """
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from leaf_values(f"{prefix}{name}.", value)
@@ -201,8 +211,15 @@ def leaf_values(prefix: str, values: Mapping[str, Json]) -> Iterator[tuple[str, 
 
 
 def place_key(recipe: str, key: str, value: Json) -> tuple[str, Json] | None:
-    """Return the key here and its value; None if there is none, or it says what is the default."""
-    # Keys whose values have another form.
+    """Return the equivalent here of one of torchforge's keys, with its value; None if there is none or it is a default.
+
+    Args:
+        recipe: "train" or "sft".
+
+    >>> place_key("train", "group_size", 8)
+    ('grpo.n_samples', 8)
+    """
+    # Keys whose values have another form here.
     titan = key.removeprefix("trainer.")
     if titan == "optimizer.name" and str(value).lower() == "adamw":
         return "training.optimizer", "adamw"
@@ -215,11 +232,11 @@ def place_key(recipe: str, key: str, value: Json) -> tuple[str, Json] | None:
     if key not in KEYS or value is None:
         return None
     target = KEYS[key]
-    # The default of every degree but one; a file of ours has only what differs.
+    # 1 is the default of degrees of parallelism: the file has only what differs from defaults.
     if target.startswith("parallelism.") and value == 1:
         return None
 
-    # Sections of a file of RL, which a file of SFT may have alongside its own.
+    # torchforge's files for SFT may also have keys for RL.
     if recipe == "sft" and target.startswith(("grpo.", "async.")):
         return None
     if target == "training.dtype" or not isinstance(value, str):
@@ -228,28 +245,31 @@ def place_key(recipe: str, key: str, value: Json) -> tuple[str, Json] | None:
 
 
 def _engine_argument(key: str, value: Json, values: Mapping[str, Json]) -> tuple[str, Json] | None:
-    """Return the key of one of vLLM's arguments and its value; None if it is none, or another key says it."""
+    """Return the equivalent here of an argument of vLLM, with its value.
+
+    None if the key is no such argument, or the value is the default or follows from another key.
+    """
     engine = ENGINE.fullmatch(key)
     procs = _value_at(values, "services.policy.procs")  # one process of the service is one rank of vLLM
     # "auto" is the dtype of the model's config.json, which is the default.
-    said = {
+    implied = {
         "model": _read_model(values),
         "tensor_parallel_size": procs or 1,
         "pipeline_parallel_size": 1,
         "dtype": "auto",
     }
-    if engine is None or value is None or said.get(engine[1]) == value:
+    if engine is None or value is None or implied.get(engine[1]) == value:
         return None
     return f"generator.{ENGINE_KEYS.get(engine[1], f'vllm.{engine[1]}')}", value
 
 
 def _read_model(values: Mapping[str, Json]) -> str | None:
-    """Return the file's model; in one of SFT `model` is a section."""
+    """Return the name of the model in a file, or None: in files for SFT, `model` is a section."""
     return next((values[name] for name in ("model", "model_name") if isinstance(values.get(name), str)), None)
 
 
-def _is_said(key: str, value: Json, values: Mapping[str, Json]) -> bool:
-    """Return whether nothing is lost without this key: it is a default, or another one says it."""
+def _is_redundant(key: str, value: Json, values: Mapping[str, Json]) -> bool:
+    """Return whether nothing is lost without this key: its value is a default, or follows from another key."""
     titan = key.removeprefix("trainer.")
     return (
         ENGINE.fullmatch(key) is not None  # `_engine_argument` keeps all others
@@ -263,7 +283,7 @@ def _is_said(key: str, value: Json, values: Mapping[str, Json]) -> bool:
 
 
 def note_key(key: str) -> str:
-    """Return what the report says of a key that was not translated: the note with the longest fitting prefix."""
+    """Return the reason why a key has no equivalent: the note in `NOTES` with the longest prefix that fits."""
     if key.endswith(".mesh_name"):
         return MESH
     titan = key.removeprefix("trainer.")
@@ -280,8 +300,8 @@ def _value_at(values: Mapping[str, Json], path: str) -> Json:
 
 
 def _finish_rl(converted: Converted, values: Mapping[str, Json]) -> None:
-    """The batch in prompts, the engine, and what torchforge's program has in its code."""
-    # By the names of its newer files, its older ones, and its buffer.
+    """Complete a configuration for RL: the batch size, the engine, and what torchforge's program has in its code."""
+    # The batch size has one name in newer files, one in older ones, and one in the buffer's section.
     sizes = ("local_batch_size", "batch_size", "replay_buffer.batch_size")
     key = next((name for name in sizes if _value_at(values, name) is not None), None)
     group = values.get("group_size")
@@ -293,9 +313,9 @@ def _finish_rl(converted: Converted, values: Mapping[str, Json]) -> None:
             raise ValueError(f"policy.{section}.n = {samples} is not group_size = {group}: set both to one number")
         group = group or samples
     if key:
-        # A batch there counts answers on each rank, here prompts in all.
+        # In torchforge the batch size is the number of answers on each rank, here the number of prompts of all ranks.
         episodes = check_whole(_value_at(values, key), key)
-        # The ranks for which its buffer has a batch each; -1: those that other degrees leave.
+        # Number of ranks with a batch of their own; -1 for those that the other degrees of parallelism leave.
         parts = _value_at(values, "replay_buffer.dp_size")
         if parts == -1:
             others = ("data_parallel_replicate", "tensor_parallel", "pipeline_parallel", "context_parallel")
@@ -304,12 +324,13 @@ def _finish_rl(converted: Converted, values: Mapping[str, Json]) -> None:
             )
         elif parts is not None:
             episodes *= check_whole(parts, "replay_buffer.dp_size")
-        converted.put("training.batch_size", max(1, -(-episodes // (group or 1))))
-    # Its engine is always vLLM.
+        converted.put("training.batch_size", max(1, -(-episodes // (group or 1))))  # rounded up
+
+    # torchforge's engine is always vLLM.
     if _value_at(values, "policy.engine_args") or _value_at(values, "policy.engine_config"):
         converted.put("generator.engine", "vllm")
 
-    # Prompt and answer have the room in the engine that they have in the trainer.
+    # Sequences may be as long in the engine as in the trainer.
     length = _value_at(converted.values, "training.seq_len")
     if length and _value_at(converted.values, "generator.max_seq_len") is None:
         converted.put("generator.max_seq_len", length)
@@ -328,7 +349,17 @@ def _finish_rl(converted: Converted, values: Mapping[str, Json]) -> None:
 def _remaining_ranks(
     values: Mapping[str, Json], subject: str, procs_key: str, section: str, kinds: Sequence[str]
 ) -> int:
-    """Return the ranks that some degrees of parallelism leave for others. ValueError: they do not divide all ranks."""
+    """Return the number of all ranks divided by the product of some degrees of parallelism.
+
+    Args:
+        subject: names in errors what needs this number.
+        procs_key: the key of the number of all ranks; without a value, it is the product.
+        section: of the degrees.
+        kinds: names of the degrees, such as "tensor_parallel".
+
+    Raises:
+        ValueError: the product does not divide the number of ranks.
+    """
     degrees = [f"{section}.{kind}_degree" for kind in kinds]
     product = math.prod(
         check_whole(_value_at(values, name), name) for name in degrees if _value_at(values, name) is not None
@@ -343,10 +374,11 @@ def _remaining_ranks(
 
 
 def _finish_sft(converted: Converted, values: Mapping[str, Json]) -> None:
-    """The batch in rows over all ranks, and the rows that torchforge's program names."""
+    """Complete a configuration for SFT: the batch size of all ranks, and the data that torchforge's program has in its
+    code."""
     local = _value_at(values, "training.local_batch_size")
     if local is not None:
-        # Ranks of tensor and context parallelism share their rows.
+        # Ranks of tensor, pipeline and context parallelism have the same rows.
         shared = ("tensor_parallel", "pipeline_parallel", "context_parallel")
         copies = _remaining_ranks(values, "training.local_batch_size", "processes.procs", "parallelism", shared)
         converted.put("training.batch_size", check_whole(local, "training.local_batch_size") * copies)
@@ -358,5 +390,5 @@ def _finish_sft(converted: Converted, values: Mapping[str, Json]) -> None:
 
 
 def _as_flow(value: Json) -> str:
-    # In one line, also a text of several.
+    # YAML on one line; breaks of lines in texts become spaces.
     return " ".join(yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").split())

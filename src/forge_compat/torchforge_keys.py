@@ -1,4 +1,4 @@
-"""Keys of Meta's torchforge: `KEYS` says what each is here, and `NOTES` why another has no equivalent."""
+"""Keys of Meta's torchforge: `KEYS` has the equivalents here, and `NOTES` the reasons why a key has none."""
 
 import re
 
@@ -67,7 +67,8 @@ KEYS = {
     **{f"{prefix}{name}": target for name, target in TITAN.items() for prefix in ("", "trainer.")},
     **{f"{name}.{option}": f"{target}.{option}" for name, target in SERVICES.items() for option in PLACEMENT},
 }
-# Why a key has no equivalent; one that ends with a dot is for all keys of a section. The longest that fits counts.
+# Why a key has no equivalent, by prefixes of keys: one that ends with a dot is for a section. The longest that fits is
+# used.
 NOTES = {
     "": "no equivalent",
     "local_batch_size": "part of training.batch_size, which counts prompts",
@@ -107,12 +108,12 @@ NOTES = {
     "eval.": "eval has other keys, docs/configuration.md",
 }
 ENGINE = re.compile(r"policy\.engine_(?:args|config)\.(.+)")  # vLLM's arguments, by its newer name and its older one
-# Those that have a key here for every engine.
+# Those of vLLM's arguments that have a key for every engine here.
 ENGINE_KEYS = {"max_num_seqs": "slots", "max_model_len": "max_seq_len", "dtype": "dtype"}
-# Whether TorchTitan's modes of activation checkpointing compute activations again.
+# Value of training.gradient_checkpointing for TorchTitan's modes of activation checkpointing.
 RECOMPUTED = {"none": False, "selective": True, "full": True, "memory_budget": True}
 MESH = "services have the names of their sections"
-# What a program of torchforge's has in its code; with the comment that says so.
+# Settings that torchforge's program for RL has in its code.
 PROGRAM = {
     "reward": {"functions": ["MathReward", "ThinkingReward"]},
     "dataset.target_pattern": r"####\s*(.+)",

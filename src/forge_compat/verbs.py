@@ -1,7 +1,7 @@
-"""Verbs of Meta's torchforge on services and their endpoints, by this package's.
+"""Methods that services and endpoints have in Meta's torchforge.
 
-`Handle` and `Endpoint` find them by the entry points `forge.verbs`, for a name that they do not have: a component may
-have an endpoint `get_metrics`.
+`Handle` and `Endpoint` find them by the entry points `forge.verbs`, but only for names that they do not have: a
+component may have its own endpoint `get_metrics`.
 """
 
 from typing import Any, Protocol
@@ -12,7 +12,7 @@ from forge_compat.setting_names import ENDPOINTS
 
 
 class Callee(Protocol):
-    """The side of a service that these verbs need."""
+    """The attributes of a service that these methods need."""
 
     _name: str
 
@@ -20,7 +20,7 @@ class Callee(Protocol):
 
 
 async def start_session(service: Callee) -> str:
-    """Open a session; its id goes to `route(..., sess_id=id)`, until `terminate_session`."""
+    """Return the id of a new session: calls of `route(..., sess_id=id)` go to one replica until `terminate_session`."""
     return f"{service._name}-{uuid4().hex}"
 
 
@@ -30,14 +30,14 @@ async def terminate_session(service: Callee, sess_id: str) -> None:
 
 
 async def call_all(service: Callee, endpoint: str, *args: object, **kwargs: object) -> list[Value]:
-    """Call an endpoint, by its name, on every replica; returns one value for each."""
+    """Call an endpoint, by its name, on every replica; return the value of each."""
     values: list[Value] = await getattr(service, endpoint).fanout(*args, **kwargs)
     return values
 
 
 async def get_metrics(service: Callee) -> Any:
-    """Return the `ServiceStatus` of a service. TypeError: only the controller has it."""
-    # Of the class: an instance gives its endpoints, one of which may have this name.
+    """Return the `ServiceStatus` of a service. TypeError: this process is not the controller, which has it."""
+    # The attribute of the class: on an instance, `status` may be an endpoint of the component.
     status = getattr(type(service), "status", None)
     if status is None:
         raise TypeError(f"{service._name}.get_metrics is for the controller, which started the service: call it there")
@@ -45,7 +45,7 @@ async def get_metrics(service: Callee) -> Any:
 
 
 async def get_metrics_summary(service: Callee) -> dict[str, dict[Any, Any]]:
-    """Return the status as plain dicts: `summary["service"]["healthy_replicas"]`,
+    """Return the status of a service as dicts: `summary["service"]["healthy_replicas"]`, and by the replica's number
     `summary["replicas"][0]["total_requests"]`.
 
     Latencies are in milliseconds, NaN before the first call.
@@ -72,11 +72,15 @@ async def get_metrics_summary(service: Callee) -> dict[str, dict[Any, Any]]:
 
 
 async def choose(endpoint: Any, *args: object, sess_id: str | None = None, **kwargs: object) -> Value:
-    """Send to one replica and return its answer, as `route` does."""
+    """Call an endpoint of one replica and return its value, as `route` does."""
     return await endpoint.options(session=sess_id).route(*args, **kwargs)
 
 
 def hint(name: str) -> str:
-    """Say what stands here for a name of torchforge's; empty if nothing does."""
+    """Return the end of an error on the equivalent of one of torchforge's names; "" if there is none.
+
+    >>> hint("cleanup")
+    ": torchforge's cleanup is service.shutdown() here"
+    """
     here = ENDPOINTS.get(name)
     return f": torchforge's {name} is {here} here" if here else ""

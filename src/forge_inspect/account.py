@@ -12,11 +12,18 @@ from forge.observability.console import log
 from forge_inspect.runs import read_metric_rows
 
 PREFIX = "certificate/"
-USES = ("batch", "idle")  # what became of the trainable tokens: in a step, or in a group without an advantage
+USES = ("batch", "idle")  # of the tokens that can be trained: in a step, or in a group without an advantage
 
 
 def token_account(metrics: Iterable[Mapping[str, float]]) -> dict[str, int]:
-    """Return the sums of `certificate/NAME` over all steps, by name; empty for a run without agents."""
+    """Return the sums of `certificate/NAME` over all steps, by NAME; empty for a run without agents.
+
+    Args:
+        metrics: rows of metrics.jsonl.
+
+    >>> token_account([{"certificate/sampled": 5, "reward": 1}, {"certificate/sampled": 3, "certificate/trained": 8}])
+    {'sampled': 8, 'trained': 8}
+    """
     sums: Counter[str] = Counter()
     for row in metrics:
         for name, value in row.items():
@@ -27,24 +34,31 @@ def token_account(metrics: Iterable[Mapping[str, float]]) -> dict[str, int]:
 
 
 def account_text(account: Mapping[str, int]) -> str:
-    """Return an account of `token_account` as a sentence; "" for an empty one."""
+    """Return an account that `token_account` returned as a sentence; "" for an empty one.
+
+    >>> account_text({"sampled": 8, "trained": 6, "failed": 2, "batch": 6})
+    '8 sampled = 6 trained + 2 failed; of the trained 6 in a step'
+    """
     if not account:
         return ""
-    parts = ["trained", *(name for name in account if name not in ("sampled", "trained", *USES))]
-    counts = {name: account.get(name, 0) for name in parts}
+    sampled = account["sampled"]
+    reasons = [name for name in account if name not in ("sampled", "trained", *USES)]
+    counts = {name: account.get(name, 0) for name in ["trained", *reasons]}
     text = " + ".join(f"{count:,} {name}" for name, count in counts.items() if count or name == "trained")
-    difference = account["sampled"] - sum(counts.values())
-    sign = "=" if not difference else "is not"
-    fault = f" ({abs(difference):,} tokens too {'few' if difference > 0 else 'many'})" if difference else ""
-    batch, idle = (account.get(name, 0) for name in USES)
+    missing = sampled - sum(counts.values())
+    equation = f"{sampled:,} sampled = {text}"
+    if missing:
+        equation = f"{sampled:,} sampled is not {text} ({abs(missing):,} tokens too {'few' if missing > 0 else 'many'})"
+
     # Groups that were too old, and those that are still in the buffer, have reached no step.
-    rest = counts["trained"] - batch - idle
+    batch, idle = (account.get(name, 0) for name in USES)
+    unused = counts["trained"] - batch - idle
     uses = [f"{batch:,} in a step", *([f"{idle:,} without an advantage"] * bool(idle))]
-    uses += [f"{rest:,} in groups that were dropped or wait"] * (rest > 0)
-    return f"{account['sampled']:,} sampled {sign} {text}{fault}; of the trained {', '.join(uses)}"
+    uses += [f"{unused:,} in groups that were dropped or wait"] * (unused > 0)
+    return f"{equation}; of the trained {', '.join(uses)}"
 
 
 def account_ended_run(folder: Path, state: str) -> None:
-    """Log the account of a run that ends."""
+    """Log the token account of a run that ends, if it has agents."""
     if account := token_account(read_metric_rows(folder)):
         log.info("tokens of agents: %s", account_text(account))

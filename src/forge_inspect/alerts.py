@@ -1,4 +1,4 @@
-"""Alerts: numbers of a run that deserve a look, each with advice."""
+"""Alerts: sentences on suspicious metrics of a run, each with advice."""
 
 from collections.abc import Mapping, Sequence
 from math import nan
@@ -10,8 +10,8 @@ from forge.observability.lines import parse_line
 
 from .runs import read_metric_rows, read_settings
 
-WINDOW = 20  # steps that a judgement is based on: fewer vary too much
-SCARCE = 2.0  # GB: less than a checkpoint of a small model
+WINDOW = 20  # steps that an alert is based on: the mean of fewer varies too much
+SCARCE = 2.0  # GB of free disk or memory: less than a checkpoint of a small model
 
 AUDIT = "audit.json"  # written at the end of the run
 MISMATCH = "mismatch.json"  # the last comparison of engine and trainer, by `forge mismatch`
@@ -20,7 +20,7 @@ Rows = Sequence[Mapping[str, float]]
 
 
 class Alert(NamedTuple):
-    """`finding` is a fault in the numbers, `advice` a fix to try."""
+    """A sentence on what was found, without a full stop, and one with advice."""
 
     finding: str
     advice: str
@@ -30,10 +30,10 @@ class Alert(NamedTuple):
 
 
 def list_alerts(rows: Rows, settings: Mapping[str, Any]) -> list[Alert]:
-    """Return alerts, the most important first; none for a run of fewer than `WINDOW` steps.
+    """Return the alerts of a run, the most important first; none if it has fewer than `WINDOW` steps.
 
     Args:
-        rows: of metrics.jsonl, in the order of steps.
+        rows: of metrics.jsonl, in the order of steps, each a number by the name of the metric.
         settings: the configuration by dotted keys, see `forge_inspect.runs.read_settings`.
     """
     rows = [row for row in rows if row.get("step", 0) > 0]
@@ -41,19 +41,13 @@ def list_alerts(rows: Rows, settings: Mapping[str, Any]) -> list[Alert]:
         return []
     window = rows[-WINDOW:]
     reward, spread, entropy = (mean_of_metric(window, name) for name in ("reward", "reward/std", "train/entropy"))
-    cut, no_signal = mean_of_metric(window, "generation/truncated"), mean_of_metric(window, "groups_without_signal")
-    difference, clipped = (
-        mean_of_metric(window, "train/engine_difference"),
-        mean_of_metric(window, "train/clip_fraction"),
-    )
-
-    special = mean_of_metric(
-        window, "generation/special_tokens"
-    )  # base models may sample them; they are invisible in texts
+    cut, special = (mean_of_metric(window, f"generation/{name}") for name in ("truncated", "special_tokens"))
+    difference, clipped = (mean_of_metric(window, f"train/{name}") for name in ("engine_difference", "clip_fraction"))
+    no_signal = mean_of_metric(window, "groups_without_signal")
     is_solved = mean_of_metric(window, "accuracy") > 0.8
     harder = "The prompts are solved: take harder ones, or stop"
 
-    # Groups whose rewards are equal have no gradient. Right answers and wrong formats look the same in the spread.
+    # Advice for rewards that are all equal, which give no gradient: all answers may be right, or all fail the format.
     if cut > 0.5:
         compare = f"{cut:.0%} of the completions were cut at max_tokens: raise it"
     elif is_solved:
@@ -67,7 +61,7 @@ def list_alerts(rows: Rows, settings: Mapping[str, Any]) -> list[Alert]:
     held_out = [(row["eval/accuracy"], row["step"]) for row in rows if "eval/accuracy" in row] or [(nan, nan)]
     best, last = max(held_out), held_out[-1][0]
 
-    # Entropy that collapses while the reward stands still: the policy repeats itself and explores no more.
+    # Entropy that collapses while the reward does not rise: the policy repeats itself and no longer explores.
     before = mean_of_metric(rows[:WINDOW], "train/entropy")
     rises = reward > mean_of_metric(rows[-2 * WINDOW : -WINDOW], "reward") + 0.1 * spread
     collapsed = entropy < 0.1 * before and spread > 0 and not rises and not is_solved
@@ -80,7 +74,7 @@ def list_alerts(rows: Rows, settings: Mapping[str, Any]) -> list[Alert]:
     names = sorted({name for row in rows for name in row if name.startswith("restarts/")})
     services = ", ".join(f"{name.removeprefix('restarts/')} {total_of_metric(rows, name):.0f} times" for name in names)
 
-    # Unknown numbers are NaN, for which nothing holds.
+    # Each rule: a condition, the finding and the advice. Unknown numbers are NaN, with which every comparison is False.
     rules: list[tuple[Any, str, str]] = [
         (
             spread == 0 and reward == reward,
@@ -116,6 +110,8 @@ def list_alerts(rows: Rows, settings: Mapping[str, Any]) -> list[Alert]:
             f"{clipped:.0%} of the tokens were clipped",
             "Lower the learning rate, or make fewer updates",
         ),
+        # Base models may sample special tokens.
+        # Base models may sample special tokens.
         (
             special > 0.02,
             f"{special:.0%} of the sampled tokens are special ones such as <pad>, which texts do not show",
@@ -155,9 +151,9 @@ def list_alerts(rows: Rows, settings: Mapping[str, Any]) -> list[Alert]:
 
 
 def folder_alerts(folder: Path) -> list[Alert]:
-    """Return what `forge mismatch` and the audit have found in a run's folder, as alerts."""
+    """Return alerts on what `forge mismatch` and the audit of a run have written to its folder."""
     found = []
-    # The files are as good as the folder: others may have written them.
+    # Others may have written these files: their values may have any type or length.
     mismatch, audit = (_read_object(folder / name) for name in (MISMATCH, AUDIT))
     if mismatch.get("is_sound") is False:
         sentence = str(mismatch.get("sentence"))[:1000]
@@ -173,17 +169,17 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def mean_of_metric(rows: Rows, metric: str) -> float:
-    """Return mean of a metric over the rows that have it; NaN if no row has."""
+    """Return the mean of a metric over the rows that have it; NaN if no row has it."""
     values = [row[metric] for row in rows if metric in row]
     return sum(values) / len(values) if values else nan
 
 
 def total_of_metric(rows: Rows, metric: str) -> float:
-    """Sum of a metric over all steps."""
+    """Return the sum of a metric over the rows; 0 for rows without it."""
     return sum(row.get(metric, 0.0) for row in rows)
 
 
 def log_alerts(folder: Path, state: str) -> None:
-    """Log the most important alerts of a run that ends."""
+    """Log the three most important alerts of a run that ends."""
     for alert in list_alerts(read_metric_rows(folder), read_settings(folder))[:3]:
         log.info("alert: %s", alert)

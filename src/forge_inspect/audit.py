@@ -1,7 +1,7 @@
 """The audit of a finished run: what became of each prompt and of each sampled token, counted from its files only.
 
-It reads the rollouts of all groups (`metrics.rollouts: all`), otherwise the schedule, and shares no code with what
-trains and counts them.
+It reads the rollouts of all groups (`metrics.rollouts: all`), otherwise the schedule, and shares no code with the
+modules that train and count them.
 """
 
 import json
@@ -25,17 +25,17 @@ from forge_inspect.alerts import AUDIT
 COLUMNS = (
     *("step", "group", "sample", "branch", "reward", "version", "origins", "finish", "dropped", "length", "versions"),
 )
-EMPTY = {"origins": "[]", "finish": None}  # what a schedule does not say of a sample
-IDLE = "zero_advantage"
-SHOWN = 5  # numbers that a fault names
+EMPTY = {"origins": "[]", "finish": None}  # columns of rollouts that a schedule does not have
+IDLE = "zero_advantage"  # in the column "dropped" of groups that were trained without effect
+SHOWN = 5  # examples that a fault names
 
 
 @dataclass
 class Audit:
-    """What an audit has counted.
+    """Result of an audit.
 
-    faults: one line each; none if the run is what it says.
-    counts: groups and tokens, by what became of them.
+    steps: number of the last step. faults: one line each; none if the files agree. counts: of groups and tokens, by
+    what became of them.
     """
 
     steps: int = 0
@@ -56,10 +56,11 @@ def audit_run(folder: Path, by_schedule: bool = False) -> Audit:
     """Audit the run in a folder.
 
     Args:
-        by_schedule: read the schedule even if all rollouts were recorded, which takes much longer to read.
+        by_schedule: read the schedule even if all rollouts were recorded, as these take much longer to read.
 
     Raises:
-        FileNotFoundError, ValueError: it cannot be audited: it has no step, or neither all rollouts nor a schedule.
+        FileNotFoundError: the run has made no step.
+        ValueError: the run has neither all rollouts nor a schedule.
     """
     if not (folder / MARK).is_file():
         raise FileNotFoundError(f"{folder} is not a run that has made a step")
@@ -80,7 +81,7 @@ def audit_run(folder: Path, by_schedule: bool = False) -> Audit:
     auditor.check_versions()
     auditor.check_tokens()
 
-    # The files, against their checksums at the last checkpoint, if there was one.
+    # Compare the files with their checksums at the last checkpoint, if there was one.
     path = folder / LOGS
     for line in path.read_text().splitlines() if path.exists() else ():
         if not line.startswith("#"):
@@ -92,7 +93,7 @@ def audit_run(folder: Path, by_schedule: bool = False) -> Audit:
 
 
 def audit_ended_run(folder: Path, state: str) -> None:
-    """Write the audit of a run that has a schedule, and log its faults as warnings."""
+    """Audit a run that ends and has a schedule, write the audit to its folder, and log the faults as warnings."""
     path = folder / SCHEDULE
     if not path.exists() or not path.stat().st_size:
         return
@@ -109,8 +110,10 @@ def audit_ended_run(folder: Path, state: str) -> None:
 
 
 def scheduled_rows(path: Path) -> list[Row]:
-    """Return the samples that a schedule lists, in the form of recorded rollouts; what those have beyond it is
-    empty."""
+    """Return the samples in a schedule as rows with the columns of recorded rollouts, those of `EMPTY` without a value.
+
+    The list is empty if there is no file.
+    """
     rows: list[Row] = []
     for text in path.read_text().splitlines() if path.exists() else ():
         line = json.loads(text)
@@ -144,7 +147,7 @@ class _Auditor:
             self.fault(f"{text}: {examples}")
 
     def check_steps(self) -> None:
-        """Steps without a gap, of as many groups as they should have."""
+        """Check that no step is missing, and that each trained `training.batch_size` groups."""
         steps = [int(row["step"]) for row in self.history]
         if steps[0] > 1 or steps != list(range(steps[0], steps[0] + len(steps))):
             self.fault_if(steps, "steps of metrics.jsonl are missing, doubled or out of order")
@@ -154,7 +157,7 @@ class _Auditor:
                 self.fault(f"step {step} trained {counts[step]} groups, and training.batch_size is {self.batch_size}")
 
     def check_episodes(self) -> None:
-        """No episode is trained twice, no group in two steps, and nothing that is unscored or failed at all."""
+        """Check that no episode was trained twice, no group in two steps, and none that is unscored or failed."""
         episodes = Counter((row["group"], row["sample"], row["branch"]) for row in self.trained)
         doubled = [key for key, count in episodes.items() if count > 1]
         self.fault_if(doubled, "episodes (group, sample, branch) were trained twice")
@@ -167,20 +170,22 @@ class _Auditor:
         self.fault_if(failed, "episodes that failed were trained (group, sample)")
 
     def check_prompts(self) -> None:
-        """Each prompt was trained, was dropped for a counted reason, or was in flight at the end."""
+        """Check that each prompt was trained, was dropped for a counted reason, or was in flight at the end."""
         trained = {row["group"] for row in self.trained}
-        # Of a group with unscored episodes these are recorded as dropped, and the others train.
+        # A group may be in both: its unscored episodes are recorded as dropped, and the others train.
         dropped = {row["group"]: row["dropped"] for row in self.dropped if row["group"] not in trained}
         missing = sorted(set(range(max(trained | dropped.keys()) + 1)) - trained - dropped.keys())
         counted: Counter[str] = Counter()
         for row in self.history:
-            counted.update({name[8:]: round(row[name]) for name in row if name.startswith("dropped/")})
+            counts = {name.removeprefix("dropped/"): row[name] for name in row if name.startswith("dropped/")}
+            counted.update({reason: round(count) for reason, count in counts.items()})
 
-        # What a resume could not hand out again; and of a schedule the dropped groups that it does not list.
+        # Groups that no row stands for: all rollouts do not have those that a resume could not hand out again, and a
+        # schedule does not list some dropped ones.
         groups = counted.total() - counted["unscored_episodes"]
         unlisted = max(0, groups - len(dropped)) if self.by_schedule else counted["forgotten"]
 
-        # What the buffer admits, and as much again that it holds.
+        # As many as the buffer admits are being generated, and it holds as many.
         in_flight = 2 * self.batch_size * (int(self.settings.get("async.max_policy_age") or 0) + 1)
         self.result.counts |= {
             "groups trained": len(trained),
@@ -198,8 +203,8 @@ class _Auditor:
                 self.fault(f"{number} groups were dropped as {reason}, and metrics.jsonl counts {counted[reason]}")
 
     def check_versions(self) -> None:
-        """No token is older than allowed or of a version that was not there yet, and a version has one identity,
-        whichever replica sampled with it."""
+        """Check that no token is older than allowed or of a later version than the step, and that all replicas sampled
+        with the same weights of a version."""
         bound = self.settings.get("async.max_training_age")
         bound = self.settings.get("async.max_policy_age") if bound is None else bound
         for row in self.trained:
@@ -221,7 +226,7 @@ class _Auditor:
         self.fault_if(several, "versions have several identities of weights")
 
     def check_tokens(self) -> None:
-        """The sampled tokens of a step's groups are those that its metrics count."""
+        """Check that each step trained as many sampled tokens as its metrics count."""
         tokens: Counter[int] = Counter()
         for row in self.trained:
             tokens[row["step"]] += row["length"]

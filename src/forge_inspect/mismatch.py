@@ -37,15 +37,15 @@ from forge.training.settings import LoraSettings
 from forge.types import Episode
 
 COLUMNS = ("step", "dropped", "tokens", "mask", "versions", "engine_logprobs", "logprobs")
-SEQUENCES = 8  # of a comparison: enough for a mean, and few enough for a large model on a CPU
-TOKENS = 2048  # of them together
+SEQUENCES = 8  # compared at most: enough for a mean, and few enough for a large model on a CPU
+TOKENS = 2048  # of all compared sequences together, unless the first alone is longer
 
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """One recorded token sequence.
+    """One recorded token sequence; all arrays are [length].
 
-    tokens: [length] ids. mask: [length], the tokens to compare: sampled by the version. engine, trainer: [length]
+    tokens: ids. mask: True for the tokens that are compared, those that the compared version sampled. engine, trainer:
     recorded log-probabilities in nats, NaN where there is none.
     """
 
@@ -62,10 +62,10 @@ class SampledTokens:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run's folder as far as a comparison needs it.
+    """What a comparison needs of a run's folder.
 
     settings: the configuration by dotted keys. start: the folder of the model that training started with. checkpoint:
-    that of the version, which sampled the sequences at step `step`; None for version 0.
+    the saved weights of the compared version, None for version 0. step: the step that trained on the sequences.
     """
 
     settings: Mapping[str, Any]
@@ -81,17 +81,19 @@ class RecordedRun:
         return float(self.settings.get("grpo.temperature") or 1.0)
 
     def flat(self, name: str) -> np.ndarray:
-        """Return a column of the compared tokens of all sequences, [compared]."""
+        """Return the array `name` of `SampledTokens` at the compared tokens of all sequences, [compared]."""
         return np.concatenate([getattr(sequence, name)[sequence.mask] for sequence in self.sequences])
 
     def owners(self) -> np.ndarray:
-        """Return the number of the sequence of each compared token, [compared]."""
+        """Return the index of the sequence of each compared token, [compared]."""
         return np.repeat(np.arange(len(self.sequences)), [int(sequence.mask.sum()) for sequence in self.sequences])
 
 
 def open_run(folder: Path, step: int | None = None) -> RecordedRun:
-    """Read the folder of a run, and choose the batch that is compared: by default the last one that the weights of a
-    checkpoint sampled. FileNotFoundError, ValueError: there is nothing to compare; in one line."""
+    """Return a run with the batch to compare: that of `step`, or the last one that weights of a checkpoint sampled.
+
+    FileNotFoundError, ValueError: there is nothing to compare; the message is one line.
+    """
     if not (folder / MARK).is_file() or not (folder / CONFIG).is_file():
         raise FileNotFoundError(f"{folder} is not a run that has made a step")
     settings = flatten_config(parse_yaml((folder / CONFIG).read_text(), folder / CONFIG))
@@ -104,7 +106,7 @@ def open_run(folder: Path, step: int | None = None) -> RecordedRun:
     rows = [row for _, batch in read_batches(folder / ROLLOUTS, COLUMNS) for row in batch.to_pylist()]
     if not rows:
         raise ValueError(f"{folder} has no recorded rollouts: set metrics.rollouts to 1 or more")
-    sampled: dict[tuple[int, int], list[SampledTokens]] = defaultdict(list)  # by version and step, the first one last
+    sampled: dict[tuple[int, int], list[SampledTokens]] = defaultdict(list)  # by version and negative step
     for row in rows:
         if row["dropped"] in (None, IDLE) and step in (None, row["step"]):
             for version in {*row["versions"]} & {0, *saved}:
@@ -116,7 +118,7 @@ def open_run(folder: Path, step: int | None = None) -> RecordedRun:
             "has: set checkpoint.every and checkpoint.keep so that a step follows a checkpoint"
         )
 
-    # The newest weights: a fault of publication shows only where they differ from the start.
+    # The newest weights, as a fault of publication shows only where they differ from the start, at their first step.
     version, negative_step = max(sampled)
     first = sampled[version, negative_step][:SEQUENCES]
     ends = accumulate(len(sequence.tokens) for sequence in first)
@@ -125,11 +127,11 @@ def open_run(folder: Path, step: int | None = None) -> RecordedRun:
 
 
 def _read_sequence(row: Mapping[str, Any], version: int, settings: Mapping[str, Any]) -> SampledTokens | None:
-    """Return the tokens of a row that a version sampled; None: there are none, or their context is of other weights."""
+    """Return a recorded row for a comparison of the tokens that `version` sampled; None if they cannot be compared."""
     sampled = np.array(row["mask"], dtype=bool)
     mask = sampled & (np.array(row["versions"]) == version)
+    # An engine that continues keeps keys and values of older weights: a sequence of several versions differs by design.
     keeps_cache = settings.get("generator.on_update", "continue") == "continue"
-    # An engine that continues keeps the keys and values of older weights: that difference is by design.
     if not mask.any() or mask[0] or (keeps_cache and not np.array_equal(mask, sampled)):
         return None
     engine, trainer = (np.array(row[name], dtype=np.float32) for name in ("engine_logprobs", "logprobs"))
@@ -142,11 +144,10 @@ def _read_sequence(row: Mapping[str, Any], version: int, settings: Mapping[str, 
 
 @torch.no_grad()
 def read_policy(run: RecordedRun) -> tuple[Policy, dict[str, Tensor]]:
-    """Read the weights of the run's version: the trainer's model, in float32 and in one process, and the weights that
-    are published, adapters merged, by the names of transformers' models.
+    """Return the trainer's model with the weights of the compared version, in float32, and its published weights.
 
-    Raises:
-        ValueError: the checkpoint is not of this model, or damaged.
+    The latter have the names of transformers' models, and adapters merged.
+    ValueError: the checkpoint is not of this model, or damaged.
     """
     settings = {key.removeprefix("lora."): value for key, value in run.settings.items() if key.startswith("lora.")}
     lora = LoraSettings(**settings) if settings else None
@@ -160,7 +161,7 @@ def read_policy(run: RecordedRun) -> tuple[Policy, dict[str, Tensor]]:
             check_files(run.checkpoint)
             reader = Reader(run.checkpoint)
             stored: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
-            # In the checkpoint's own dtype; weights that it lacks are frozen ones of the base.
+            # In the checkpoint's own dtype; weights that are not in it are frozen ones of the base.
             weights = {name: weight for name, weight in policy.named_parameters() if f"model.{name}" in stored}
             buffers = {
                 name: torch.empty_like(weight, dtype=stored[f"model.{name}"].properties.dtype)
@@ -183,33 +184,33 @@ def read_policy(run: RecordedRun) -> tuple[Policy, dict[str, Tensor]]:
 
 
 CPU = torch.device("cpu")
-# Nats, mean over the tokens of the sequence that differs most. Between engine, trainer and transformers in float32 tiny
-# models of seven families differ by at most 2.5e-6 on a CPU; larger ones add up more terms, and are not measured.
+# Tolerance in nats, for the mean over the tokens of the sequence that differs most. In float32 engine, trainer and
+# transformers differ by at most 2.5e-6 for tiny models of seven families on a CPU; larger models are not measured.
 FLOAT32 = 1e-4
-# Several times the noise of half precision, measured on the same batch: two kernels round differently.
+# Tolerance in half precision, as a multiple of its noise on the same batch: two kernels round differently.
 HALF_TIMES = 3.0
-# A share of the tokens of a mixture of experts may flip between experts that are almost tied.
+# Share of the tokens of a mixture of experts that is left out: they may flip between experts that are almost tied.
 FLIPPED = 0.02
 
 RECORDED, TRAINED = "recorded engine", "recorded trainer"
 ENGINE, PLAIN, TRAINER = "engine now", "plain forward pass", "trainer now"
-# By the second side of a pair.
+# The component in which two neighbours differ, by the second of them.
 COMPONENTS = {
     ENGINE: "the engine as it sampled",
     PLAIN: "the engine's forward pass",
     TRAINER: "the trainer's forward pass",
     TRAINED: "the trainer as it trained",
 }
-# Where what was recorded agrees, and nothing that is computed now does.
+# If the recorded numbers agree with each other, and not with those that are computed now.
 TOGETHER = "the saved weights, or the settings or the model of today"
 
 
 @dataclass(frozen=True)
 class Link:
-    """Two neighbouring sides, and the component in which they differ.
+    """Two neighbouring computations, `first` and `second`, and the component in which they differ if they do.
 
-    mean: of |difference| over all tokens, in nats. worst: the mean of the sequence in which it is largest, which is
-    compared with the tolerance.
+    mean: of |difference| over all tokens, in nats. worst: the same of the sequence that differs most, which is compared
+    with the tolerance.
     """
 
     first: str
@@ -229,7 +230,7 @@ class Link:
 class Mismatch:
     """The result of a comparison.
 
-    component: of the first link that disagrees; empty: there is none.
+    component: in which the first link that disagrees differs; "" if all agree.
     """
 
     run: str
@@ -259,14 +260,14 @@ class Mismatch:
 
 
 def compare_batch(folder: Path, *, step: int | None = None) -> Mismatch:
-    """Compare engine and trainer on a recorded batch of a run.
+    """Compare engine and trainer on a recorded batch of a run, and name the first component in which they differ.
 
     Args:
-        step: whose batch; None: the newest one that can be compared.
+        step: whose batch is compared; None for the newest one that can be.
 
     Raises:
         FileNotFoundError: not a run that has made a step.
-        ValueError: there is nothing to compare; in one line.
+        ValueError: there is nothing to compare; the message is one line.
     """
     run = open_run(folder, step)
     outcome = Mismatch(str(folder), run.step, run.version, len(run.owners()))
@@ -305,15 +306,15 @@ def compare_batch(folder: Path, *, step: int | None = None) -> Mismatch:
             outcome.component = TOGETHER
         gap = f"{link.first} and {link.second} differ by {link.mean:.2g} nats on average"
         outcome.faults.append(f"{outcome.component}: {gap}")
-        outcome.notes += [f"also different: {x.first} and {x.second}, by {x.worst:.2g} nats" for x in differing[1:]]
+        for link in differing[1:]:
+            outcome.notes.append(f"also different: {link.first} and {link.second}, by {link.worst:.2g} nats")
     return outcome
 
 
 def measure_distance(run: RecordedRun, first: np.ndarray, second: np.ndarray) -> float:
-    """Return mean absolute difference, in nats, of the sequence in which it is largest.
+    """Return the mean absolute difference of log-probabilities [compared], in nats, of the sequence that differs most.
 
-    Args:
-        first, second: [compared] log-probabilities; tokens with NaN in one of them are left aside.
+    Tokens with NaN in one of the two are left out.
     """
     gaps = np.abs(first.astype(np.float64) - second)
     usable = ~np.isnan(gaps)
@@ -327,7 +328,7 @@ def measure_distance(run: RecordedRun, first: np.ndarray, second: np.ndarray) ->
 
 @torch.inference_mode()
 def engine_logprobs(run: RecordedRun, tensors: Mapping[str, Tensor]) -> np.ndarray:
-    """Decode token by token with the cache, all sequences at once, as the embedded engine does, on a CPU."""
+    """Return log-probabilities, [compared], by the embedded engine on a CPU: decoded token by token with its cache."""
     config = load_config(run.start)
     weights = Weights(config, tensors.items(), torch.float32, CPU, run.version)
     sequences = run.sequences
@@ -336,28 +337,29 @@ def engine_logprobs(run: RecordedRun, tensors: Mapping[str, Tensor]) -> np.ndarr
     decoder = Decoder(config, weights, rows, longest, torch.float32, CPU)
     decoder.cache.reserve(longest, 0)
 
-    # What is before the first sampled token is prefilled.
-    filled = [row for row, sequence in enumerate(sequences) if sequence.context > 1]
-    if filled:
-        decoder.prefill([sequences[row].tokens[: sequences[row].context - 1].tolist() for row in filled], filled)
+    # The last token of the context is the first input, as it predicts the first sampled token; those before prefill.
+    starts = [sequence.context - 1 for sequence in sequences]
+    if filled := [row for row, start in enumerate(starts) if start > 0]:
+        decoder.prefill([sequences[row].tokens[: starts[row]].tolist() for row in filled], filled)
     idle = [0] * (rows - len(sequences))
     logits: list[list[Tensor]] = [[] for _ in sequences]
     for step in range(max(len(sequence.tokens) - sequence.context for sequence in sequences)):
-        # A sequence that has ended decodes its last token again, which changes nothing.
-        places = [min(sequence.context - 1 + step, len(sequence.tokens) - 2) for sequence in sequences]
-        inputs = [int(sequence.tokens[place]) for sequence, place in zip(sequences, places, strict=True)]
-        length = min(round_up(max(places) + 1, decoder.granule), decoder.cache.longest)
+        # A sequence that has ended decodes its last input again, which changes nothing.
+        last_inputs = [len(sequence.tokens) - 2 for sequence in sequences]
+        positions = [min(start + step, last) for start, last in zip(starts, last_inputs, strict=True)]
+        inputs = [int(sequence.tokens[position]) for sequence, position in zip(sequences, positions, strict=True)]
+        length = min(round_up(max(positions) + 1, decoder.granule), decoder.cache.longest)
         decoder.cache.reserve(length, len(sequences))
-        decoded = decoder.decode(torch.tensor(inputs + idle), torch.tensor(places + idle), length).float()
-        for row, (sequence, place) in enumerate(zip(sequences, places, strict=True)):
-            if place == sequence.context - 1 + step and sequence.mask[place + 1]:
+        decoded = decoder.decode(torch.tensor(inputs + idle), torch.tensor(positions + idle), length).float()
+        for row, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
+            if position == starts[row] + step and sequence.mask[position + 1]:
                 logits[row].append(decoded[row])
     return _compute_logprobs(run, torch.stack([*chain.from_iterable(logits)]))
 
 
 def plain_model(run: RecordedRun, tensors: Mapping[str, Tensor]) -> Any:
-    """Transformers' own model with eager attention in float32, which shares neither the cache, the attention nor the
-    products of engine and trainer."""
+    """Return transformers' own model with these weights, in float32; it shares no cache, attention or products with
+    engine and trainer."""
     model: Any = AutoModelForCausalLM.from_pretrained(
         run.start, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False, use_safetensors=True
     )
@@ -370,25 +372,24 @@ def plain_model(run: RecordedRun, tensors: Mapping[str, Tensor]) -> Any:
 
 @torch.no_grad()
 def plain_logprobs(run: RecordedRun, model: Any, dtype: torch.dtype = torch.float32) -> np.ndarray:
-    """Return all sequences in one pass, padded on the right: causal attention hides that from all that comes before.
+    """Return log-probabilities, [compared], by one forward pass of transformers' model with products in `dtype`.
 
-    Args:
-        dtype: of the products.
+    Shorter sequences are padded on the right, which no token attends to, as attention is causal.
     """
     sequences = run.sequences
     longest = max(len(sequence.tokens) for sequence in sequences)
     ids = torch.tensor([[*sequence.tokens, *[0] * (longest - len(sequence.tokens))] for sequence in sequences])
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
-        # Those that compared tokens are predicted from.
-        rows = [row[np.flatnonzero(s.mask) - 1] for row, s in zip(hidden, sequences, strict=True)]
-        logits = model.lm_head(torch.cat(rows).float()).float()
+        # A token is predicted from the hidden state of the token before it.
+        states = [row[np.flatnonzero(sequence.mask) - 1] for row, sequence in zip(hidden, sequences, strict=True)]
+        logits = model.lm_head(torch.cat(states).float()).float()
     return _compute_logprobs(run, logits)
 
 
 @torch.no_grad()
 def trainer_logprobs(run: RecordedRun, policy: Policy) -> np.ndarray:
-    """Return the trainer's model in one process: all sequences in one pass, a shared prompt computed once."""
+    """Return log-probabilities, [compared], by one pass of the trainer's model, which computes shared prompts once."""
     batch = pack([Episode.given(sequence.tokens.tolist(), sequence.mask.tolist()) for sequence in run.sequences])
     return policy(batch, run.temperature).logprobs.float().numpy()
 

@@ -28,13 +28,13 @@ from forge_envs.rollout import turn_seeds
 
 @dataclass(frozen=True)
 class Schedule:
-    """A whole schedule.
+    """The schedule of a run: which weights drew which tokens, and what each step trained on.
 
     Attributes:
         recipe: the loop that ran, "module:class".
-        by_hand: what was passed from Python, which no file has: hooks, an environment.
+        by_hand: what was passed from Python, which no file records: hooks, an environment.
         steps: by number, without a gap.
-        published: the identity of the weights of each version that generators got.
+        published: digest of the weights of each version that generators got.
         groups: all groups, dropped ones included, by the index of their prompt.
     """
 
@@ -46,10 +46,10 @@ class Schedule:
 
 
 def read_schedule(folder: Path) -> Schedule:
-    """Read and check the schedule of a run.
+    """Return the schedule in the folder of a run, with its checksums checked.
 
     Raises:
-        ConfigError: it has none, or one that is damaged or was edited: names line and step.
+        ConfigError: there is none, or it is damaged or was edited; the message names line and step.
     """
     path = folder / SCHEDULE
     if not path.is_file():
@@ -58,7 +58,7 @@ def read_schedule(folder: Path) -> Schedule:
     steps: dict[int, StepEntry] = {}
     published: dict[int, str] = {}
 
-    # A replay draws all samples of a prompt in one request, those that were dropped included.
+    # Merged by prompt: a replay draws all samples of a prompt in one request, also if a part of them was dropped.
     samples: dict[int, dict[int, SampleEntry]] = defaultdict(dict)
     for line in _read_lines(path):
         if "format" in line:
@@ -79,21 +79,21 @@ def read_schedule(folder: Path) -> Schedule:
 
 
 def find_difference(recorded: StepEntry, entry: StepEntry) -> str | None:
-    """Return the first thing in which another entry of a step differs, in words; None if they are alike."""
+    """Return a sentence on the first difference of a replayed entry from the recorded one; None if they are equal."""
     if [group.index for group in recorded.groups] != [group.index for group in entry.groups]:
         return f"it trained on the prompts {_prompt_indices(recorded)}, and now on {_prompt_indices(entry)}"
-    for group, second_group in zip(recorded.groups, entry.groups, strict=True):
-        if group.samples.keys() != second_group.samples.keys():
-            return f"prompt {group.index} had samples {[*group.samples]}, and now {[*second_group.samples]}"
+    for group, replayed_group in zip(recorded.groups, entry.groups, strict=True):
+        if group.samples.keys() != replayed_group.samples.keys():
+            return f"prompt {group.index} had samples {[*group.samples]}, and now {[*replayed_group.samples]}"
         for number, sample in group.samples.items():
-            second_sample = second_group.samples[number]
-            if sample.digest != second_sample.digest or sample.spans != second_sample.spans:
-                versions = f"versions {_describe_spans(sample.spans)}, now {_describe_spans(second_sample.spans)}"
+            replayed = replayed_group.samples[number]
+            if sample.digest != replayed.digest or sample.spans != replayed.spans:
+                versions = f"versions {_describe_spans(sample.spans)}, now {_describe_spans(replayed.spans)}"
                 return f"sample {number} of prompt {group.index} has other tokens or log-probabilities ({versions})"
-            if sample.reward != second_sample.reward:
+            if sample.reward != replayed.reward:
                 return (
                     f"sample {number} of prompt {group.index} had the reward {sample.reward}, and now "
-                    f"{second_sample.reward} for the same tokens"
+                    f"{replayed.reward} for the same tokens"
                 )
 
     for name, value in recorded.numbers.items():
@@ -103,7 +103,7 @@ def find_difference(recorded: StepEntry, entry: StepEntry) -> str | None:
 
 
 def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a schedule, each as the run wrote it."""
+    """Yield the lines of a schedule, parsed. ConfigError: a line is not what the run wrote."""
     for number, text in enumerate(path.read_text().splitlines(), 1):
         location = f"{path}, line {number}"
         try:
@@ -112,7 +112,7 @@ def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
             checksum = line.pop("checksum")
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ConfigError(f"{location} is damaged: {text:.60}") from None
-        # Of its contents: another program may have written the same line with other spaces.
+        # The checksum is of the contents: another program may have written the same line with other spaces.
         if checksum != checksum_of(json.dumps(line, separators=(",", ":"))):
             raise ConfigError(f"{location} is not what the run wrote: its checksum differs")
         yield line
@@ -137,7 +137,7 @@ def _describe_spans(spans: Spans) -> str:
     return " ".join(f"{version}x{count}" for version, count in spans) or "none"
 
 
-POLL = 0.02  # seconds between two looks at what the generators hold
+POLL = 0.02  # seconds between two checks of what the generators hold
 
 
 def replay_run(
@@ -150,15 +150,15 @@ def replay_run(
 
     Args:
         folder: of the run.
-        until: the last step; None: the schedule's.
-        replicas: generators; None: as many as the run had.
+        until: the last step to compute; None for the last of the schedule.
+        replicas: number of generators; None for as many as the run had.
 
     Returns:
-        the folder of the new run, alongside the first, whose name it has with "-replay"; an earlier replay is replaced.
+        The folder of the new run, NAME-replay next to the folder NAME; an earlier replay is replaced.
 
     Raises:
-        ConfigError: the run cannot be replayed, or not so.
-        ReplayDiffers: a step is not what the schedule says.
+        ConfigError: the run cannot be replayed, or `until` is none of its steps.
+        ReplayDiffers: a step differs from the schedule.
     """
     schedule = read_schedule(folder)
     last = max(schedule.steps)
@@ -168,23 +168,19 @@ def replay_run(
     if replicas is not None:
         overrides.append(("services.generator.num_replicas", str(replicas)))
 
-    # Its config.yaml is the resolved one: defaults of another version of forge change nothing.
+    # The config.yaml of a run has every setting: other defaults in another version of forge change nothing.
     cfg = read(RLConfig, folder / CONFIG, overrides)
     cfg.run.root = str(folder.resolve().parent)
     check_replayable(cfg, schedule)
     if cfg.from_scratch is not None:
-        # The model of the run, which is alongside it: its folder is named after the run.
+        # The run built its model in a folder next to its own.
         cfg.from_scratch, cfg.model = None, f"{folder.resolve()}-initial"
     recipe = update_wrapper(partial(train_by_schedule, schedule=schedule, until=until or last), train_by_schedule)
     return run_recipe(recipe, cfg)
 
 
 def check_replayable(cfg: RLConfig, schedule: Schedule) -> None:
-    """Reject what a schedule does not determine.
-
-    Raises:
-        ConfigError: names the setting.
-    """
+    """Check that the schedule determines all that the run computed. ConfigError: it does not; names the cause."""
     expected = f"{Loop.__module__}:{Loop.__qualname__}"
     for is_wrong, message in (
         (schedule.recipe != expected, f"it ran the loop {schedule.recipe}, and only {expected} can be replayed"),
@@ -199,26 +195,25 @@ def check_replayable(cfg: RLConfig, schedule: Schedule) -> None:
 
 
 class ReplayDiffers(ForgeError):
-    """A difference of a replay from its schedule: names the step, and what differs in it."""
+    """A replay differs from its schedule; the message names the step, and what differs in it."""
 
 
 class ScheduledBuffer(ReplayBuffer):
-    """A replay buffer whose batches, and what it drops, follow a schedule.
+    """A replay buffer that returns and drops the groups that a schedule says.
 
     Args:
-        batches: indices of the groups of each step, in their order.
-        reasons: why groups were dropped, by index.
+        batches: for each step the indices of its groups, in the order of training.
+        reasons: why groups were dropped, by their index.
     """
 
     def __init__(self, batches: Mapping[int, Sequence[int]], reasons: Mapping[int, str], **settings: Any) -> None:
         super().__init__(capacity=1 << 30, **settings)
         self.items: list[Any]  # a run has groups only
-        self.batches = batches
-        self.reasons = reasons
+        self.batches, self.reasons = batches, reasons
 
     @endpoint
     async def sample(self, version: int, batch_size: int) -> list[Any]:
-        """Return the groups with which the run trained `version`, in its order."""
+        """Return the groups with which the run trained `version`, in its order, once all of them are there."""
         # Step n trains version n - 1.
         indices = self.batches[version + 1]
         async with self.changed:
@@ -239,33 +234,35 @@ class ScheduledPolicy:
 
     Args:
         policy: the generators.
-        group: its entries.
+        group: its entries in the schedule.
         seed: of the group.
+        samples: number of its samples.
     """
 
     def __init__(self, policy: Any, group: GroupEntry, seed: int, samples: int) -> None:
-        self.policy = policy
-        self.group = group
+        self.policy, self.group = policy, group
         self.generate = self
         self.drawn = dict.fromkeys(range(samples), 0)  # tokens of complete requests, by sample
         self.seeds: dict[int, int] = {}  # of the request that runs, by sample
-        self._turns = {number: turn_seeds(seed, number, 0) for number in self.drawn}
-        self._numbers = {next(turns): number for number, turns in self._turns.items()}
+        self._turns = {number: turn_seeds(seed, number, 0) for number in self.drawn}  # seeds of the turns still to come
+        self._numbers = {
+            next(turns): number for number, turns in self._turns.items()
+        }  # sample, by its next turn's seed
 
     def left(self, number: int) -> Spans:
         """Return the spans of a sample that are still to be drawn."""
         entry = self.group.samples.get(number)
-        skipped = self.drawn[number]
+        already_drawn = self.drawn[number]
         spans: list[tuple[int, int]] = []
         for version, count in entry.spans if entry else ():
-            rest = count - min(count, skipped)
-            skipped -= count - rest
-            if rest:
-                spans.append((version, rest))
+            skipped = min(count, already_drawn)
+            already_drawn -= skipped
+            if count > skipped:
+                spans.append((version, count - skipped))
         return tuple(spans)
 
     def is_held(self, version: int, held_seeds: set[int]) -> bool:
-        """Return whether all that these weights draw was drawn, or is beyond what its request can draw with them."""
+        """Return whether weights up to `version` have no token left to draw; those of `held_seeds` need newer ones."""
         for number in self.drawn:
             spans = self.left(number)
             if spans and spans[0][0] <= version and self.seeds.get(number) not in held_seeds:
@@ -273,7 +270,7 @@ class ScheduledPolicy:
         return True
 
     async def route(self, prompt: Any, n: int | None = None, *, seed: int, **sampling: Any) -> Any:
-        """`Generator.generate` by the schedule: all samples of the group, or the next turn of one."""
+        """Do what `Generator.generate` does, by the schedule: draw all `n` samples, or (None) the next turn of one."""
         # A reward without an environment asks for all samples at once, an episode for its next turn.
         numbers = [self._next_sample(seed)] if n is None else [*range(n)]
         self.seeds |= dict.fromkeys(numbers, seed)
@@ -302,7 +299,7 @@ class Replay(Loop):
         super().__init__(cfg, job, parts)
         self.schedule, self.until = schedule, until
         steps = [entry for entry in schedule.steps.values() if entry.step <= until]
-        # The first weights that drew a token of each group that is to be played, by its index.
+        # The version that drew the first token of each group that is still to be computed, by the group's index.
         self.unfinished: dict[int, int] = {}
         for index in sorted({group.index for entry in steps for group in (*entry.groups, *entry.dropped)}):
             spans = [sample.spans for sample in schedule.groups[index].samples.values()]
@@ -311,7 +308,7 @@ class Replay(Loop):
         self.changed = asyncio.Condition()
 
     async def rollouts(self) -> None:
-        """Start the rollout of each prompt that the schedule has, once its first weights are there."""
+        """Start the rollout of each prompt that the schedule has."""
         waiting = {*self.unfinished}
         last = max(waiting, default=-1)
         async with asyncio.TaskGroup() as tasks:
@@ -326,11 +323,11 @@ class Replay(Loop):
         await asyncio.Event().wait()  # the run ends with its training
 
     async def rollout(self, sample: Sample) -> None:
-        """Play the group of one prompt as the run did, and store it."""
+        """Draw the group of one prompt as the run did, once its first weights are published, and store it."""
         prompt = sample.prompt
         async with self.changed:
             await self.changed.wait_for(lambda: self.published_version >= self.unfinished[prompt.index])
-        # The seed is the run's: with the same weights it draws the same tokens.
+        # With the seed of the run the same weights draw the same tokens.
         seed = sample_seed(self.cfg.seed, prompt.index)
         count = self.cfg.grpo.n_samples
         policy = ScheduledPolicy(self.parts.policy, self.schedule.groups[prompt.index], seed, count)
@@ -345,7 +342,7 @@ class Replay(Loop):
         return version in self.schedule.published
 
     async def publish(self, version: int) -> None:
-        """Hand the weights to the generators, once all that those before them draw is drawn."""
+        """Publish weights once all tokens of the earlier ones are drawn. ReplayDiffers: the run had other weights."""
         while not await self.are_held():  # noqa: ASYNC110  # generators do not call back
             await asyncio.sleep(POLL)
         await super().publish(version)
@@ -358,12 +355,12 @@ class Replay(Loop):
             raise ReplayDiffers(f"step {version}: the weights are {identity}, and were {logged}, {cause}")
 
     async def are_held(self) -> bool:
-        """Return whether generators may take other weights: none has a token left that these draw."""
+        """Return whether generators may take newer weights, as no token is left that the published ones draw."""
         version = self.published_version
-        # A prompt that is not started yet may have tokens of these weights as well.
-        due = [index for index, first in self.unfinished.items() if first <= version]
+        due = [index for index, first_version in self.unfinished.items() if first_version <= version]
         if not due:
             return True
+        # A prompt that is not started yet may have tokens of these weights as well.
         if not all(index in self.active for index in due):
             return False
         policies = [self.active[index] for index in due]
@@ -371,20 +368,20 @@ class Replay(Loop):
         return all(policy.is_held(version, held_seeds) for policy in policies)
 
     def log_schedule(self, entry: StepEntry, dropped: list[tuple[str, Group]], metrics: dict[str, float]) -> None:
-        """Write what a step trained on, and compare it with the run's."""
+        """Write what a step trained on to the replay's schedule. ReplayDiffers: it is not what the run trained on."""
         whole_entry = self.record.log_schedule(entry, dropped, metrics)
         difference = find_difference(self.schedule.steps[entry.step], whole_entry)
         if difference is not None:
             raise ReplayDiffers(f"step {entry.step}: {difference}")
 
     async def run(self) -> None:
-        """Compute the steps, and say what came of it."""
+        """Compute the steps, and log that they equal those of the run."""
         await super().run()
         log.info("steps %d to %d equal the run's, bit for bit", min(self.schedule.steps), self.until)
 
 
 async def train_by_schedule(cfg: RLConfig, job: Job, schedule: Schedule, until: int) -> None:
-    """Train by a schedule."""
+    """Train from step 1 to step `until` by a schedule; the recipe of a replay."""
     job.record.begin_schedule(schedule.recipe, ())
     parts = await start_rl(cfg, job, cfg.load_algorithm())
     steps = schedule.steps.values()

@@ -12,12 +12,12 @@ from forge.observability.lines import Json, Row, finite_numbers, last_rows, read
 from forge.observability.rollouts import ROLLOUTS, count_rows
 from forge.system.masking import without_secrets
 
-METRICS = ("reward", "eval/accuracy")  # whose last values are listed
-ABSENT = "-"
+METRICS = ("reward", "eval/accuracy")  # their last values are in a summary
+ABSENT = "-"  # stands for a setting that a run does not have
 
 
 def find_runs(paths: Iterable[Path]) -> list[Path]:
-    """Return the run directories among these and one level below them, by name.
+    """Return the run directories among these paths and one level below them, sorted.
 
     Raises:
         FileNotFoundError: one of the paths is not a folder.
@@ -31,9 +31,9 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
 
 
 def read_state(folder: Path) -> str:
-    """Return `running`, `finished`, `failed`, or `stopped`: it was killed, preempted or interrupted.
+    """Return "running", "finished", "failed", or "stopped" if the run was killed, preempted or interrupted.
 
-    A run on another machine counts as running if that machine's locks are seen here, as on NFS.
+    A run on another machine counts as running if its lock is visible here, as on NFS.
     """
     return "running" if _is_locked(folder) else last_state(folder)
 
@@ -42,6 +42,7 @@ def _is_locked(folder: Path) -> bool:
     path = folder / "lock"
     if not path.is_file():
         return False
+    # A shared lock is refused while the run holds its exclusive one; closing the file releases it.
     with path.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -51,10 +52,11 @@ def _is_locked(folder: Path) -> bool:
 
 
 def read_settings(folder: Path) -> Row:
-    """Read a run's configuration, by dotted keys, without secrets.
+    """Return a run's configuration by dotted keys, such as "training.steps", without secrets.
 
     Raises:
-        OSError: it cannot be read. ValueError: it is malformed.
+        OSError: it cannot be read.
+        ValueError: it is malformed.
     """
     try:
         # The parser in C: a list of runs reads many of these.
@@ -65,20 +67,26 @@ def read_settings(folder: Path) -> Row:
 
 
 def read_metric_rows(folder: Path) -> list[dict[str, float]]:
-    """Read the rows of metrics.jsonl in the order of steps."""
+    """Return the rows of a run's metrics.jsonl in the order of steps, each a number by the name of the metric."""
     return [row for row in map(finite_numbers, read_rows(folder / MARK)) if "step" in row]
 
 
 def last_value(rows: Iterable[dict[str, float]], metric: str) -> float | None:
-    """Return the last value of a metric, which not every row has."""
+    """Return the last value of a metric, which not every row has; None if no row has it.
+
+    >>> last_value([{"step": 1, "reward": 0.5}, {"step": 2}], "reward")
+    0.5
+    """
     return next((row[metric] for row in reversed([*rows]) if metric in row), None)
 
 
 def summarise_run(folder: Path) -> Row:
-    """Return a run's state, last values and size.
+    """Return a run's state, step, number of rollouts and last values of `METRICS`, as an entry of a list of runs.
+
+    `steps` is None if the configuration is damaged; `written` is when the last step was written, in seconds since 1970.
 
     Raises:
-        OSError, ValueError: a file is damaged.
+        OSError, ValueError: another file is damaged.
     """
     newest = [row for row in map(finite_numbers, last_rows(folder / MARK)) if "step" in row]
     values = {name: next((row[name] for row in newest if name in row), None) for name in METRICS}
@@ -99,16 +107,18 @@ def summarise_run(folder: Path) -> Row:
 
 
 def file_signature(folder: Path) -> list[tuple[int, int, int]]:
-    """Return values that change when a file changes that the summary is made of."""
+    """Return a value that changes when one of the files changes that `summarise_run` reads."""
     files = [folder / name for name in (CONFIG, MARK, ROLLOUTS, FINISHED, ENDED)]
     stats = [file.stat() for file in files if file.is_file()]
     return [(stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in stats]
 
 
 def list_differences(folders: list[Path]) -> dict[str, list[Json]]:
-    """Return the settings in which runs differ by key, one value for each run; `ABSENT` if a run lacks the key. The
-    section `run`, their names and folders, is ignored."""
+    """Return the settings in which runs differ: by dotted key, one value for each run, `ABSENT` if it has none.
+
+    The section `run`, with names and folders, is ignored.
+    """
     configurations = [read_settings(folder) for folder in folders]
-    keys = sorted({key for own_settings in configurations for key in own_settings if not key.startswith("run.")})
-    values = {key: [own_settings.get(key, ABSENT) for own_settings in configurations] for key in keys}
-    return {key: given for key, given in values.items() if any(value != given[0] for value in given)}
+    keys = sorted({key for settings in configurations for key in settings if not key.startswith("run.")})
+    values_by_key = {key: [settings.get(key, ABSENT) for settings in configurations] for key in keys}
+    return {key: values for key, values in values_by_key.items() if any(value != values[0] for value in values)}

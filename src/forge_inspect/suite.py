@@ -1,4 +1,4 @@
-"""Evaluation of any model by the section `eval` of a recipe's configuration, without a run."""
+"""Evaluate any model by the section `eval` of a recipe's configuration, without a run."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,25 +16,25 @@ from forge.types import Episode, Sample
 
 
 class AnswerLines:
-    """The answers of evaluations, as lines of JSON."""
+    """Collects the answers of evaluations as lines of JSON, as bytes in `lines`."""
 
     def __init__(self) -> None:
         self.lines = b""
 
     def keep_evaluation(self, samples: Sequence[Sample], episodes: Sequence[Episode], name: str = "") -> None:
-        """Add the answers of one set."""
+        """Add the answers `episodes` to the problems `samples` of the set `name`."""
         self.lines += held_out_lines(0, samples, episodes, name)
 
 
 def evaluate_suite(cfg: RLConfig, answers: Path | None = None) -> dict[str, float]:
-    """Return the metrics of all sets of `cfg.eval` for `cfg.model`, as a run has them at its last step.
+    """Evaluate `cfg.model` on all sets of `cfg.eval`, and return the metrics by name, as a run logs them.
 
     Args:
-        answers: a file for the answers, as held_out.jsonl of a run.
+        answers: a file to which the answers are written in the format of a run's held_out.jsonl; None to discard them.
 
     Raises:
-        ConfigError, ValueError, FileNotFoundError: the configuration, the model or the data do not allow it; nothing
-            was started.
+        ConfigError, ValueError, FileNotFoundError: the configuration, the model or the data is not usable; nothing was
+            started.
     """
     if cfg.model is None:
         raise ConfigError("an evaluation needs a model: its folder or hub id")
@@ -43,7 +43,7 @@ def evaluate_suite(cfg: RLConfig, answers: Path | None = None) -> dict[str, floa
     if not cfg.eval.intervals():
         raise ConfigError("eval.problems is 0 and eval.sets is empty: there is nothing to evaluate")
 
-    # All that a run would check, in the same order: models before data, which may take minutes to read.
+    # The checks of a run, in the same order: models before data, which may take minutes to read.
     check_family(cfg.model)
     model = resolve_model(cfg.model)
     cfg.check_tokenizer(model)
@@ -55,7 +55,7 @@ def evaluate_suite(cfg: RLConfig, answers: Path | None = None) -> dict[str, floa
     keeper = AnswerLines()
 
     async def evaluate_sets() -> dict[str, float]:
-        # As in a run: the settings of rollouts are the defaults of an evaluation.
+        # As in a run, the settings of rollouts are the defaults of an evaluation.
         rollouts = cfg.grpo
         policy = await start_generator(
             cfg,

@@ -10,24 +10,28 @@ from .structure import EQUALITIES, ORDER, Value, as_interval, is_name, order_sid
 from .symbolic import are_equivalent
 from .units import same_kind
 
-_MOST_ITEMS = 64  # of an unordered structure: each is compared with each
-_APPROXIMATE = Fraction(1, 100)  # how far the sides of "≈" may lie apart
+_MOST_ITEMS = 64  # of an unordered structure, as each is compared with each
+_APPROXIMATE = Fraction(1, 100)  # relative difference that the sides of "≈" may have
 _CALCULUS = frozenset([r"\sum", r"\prod", r"\int", r"\lim"])
 
+# Relations whose sides may be exchanged.
 _SYMMETRIC = frozenset(["=", r"\neq", r"\perp", r"\parallel", r"\sim", r"\equiv", r"\approx"])
+# A letter before one of these words starts a sentence, and is no label of a choice.
 _CONTINUED = word_set("and or nor not but is isn minus plus times divided squared cubed maybe perhaps wrong incorrect")
 _PERCENT = (("percent", 1),)
 
 
 def parse_number(text: str) -> tuple[Fraction, bool] | None:
-    r"""Return the value of a text that is one number, exactly, and whether it is written as a percentage; else None.
+    r"""Return the exact value of a text that is one number, and whether it is a percentage; None for any other text.
 
-    Reads thousands separators, currency signs, units, fractions, mixed numbers, decimals, powers of ten and
-    "million"; of an equation the right-hand side, if the others are names or the same number. Units are dropped, never
-    converted.
+    The number may have thousands separators, a currency sign, a unit (which is dropped, not converted) or "million",
+    and may be a fraction, a mixed number, a decimal or a power of ten. Of an equation the last side is the number, if
+    the others are names or the same number.
 
     >>> parse_number("50\\%")
     (Fraction(50, 1), True)
+    >>> parse_number("x = 1\\frac{1}{2}")
+    (Fraction(3, 2), False)
     """
     value = read_value(text)
     if value.kind == "relation":
@@ -37,23 +41,21 @@ def parse_number(text: str) -> tuple[Fraction, bool] | None:
 
 
 def same_text(answer: str, target: str) -> bool:
-    """Return whether two texts have the same tokens, and any. Words of plain text may differ in case.
+    """Return whether two texts have the same tokens; words may differ in case. False for texts without tokens.
 
     >>> same_text("{1, 2}", "{1,2}")
     True
     """
-    return bool(tokenize_answer(answer)) and join_spelling(tokenize_answer(answer)) == join_spelling(
-        tokenize_answer(target)
-    )
+    tokens, target_tokens = tokenize_answer(answer), tokenize_answer(target)
+    return bool(tokens) and join_spelling(tokens) == join_spelling(target_tokens)
 
 
 def are_equal(answer: str, target: str, tolerance: float) -> bool | None:
-    """Return whether two answers agree; None where the target takes too long to compare.
+    """Return whether two answers agree; None if the target takes too long to compare.
 
-    Two numbers agree within `tolerance`, which is relative to targets between -1 and 1 and absolute beyond; only 0
-    agrees with 0. A percentage agrees both with its figure and with its value (50% with 50 and with 0.5). A unit must
-    be the target's, if both have one. Expressions without a decimal point must be equal exactly. No text makes it
-    raise.
+    Two numbers agree within `tolerance`, which is relative to targets between -1 and 1 and absolute for larger ones;
+    only 0 agrees with 0. A percentage agrees both with its figure and with its value (50% with 50 and with 0.5). If
+    both have a unit, it must be the same. Expressions without a decimal point must be equal exactly.
 
     >>> are_equal("0.5", "1/2", 0.0)
     True
@@ -67,16 +69,14 @@ def are_equal(answer: str, target: str, tolerance: float) -> bool | None:
     if max(len(answer), len(target)) > LONGEST:
         return False
 
-    # Letters of choices decide, unless both have a text.
+    # Two choices agree if their letters do, and their texts if both have one.
     label, text = split_choice(answer)
-    target_label, _ = split_choice(target)
-    if target_label and label:
-        both_have_text = text and split_choice(target)[1]
-        return label == target_label and (
-            not both_have_text or join_spelling(text) == join_spelling(split_choice(target)[1])
-        )
+    target_label, target_text = split_choice(target)
+    if label and target_label:
+        same_choice_text = not text or not target_text or join_spelling(text) == join_spelling(target_text)
+        return label == target_label and same_choice_text
 
-    # As values; of a labelled answer also only its text.
+    # Compare the values; of an answer with a label also the value of its text.
     verdict = _same_values(read_value(answer), read_value(target), tolerance)
     if verdict is False and label and text:
         return _same_values(value_of(text), read_value(target), tolerance)
@@ -84,19 +84,24 @@ def are_equal(answer: str, target: str, tolerance: float) -> bool | None:
 
 
 def split_choice(text: str) -> tuple[str, Sequence[Token]]:
-    """Return the letter of a labelled choice and the text after it: B, (B), "B) 12", "B. 12", "option B"; "" for
-    another."""
+    """Return the letter of a choice and the tokens of the text after it; "" and () for a text that is no choice.
+
+    Choices are B, (B), "B) 12", "B. 12" and "option B".
+
+    >>> split_choice("(B)")
+    ('B', ())
+    """
     parts = tokenize_answer(text)
     if len(parts) > 1 and parts[0].text.lower() in ("option", "choice", "answer"):
         parts = parts[1:]
 
     # One letter, in brackets or followed by a mark.
-    bracketed = len(parts) > 2 and parts[0].text == "(" and parts[2].text == ")"
-    letter = parts[1 if bracketed else 0] if parts else None
+    is_bracketed = len(parts) > 2 and parts[0].text == "(" and parts[2].text == ")"
+    letter = parts[1 if is_bracketed else 0] if parts else None
     if letter is None or len(letter.text) != 1 or not letter.text.isalpha():
         return "", ()
-    following = parts[3:] if bracketed else parts[2:]
-    if not bracketed and len(parts) > 1 and parts[1].text not in (")", ".", ":"):
+    following = parts[3:] if is_bracketed else parts[2:]
+    if not is_bracketed and len(parts) > 1 and parts[1].text not in (")", ".", ":"):
         return "", ()
 
     # Several labels are not one choice, nor is a letter before a word that continues the sentence.
@@ -112,8 +117,10 @@ def split_choice(text: str) -> tuple[str, Sequence[Token]]:
 
 
 def _same_values(answer: Value, target: Value, tolerance: float) -> bool | None:
-    """Return whether two values agree; None where the target takes too long to compare. The first rule that fits
-    decides."""
+    """Return whether two values agree; None if the target takes too long to compare.
+
+    The first of these rules that applies to the kinds of both decides.
+    """
     if same_spelling(answer, target):
         return True
 
@@ -126,7 +133,7 @@ def _same_values(answer: Value, target: Value, tolerance: float) -> bool | None:
     if "relation" in (answer.kind, target.kind):
         return _same_relation(answer, target, tolerance)
 
-    # x < 1 or x > 3 is read as the union of two intervals where the other one is an interval.
+    # x < 1 or x > 3 is read as the union of two intervals if the other value is an interval or a union.
     if target.kind in ("tuple", "union") and answer.kind in ("list", "such"):
         answer = as_interval(answer) or answer
     if answer.kind in ("tuple", "union") and target.kind in ("list", "such"):
@@ -165,7 +172,7 @@ def _same_values(answer: Value, target: Value, tolerance: float) -> bool | None:
 
 
 def _is_assignment(value: Value) -> bool:
-    """Return whether it gives values to several names: x = 1, y = 2."""
+    """Return whether a value is a list of equations that give values to different names: x = 1, y = 2."""
     if value.kind != "list" or not all(item.kind == "relation" and item.ends == ("=",) for item in value.items):
         return False
     names = [join_spelling(item.items[0].parts) for item in value.items]
@@ -177,7 +184,7 @@ def _has_inequality(value: Value) -> bool:
 
 
 def _all_true(verdicts: Iterable[bool | None]) -> bool | None:
-    """Return whether all are true; None where that depends on one that is unknown."""
+    """Return whether all verdicts are True: False if one is False, otherwise None if one is None (unknown)."""
     unknown = False
     for verdict in verdicts:
         if verdict is False:
@@ -193,7 +200,7 @@ def _all_same(answers: Sequence[Value], targets: Sequence[Value], tolerance: flo
 
 
 def _same_members(answers: Sequence[Value], targets: Sequence[Value], tolerance: float) -> bool | None:
-    """Return whether two collections hold the same values in any order."""
+    """Return whether two collections have the same values in any order; None if that is unknown."""
     if len(answers) != len(targets) or len(answers) > _MOST_ITEMS:
         return False
     unmatched = list(targets)
@@ -206,12 +213,13 @@ def _same_members(answers: Sequence[Value], targets: Sequence[Value], tolerance:
 
 
 def _same_relation(answer: Value, target: Value, tolerance: float) -> bool | None:
-    """Return whether two values agree, of which at least one is an equation, an inequality or another relation."""
-    # One relation: it is an interval, or an equation that gives the other's value.
+    """Return whether two values agree, at least one of which is a relation, such as an equation or an inequality."""
+    # One relation: an inequality is an interval, and an equation may give the value of the other.
     if target.kind != "relation":
         interval = as_interval(answer) if target.kind in ("tuple", "union", "set", "such") else None
         if interval is not None:
-            return _same_values(interval, (as_interval(target) if target.kind == "such" else None) or target, tolerance)
+            target_interval = as_interval(target) if target.kind == "such" else None
+            return _same_values(interval, target_interval or target, tolerance)
         return _equation_gives(answer, target, tolerance)
 
     gives_value = target.ends == ("=",) and is_name(target.items[0])
@@ -221,18 +229,18 @@ def _same_relation(answer: Value, target: Value, tolerance: float) -> bool | Non
             return _same_values(as_interval(answer) or answer, interval, tolerance)
         return gives_value and _same_values(answer, target.items[1], tolerance)
 
-    # Two equations that give values: of one name, the values decide; of two, different numbers are different answers.
+    # Two equations that give values: for the same name the values are compared; for different names, y = 2 and x = 3, a
+    # number in the target is never agreed with.
     if gives_value and is_name(answer.items[0]) and set(answer.ends) <= EQUALITIES:
         if _same_name(answer.items[0], target.items[0]):
             return _equation_gives(answer, target.items[1], tolerance)
         if target.items[1].tree is not None and is_numeric(target.items[1].tree):
             return False
 
-    # Inequalities in one direction; different signs may still be one interval.
+    # Inequalities are turned so that they rise, and with different relations they may still be the same interval.
     if set(answer.ends) | set(target.ends) <= ORDER.keys():
-        answer, target = (
-            value._replace(items=sides, ends=ends) for value in (answer, target) for sides, ends in [order_sides(value)]
-        )
+        (sides, ends), (target_sides, target_ends) = order_sides(answer), order_sides(target)
+        answer, target = answer._replace(items=sides, ends=ends), target._replace(items=target_sides, ends=target_ends)
 
     if answer.ends != target.ends:
         intervals = as_interval(answer), as_interval(target)
@@ -243,7 +251,7 @@ def _same_relation(answer: Value, target: Value, tolerance: float) -> bool | Non
     if target.ends[0] in _SYMMETRIC and _all_same(answer.items[::-1], target.items, tolerance):
         return True
 
-    # Else as a difference of sides, which may be multiplied by a factor.
+    # Otherwise compare the differences of their sides, which may differ by a factor: 2x = 2y and x = y.
     kind = {"=": "equation", "<": "inequality", r"\leq": "inequality"}.get(target.ends[0])
     trees = [side.tree for side in (*answer.items, *target.items)]
     if kind is None or None in trees or (gives_value and is_numeric(target.items[1].tree or [])):
@@ -254,21 +262,23 @@ def _same_relation(answer: Value, target: Value, tolerance: float) -> bool | Non
 
 
 def _same_name(name: Value, target: Value) -> bool:
-    """Return whether two names are the same, or y and a function of one letter."""
+    """Return whether two names are the same, or one is y and the other a function of one letter, as f(x)."""
     names = [" ".join(join_spelling(value.parts)) for value in (name, target)]
     applied = [len(value.parts) == 4 and value.parts[1].text == "(" for value in (name, target)]
     return names[0] == names[1] or ("y" in names and any(applied))
 
 
 def _equation_gives(equation: Value, target: Value, tolerance: float) -> bool | None:
-    """Return whether an equation gives the target: its last side does, and the others are names, or equal to it."""
+    """Return whether an equation gives the target: its last side agrees with it, and the others are names or equal.
+
+    In an approximate equation, such as pi/2 ≈ 1.57, any side may agree with the target.
+    """
     if not set(equation.ends) <= EQUALITIES:
         return False
     sides = [side for side in equation.items if not is_name(side)] or [equation.items[-1]]
     if r"\approx" in equation.ends:
-        figures = [(_exact_number(side) or (None, False))[0] for side in sides]
-        exact = [figure for figure in figures if figure is not None]
-        if exact and max(exact) - min(exact) > _APPROXIMATE * max(map(abs, exact)):
+        numbers = [number[0] for side in sides if (number := _exact_number(side)) is not None]
+        if numbers and max(numbers) - min(numbers) > _APPROXIMATE * max(map(abs, numbers)):
             return False
         verdicts = [_same_values(side, target, tolerance) for side in sides]
         return True if True in verdicts else (None if None in verdicts else False)
@@ -287,15 +297,17 @@ def _equation_gives(equation: Value, target: Value, tolerance: float) -> bool | 
 
 
 def _calculus_tree(value: Value) -> Tree | None:
-    """Return the tree of an expression, or LaTeX of sums, products, integrals and limits, which math-verify's parser
-    reads."""
+    """Return a tree for the symbolic comparison: that of an expression, or the LaTeX of a sum, an integral or a limit.
+
+    None for a value that is neither.
+    """
     if value.kind == "expression" or not any(token.text in _CALCULUS for token in value.parts):
         return value.tree
     return ["latex", " ".join(token.text for token in value.parts)]
 
 
 def _exact_number(value: Value) -> tuple[Fraction, bool] | None:
-    """Return the value of an expression that is one number, and whether it is a percentage."""
+    """Return the value of an expression that is one number, and whether it is a percentage; None for any other."""
     exact = None if value.tree is None else literal_value(value.tree)
     return None if exact is None else (exact, value.unit == _PERCENT)
 
@@ -306,7 +318,7 @@ def _same_expression(answer: Value, target: Value, tolerance: float) -> bool | N
     assert answer.tree is not None
     assert target.tree is not None
     answer_number, target_number = _exact_number(answer), _exact_number(target)
-    # A calculation is not its result, and letters are variables.
+    # A target that is one number needs a value: a calculation such as 2 + 2 is no result, and letters are variables.
     is_value = is_numeric(answer.tree) or (target.tree[0] == "decimal" and not has_names(answer.tree))
     if target_number is not None and (answer.computed or not is_value):
         return False

@@ -1,4 +1,4 @@
-"""Expressions: tokens as a tree of exact numbers, names and operations, as a reader of mathematics understands them.
+"""Parse the tokens of an expression to a tree of exact numbers, names and operations.
 
 A tree is nested lists, which JSON can carry to the process that computes: ["number", "3/4"], ["decimal", "3/4"] for one
 written with a point, ["name", "x_1"], ["constant", "pi"], and operations with their arguments.
@@ -16,12 +16,12 @@ _CONSTANTS = {r"\pi": "pi", r"\infty": "oo", "e": "e", "i": "i"}
 _ACCENTS = frozenset(
     [r"\vec", r"\bar", r"\hat", r"\dot", r"\tilde", r"\textcircled", r"\mathbb", r"\angle", r"\triangle"]
 )
-# Letters that are functions before a bracket; x(x + 1) is a product.
+# Letters that are functions before a bracket, as in f(x); with other letters, x(x + 1) is a product.
 _APPLIED = frozenset(["f", "g", "h", "F", "G", "H", "P", r"\phi", r"\psi", r"\omega", r"\Gamma"])
 _NAMES = GREEK | frozenset([r"\ell", r"\hbar", r"\emptyset"])
 _COMMANDS = frozenset([r"\frac", r"\binom", r"\pi", r"\infty", r"\lfloor", r"\lceil"])
 _BRACKETS = {"(": ")", "[": "]", "{": "}", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil"}
-_DEEPEST = 40  # operations; a reader of one takes up to seven calls
+_DEEPEST = 40  # nested operations, each of which takes up to seven nested calls to parse
 
 
 class Unreadable(ValueError):
@@ -29,8 +29,11 @@ class Unreadable(ValueError):
 
 
 class Parser:
-    """A reader of one expression. After `read`, `computed` says whether it is a calculation of numbers, such as 2 + 2
-    or 2(2), rather than a value; powers, roots and fractions are values."""
+    """A recursive-descent parser of the tokens of one expression, with a method for each level of precedence.
+
+    After `read`, `computed` is True for a calculation of numbers, such as 2 + 2 or 2(2), and False for a value; powers,
+    roots and fractions are values.
+    """
 
     def __init__(self, parts: Sequence[Token]) -> None:
         self._parts, self._position = parts, 0
@@ -76,8 +79,11 @@ class Parser:
         return terms[0] if len(terms) == 1 else ["add", *terms]
 
     def _parse_sign(self) -> int:
-        """Return the sign before a term, -1 or 1. Two signs are unreadable."""
-        return 1 if self._skip_token("+") or not self._skip_token("-") else -1
+        """Consume one sign before a term, if there is one, and return -1 or 1."""
+        is_negative = self._skip_token("-")
+        if not is_negative:
+            self._skip_token("+")
+        return -1 if is_negative else 1
 
     @staticmethod
     def _apply_sign(tree: Tree, sign: int) -> Tree:
@@ -115,7 +121,7 @@ class Parser:
                 factors.append(factor)
 
     def _parse_mixed(self, integer: Tree) -> Tree | None:
-        """Read a mixed number, 1\\frac{1}{2} or 1 1/2: a whole number with the proper fraction after it; else None."""
+        """Return the mixed number of the last token and a proper fraction after it, 1\\frac{1}{2} or 1 1/2, or None."""
         if integer[0] != "number" or self._parts[self._position - 1].text != integer[1]:
             return None
         next_parts = self._parts[self._position : self._position + 3]
@@ -137,7 +143,7 @@ class Parser:
     def _starts_factor(self) -> bool:
         if self._position >= len(self._parts):
             return False
-        # Bars open only outside of bars: inside they close.
+        # A bar outside of bars opens, one inside closes.
         token = self._parts[self._position]
         if token.text == "|":
             return not self._bars
@@ -150,7 +156,7 @@ class Parser:
     def _parse_power(self) -> Tree:
         tree = self._parse_base()
         while True:
-            # Marks after a base: a power or degrees, a factorial, per cent.
+            # Signs after a base: a power or degrees, a factorial, percent.
             if self._skip_token("^"):
                 tree = ["degree", tree] if self._skip_token(r"\circ") else ["power", tree, self._parse_exponent()]
             elif self._skip_token("!"):
@@ -205,7 +211,7 @@ class Parser:
         return self._parse_name(token)
 
     def _parse_brackets(self, opening: str, several: bool) -> list[Tree]:
-        """Read what is in brackets, perhaps several sums between commas. Its bars are counted separately."""
+        """Return the sum in brackets, or several sums separated by commas. Bars inside have their own nesting."""
         bars, self._bars = self._bars, 0
         sums = [self._parse_sum()]
         while several and self._skip_token(","):
@@ -215,7 +221,7 @@ class Parser:
         return sums
 
     def _parse_argument(self, read: Callable[[], Tree] | None = None) -> Tree:
-        """Read the argument of a command such as \\frac, a token or a group, by `read`. It may have a sign."""
+        """Return the argument of a command such as \\frac, with its sign: by default a token or a group in braces."""
         sign = self._parse_sign()
         return self._apply_sign((read or self._parse_base)(), sign)
 
@@ -229,19 +235,14 @@ class Parser:
             elif name == "log" and self._skip_token("_"):
                 base = self._parse_argument()
 
-        tree = [
-            "call",
-            name if base is None else "log_base",
-            *([] if base is None else [base]),
-            *self._parse_operands(),
-        ]
+        function = [name] if base is None else ["log_base", base]
+        tree = ["call", *function, *self._parse_operands()]
         if power == ["negate", ["number", "1"]] and name in ("sin", "cos", "tan"):
             return ["call", f"arc{name}", *tree[2:]]
         return tree if power is None else ["power", tree, power]
 
     def _parse_operands(self) -> list[Tree]:
-        """Return the operands of a function: in brackets, or the product that follows, up to the next function or
-        operator."""
+        """Return the operands of a function: those in brackets, or the product up to the next function or operator."""
         if self._peek_token() in ("(", "{"):
             return self._parse_brackets(self._take_token().text, several=True)
         if self._peek_token() == "-":
@@ -263,19 +264,19 @@ class Parser:
             raise Unreadable(f"{text!r} is not a name")
 
         # An index or a prime belongs to the name.
-        plain = True
+        is_plain = True
         while self._peek_token() in ("_", "'"):
             text += self._take_token().text
-            plain = False
+            is_plain = False
             if text[-1] == "_":
                 text += self._parse_spelled()
 
         if self._peek_token() == "(" and text.rstrip("'").partition("_")[0] in _APPLIED:
             return ["apply", text, *self._parse_operands()]
-        return ["constant", _CONSTANTS[text]] if plain and text in _CONSTANTS else ["name", text]
+        return ["constant", _CONSTANTS[text]] if is_plain and text in _CONSTANTS else ["name", text]
 
     def _parse_spelled(self, several: bool = False) -> str:
-        """Return the text of an index or of what an accent is on: a token, a group, or several letters."""
+        """Return the text of an index or under an accent: a token, a group, or with `several` all following letters."""
         if self._peek_token() == "{":
             end = find_closing(self._parts, self._position)
             inner = "".join(_is_index_token(part) for part in self._parts[self._position + 1 : end])
@@ -290,13 +291,16 @@ class Parser:
 
 
 def parse_expression(parts: Sequence[Token]) -> tuple[Tree, bool]:
-    """Return the tree of an expression, and whether it is a calculation. Unreadable: it is not an expression."""
+    """Return the tree of an expression, and whether it is a calculation of numbers rather than a value.
+
+    Unreadable: the tokens are not one expression.
+    """
     parser = Parser(parts)
     try:
         tree = parser.read()
     except RecursionError:
         raise Unreadable("operations nest too deeply") from None
-    # The depth of the tree, level by level, as every reader of it recurses.
+    # Limit the depth of the tree, as every function on it recurses: walk it level by level.
     layer = [tree]
     for _ in range(_DEEPEST):
         layer = [argument for node in layer for argument in node[1:] if isinstance(argument, list)]
@@ -306,7 +310,7 @@ def parse_expression(parts: Sequence[Token]) -> tuple[Tree, bool]:
 
 
 def _is_index_token(token: Token) -> str:
-    """Return a token of an index: max is a word there, not a function."""
+    """Return the text of a token in an index, where max is a word and not a function."""
     return token.text[1:] if token.text[1:] in FUNCTIONS else token.text
 
 
@@ -329,34 +333,33 @@ def _make_number(text: str) -> Tree:
 
 
 def is_numeric(tree: Tree) -> bool:
-    """Return whether it has numbers only."""
+    """Return whether a tree has numbers and operations only: no names, constants or functions without a definition."""
     if tree[0] in ("name", "constant", "apply"):
         return False
     return all(is_numeric(argument) for argument in tree[1:] if isinstance(argument, list))
 
 
 def has_names(tree: Tree) -> bool:
-    """Return whether it has variables, or the imaginary unit."""
+    """Return whether a tree has variables, functions without a definition, or the imaginary unit."""
     if tree[0] in ("name", "apply") or tree == ["constant", "i"]:
         return True
     return any(has_names(argument) for argument in tree[1:] if isinstance(argument, list))
 
 
 def is_rational(tree: Tree) -> bool:
-    """Return whether it is a number, a fraction of numbers, or either with a sign."""
+    """Return whether a tree is a number, a fraction of numbers, or either with a sign."""
     if tree[0] in ("negate", "divide"):
         return all(map(is_rational, tree[1:]))
     return tree[0] in ("number", "decimal")
 
 
 def is_power_of_ten(tree: Tree) -> bool:
-    """Return whether it is a power of ten."""
+    """Return whether a tree is a power of ten, 10^n."""
     return tree[0] == "power" and tree[1] == ["number", "10"] and is_rational(tree[2])
 
 
 def literal_value(tree: Tree) -> Fraction | None:
-    """Return the value of one number as it is written: with a sign, as a fraction, times a power of ten; None of
-    another."""
+    """Return the value of one number, perhaps with a sign, as a fraction or times a power of ten; None for others."""
     if tree[0] == "negate":
         value = literal_value(tree[1])
         return None if value is None else -value
@@ -366,7 +369,11 @@ def literal_value(tree: Tree) -> Fraction | None:
 
 
 def compute_value(tree: Tree) -> Fraction | None:
-    """Return the exact value of sums, products, quotients and powers of numbers; None of another tree."""
+    """Return the exact value of sums, products, quotients and powers of numbers; None for any other tree.
+
+    >>> compute_value(["divide", ["number", "1"], ["add", ["number", "1"], ["number", "2"]]])
+    Fraction(1, 3)
+    """
     kind, *arguments = tree
     if kind in ("number", "decimal"):
         return Fraction(arguments[0])
@@ -376,7 +383,6 @@ def compute_value(tree: Tree) -> Fraction | None:
     if any(value is None for value in values):
         return None
 
-    # Powers within bounds, so that no number becomes too large to compare.
     first, *operands = [value for value in values if value is not None]
     if kind == "negate":
         return -first
@@ -387,12 +393,8 @@ def compute_value(tree: Tree) -> Fraction | None:
     if kind == "divide":
         return first / operands[0] if operands[0] else None
 
-    if (
-        operands[0].denominator != 1
-        or abs(operands[0]) > 999
-        or (not first and operands[0] < 0)
-        or abs(first.numerator) > 10**60
-    ):
-        return None
-
-    return first ** int(operands[0])
+    # A power, within bounds so that no number becomes too large to compare.
+    exponent = operands[0]
+    is_small = abs(exponent) <= 999 and abs(first.numerator) <= 10**60
+    is_defined = exponent.denominator == 1 and (first != 0 or exponent >= 0)
+    return first ** int(exponent) if is_small and is_defined else None

@@ -1,7 +1,7 @@
-"""The tokens of an answer: one notation for Unicode, LaTeX and plain text, in which nothing that has a meaning is lost.
+"""The tokens of an answer: one notation for Unicode, LaTeX and plain text, which keeps everything that has a meaning.
 
-Spaces, delimiters of mathematics, sizes of brackets, fonts and invisible characters go. Case, exponents, indices,
-primes, "!", bases, signs and arrows stay.
+Spaces, delimiters of mathematics, sizes of brackets, fonts and invisible characters are removed. Case, exponents,
+indices, primes, "!", bases, signs and arrows are kept.
 """
 
 import re
@@ -11,15 +11,15 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-DEEPEST = 40  # brackets
+DEEPEST = 40  # nested brackets
 
 
 def word_set(text: str) -> frozenset[str]:
-    """Return the words of a text."""
+    """Return the set of the words in a text, which are separated by spaces."""
     return frozenset(text.split())
 
 
-LONGEST = 4000  # characters of a final answer; longer ones compare as they are
+LONGEST = 4000  # characters of a final answer; longer ones are compared as texts
 RAISED = frozenset("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ")  # exponents
 _RAISED = re.compile(f"[{''.join(sorted(RAISED))}]+")
 _LOWERED = re.compile("[₀₁₂₃₄₅₆₇₈₉₊₋ₙ]+")  # indices
@@ -40,7 +40,7 @@ _OPERATORS = """ϕ phi ϑ theta ϵ epsilon ∞ infty ≤ leq ≥ geq ⩽ leq ⩾
 mathbb{Q} ℂ mathbb{C} ⌊ lfloor ⌋ rfloor ⌈ lceil ⌉ rceil ∧ wedge ∨ vee ¬ neg ∀ forall ∃ exists … ldots ≡ equiv ∼ sim
 ⟨ langle ⟩ rangle"""
 _COMMANDS |= dict(zip(_OPERATORS.split()[::2], _OPERATORS.split()[1::2], strict=True))
-# Commands that say the same, by the one that is kept; "" where they carry no meaning.
+# Commands with the same meaning, by the form that replaces them: "" for those without a meaning.
 _SAME = {
     r"\frac": "dfrac tfrac cfrac",
     r"\binom": "dbinom tbinom",
@@ -106,9 +106,9 @@ _TOKEN = re.compile(
     r"|(?P<symbol>.)",
     re.DOTALL,
 )
-# Units with a prefix that changes their kind.
+# Units with a metric prefix.
 PREFIXED = frozenset(f"{prefix}{unit}" for prefix in "nmckMG" for unit in [*"mgsLlNJWVA", "Pa", "Hz", "eV"]) - {"Gs"}
-# Units of two letters, words after a figure and a space; the second, also without the space.
+# Short words that are units after a number and a space; those of GLUED also directly after a number.
 UNITS = PREFIXED | word_set("lb oz ft mi yd hr am pm Hz Pa eV dB Wb in")
 GLUED = word_set(
     "and or cm mm km kg ml mL lb lbs oz ft in mph kmh min hrs am pm kHz MHz GHz degrees meters miles hours"
@@ -118,8 +118,8 @@ _CLOSED_BY = {"{": "}", "(": ")", "[": "]", r"\{": r"\}"}
 
 
 class Token(NamedTuple):
-    """A token with its kind ("number", "command" as `\\sin`, "letter", "word" or "symbol"), whether a space is before
-    it, and whether it is the content of a text command."""
+    """A token. `kind` is "number", "command" (such as `\\sin`), "letter", "word" or "symbol"; `spaced`: a space is
+    before it; `upright`: it is a word in a command such as \\text."""
 
     text: str
     kind: str
@@ -129,30 +129,32 @@ class Token(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def tokenize_answer(text: str) -> tuple[Token, ...]:
-    """Return the tokens of a final answer; of a text of more than LONGEST characters, or with brackets that nest more
-    than DEEPEST times, one, the text itself."""
+    """Return the tokens of a final answer; one word, the whole text, if it has more than LONGEST characters or
+    brackets that nest more than DEEPEST times."""
     if len(text) > LONGEST or _nesting_depth(text) > DEEPEST:
         return (Token(text.strip(), "word"),)
     return tuple(_trim_tokens(_remove_braces(list(_split_tokens(_to_plain(text))))))
 
 
 def join_spelling(parts: Sequence[Token]) -> tuple[str, ...]:
-    """Return the common form of texts that say the same: the tokens, words without their case and a leading article."""
-    spelled = [token.text for token in parts if token.kind == "word"]
-    shouted = len(spelled) > 1 and max(map(len, spelled)) > 4 and all(map(str.isupper, spelled))
-    texts = tuple(token.text.casefold() if shouted and token.kind == "word" else fold_token(token) for token in parts)
+    """Return the texts of tokens in a form to compare: without a leading article, and words in lower case."""
+    words = [token.text for token in parts if token.kind == "word"]
+    is_shouted = len(words) > 1 and max(map(len, words)) > 4 and all(map(str.isupper, words))  # no names in capitals
+    texts = tuple(
+        token.text.casefold() if is_shouted and token.kind == "word" else fold_token(token) for token in parts
+    )
     return texts[1:] if len(texts) > 1 and parts[0].kind == "word" and texts[0] in ("the", "an") else texts
 
 
 def fold_token(token: Token) -> str:
-    """Return the text of a token; of a word in lower case, unless it may be a name in capitals, such as ABD or MHz."""
+    """Return the text of a token, a word in lower case unless it may be a name in capitals, such as ABD or MHz."""
     text = token.text
     is_name = len(text) < 5 and not text.islower() and (not text.istitle() or text in PREFIXED or len(text) == 1)
     return text if token.kind != "word" or is_name else text.casefold()
 
 
 def find_closing(parts: Sequence[Token], start: int) -> int:
-    """Return the index of the bracket that closes the one at `start`, or the number of tokens. Any closes any."""
+    """Return the index of the bracket, of any kind, that closes the one at `start`; the number of tokens for none."""
     depth = 0
     for index in range(start, len(parts)):
         depth += (parts[index].text in _CLOSED_BY) - (parts[index].text in _CLOSED_BY.values())
@@ -162,7 +164,7 @@ def find_closing(parts: Sequence[Token], start: int) -> int:
 
 
 def _nesting_depth(text: str) -> int:
-    """Return the depth of nested brackets, of all kinds."""
+    """Return how deep brackets of all kinds nest in a text."""
     depth = deepest = 0
     for bracket in re.findall(r"[(\[{}\])]", text):
         depth += 1 if bracket in "([{" else -1
@@ -179,7 +181,7 @@ def _brace_mark(mark: str) -> Callable[[re.Match[str]], str]:
 
 
 def _expand_fraction(character: re.Match[str]) -> str:
-    """Return a fraction of one character as LaTeX."""
+    """Return a fraction that is one character, such as ½, as LaTeX."""
     top, bottom = unicodedata.normalize("NFKC", character[0]).split("⁄")
     return rf" \frac{{{top}}}{{{bottom}}}"
 
@@ -215,7 +217,7 @@ _REWRITES: list[Rewrite] = [
 
 
 def _to_plain(text: str) -> str:
-    """Write Unicode symbols as LaTeX, remove delimiters, and mark the words of text commands by NUL characters."""
+    """Return a text with Unicode as LaTeX, without delimiters, and with the words of text commands between NULs."""
     text = _to_latex(text.replace("\x00", " "))
     # Marks of Markdown and of mathematics around the answer.
     text = _remove_dollars(text.strip().strip("*_`").strip())
@@ -225,7 +227,7 @@ def _to_plain(text: str) -> str:
 
 
 def _to_latex(text: str) -> str:
-    """Remove invisible characters, and write symbols, digits, fractions, exponents and indices of Unicode as LaTeX."""
+    """Return a text without invisible characters, and with all Unicode of mathematics as LaTeX."""
     if text.isascii():
         return text
     # Invisible characters go first: they split numbers and commands.
@@ -237,7 +239,7 @@ def _to_latex(text: str) -> str:
 
 
 def _remove_dollars(text: str) -> str:
-    """Remove the dollars around mathematics; one that is money becomes a word, like the signs of other currencies."""
+    """Return a text without the dollars around mathematics, and with currency signs as words between NULs."""
     if len(re.findall(r"(?<!\\)\$", text)) % 2:
         text = re.sub(r"(?<!\\)\$(?=\s*[-+]?[\d.])", r"\\$", text, count=1)
     text = re.sub(r"(?<!\\)\$", " ", text)
@@ -247,7 +249,7 @@ def _remove_dollars(text: str) -> str:
 
 
 def _unwrap_commands(text: str) -> str:
-    """Replace commands of fonts, colours and boxes by their content in braces; words of text are put between NULs."""
+    """Return a text with commands of fonts, colours and boxes replaced by their content, words of text between NULs."""
     pieces: list[str] = []
     end = 0
     for command in _WRAPPER.finditer(text):
@@ -276,17 +278,17 @@ def _unwrap_commands(text: str) -> str:
 
 
 def _mark_words(content: str) -> str:
-    """Return text with its words between NULs."""
+    """Return the content of a text command with its words between NULs."""
 
     def mark_run(run: re.Match[str]) -> str:
-        worthy = len(run[0]) == 1 or is_word(run[0]) or run[0] in UNITS or re.search("[a-z]", run[0]) is not None
-        return f"\x00{run[0]}\x00" if worthy else run[0]
+        is_text = len(run[0]) == 1 or is_word(run[0]) or run[0] in UNITS or re.search("[a-z]", run[0]) is not None
+        return f"\x00{run[0]}\x00" if is_text else run[0]
 
     return " " + re.sub(r"(?<![\\\x00A-Za-z])[A-Za-z]+(?![\x00A-Za-z])", mark_run, content) + " "
 
 
 def _read_upright(content: str, before: str) -> str:
-    """Read the content of `\\mathrm`: a function, a word, a unit of one letter after a figure, or letters."""
+    """Return the content of `\\mathrm` as a function, a word, a unit of one letter after a number, or letters."""
     if content in FUNCTIONS:
         return f"\\{content} "
     is_unit = len(content) == 1 and content.isalpha() and content not in "eid" and (before.isdigit() or before in ")}")
@@ -296,7 +298,7 @@ def _read_upright(content: str, before: str) -> str:
 
 
 def _group_end(text: str, start: int) -> int:
-    """Return the end of the group in braces that starts at `start`; `start` if none starts there, or it is not
+    """Return the index after the group in braces that starts at `start`; `start` if there is none, or it is not
     closed."""
     if text[start : start + 1] != "{":
         return start
@@ -309,7 +311,7 @@ def _group_end(text: str, start: int) -> int:
 
 
 def _split_tokens(text: str) -> Iterator[Token]:
-    """Yield tokens of text in one notation. In brackets a comma always separates; elsewhere it may group digits."""
+    """Yield the tokens of a text that `_to_plain` returned. A comma may group digits outside of brackets only."""
     spaced = False
     depth = position = 0
     last: Token | None = None
@@ -342,9 +344,8 @@ def _split_tokens(text: str) -> Iterator[Token]:
 
 
 def _split_letters(run: str, spaced: bool, before: Token | None, glued_after: bool) -> Iterator[Token]:
-    """Yield a run of letters after a token, perhaps with more mathematics glued to it: a function, a word, or
-    variables."""
-    # Letters next to mathematics are variables; next to text, a word.
+    """Yield the tokens of a run of letters: a function, a word, or a variable for each letter. `before` is the token
+    before it, and `glued_after` says whether mathematics follows without a space, which makes it variables."""
     after_figure = before is not None and before.kind == "number"
     glued = glued_after or (
         before is not None and not spaced and before.text not in ("(", "-", "'", ",", "/", "|", '"')
@@ -361,7 +362,7 @@ def _split_letters(run: str, spaced: bool, before: Token | None, glued_after: bo
 
 def is_word(run: str) -> bool:
     """Return whether a run of letters is a word rather than a product of variables: it has a vowel, three different
-    letters, no capital inside, and is not a run of the alphabet with at most single gaps, such as abd and CBA."""
+    letters and no capital inside, and its letters are not neighbours in the alphabet with single gaps, as in CBA."""
     if len(run) < 3:
         return run in SHORT_WORDS or (run.istitle() and run.lower() in SHORT_WORDS)
     if not (run.islower() or run.isupper() or run.istitle()) or not re.search("[aeiouyAEIOUY]|[^\x00-\x7f]", run):
@@ -372,7 +373,7 @@ def is_word(run: str) -> bool:
 
 
 def _remove_braces(parts: list[Token]) -> list[Token]:
-    """Remove braces around a single token: x^{2} is x^2."""
+    """Return tokens without braces around a single one: x^{2} is x^2."""
     unbraced: list[Token] = []
     for token in parts:
         if token.text == "}" and len(unbraced) > 1 and unbraced[-2].text == "{" and unbraced[-1].text not in "{}":
@@ -384,12 +385,12 @@ def _remove_braces(parts: list[Token]) -> list[Token]:
 
 
 def _trim_tokens(parts: list[Token]) -> list[Token]:
-    """Remove a leading "=", closing punctuation, and braces around all of it."""
+    """Return tokens without a leading "=", punctuation at the end, and braces around all of them."""
     while parts and parts[0].text in ("=", r"\approx"):
         parts = parts[1:]
     while parts:
-        exclaimed = parts[-1].text == "!" and len(parts) > 1 and parts[-2].kind == "word"
-        if exclaimed or parts[-1].text in (".", ",", ";", ":", r"\\", "\\"):
+        is_exclamation = parts[-1].text == "!" and len(parts) > 1 and parts[-2].kind == "word"
+        if is_exclamation or parts[-1].text in (".", ",", ";", ":", r"\\", "\\"):
             parts = parts[:-1]
         elif len(parts) > 1 and parts[0].text == "{" and find_closing(parts, 0) == len(parts) - 1:
             parts = parts[1:-1]

@@ -1,4 +1,4 @@
-"""Answers as values: expressions with units, and tuples, intervals, sets, lists, matrices, equations made of them."""
+"""Parse answers to values: expressions with units, and tuples, intervals, sets, lists, matrices, equations of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _RELATIONS = frozenset(
     [*EQUALITIES, *ORDER, r"\neq", r"\in", r"\notin", r"\subset", r"\subseteq", r"\supset", r"\supseteq"]
 )
 _RELATIONS |= frozenset([r"\equiv", r"\sim", r"\perp", r"\parallel", r"\to", r"\Rightarrow"])
-# Words that make of a name another value, or take it back.
+# Words that change the value that a name stands for, or deny it.
 _CHANGES = word_set(
     "not no never isn neither half twice double triple third quarter square squared cube cubed reciprocal inverse sum"
     " product difference quotient times negative opposite root minus plus ratio twofold"
@@ -26,17 +26,21 @@ _CHANGES = word_set(
 _HEDGES = word_set("about approximately exactly only around roughly therefore thus indeed simply just then")
 _NUMERALS = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9"}
 SCALES = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_INFINITY = Token(r"\infty", "command")
-_MINUS = Token("-", "symbol")
+_INFINITY, _MINUS = Token(r"\infty", "command"), Token("-", "symbol")
 
 
 class Value(NamedTuple):
-    """The meaning of tokens. By kind:
+    """The meaning of tokens (`parts`). The other fields depend on `kind`:
 
-    "expression": `tree` with its `unit`; "based": digits in a base, as `ends`; "text": none of the others.
-    "list", "set", "union", "tuple" (with brackets as `ends`), "matrix" (rows, `ends` its environment): `items`.
+    "expression": `tree` and `unit`; `computed` is True for a calculation of numbers.
+    "based": a number in a base; `ends` are its digits and the base.
+    "list", "set": `items`; `ends` of a list is ("or",) if its values are alternatives.
+    "tuple": `items`, with its brackets as `ends`; also intervals.
+    "union": `items`, with the sign between them as `ends`; also intersections.
+    "matrix": `items` are its rows, `ends` its environment.
     "relation": `items` are the sides, `ends` the relations between them.
-    "where": a value with a condition; "such": a name with the conditions of a set.
+    "where": `items` are a value and its condition. "such": `items` are a name and the condition of a set.
+    "text": anything else.
     """
 
     kind: str
@@ -50,7 +54,7 @@ class Value(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def read_value(text: str) -> Value:
-    """Return the value of an answer."""
+    """Return the value of an answer; a text if it nests too deeply."""
     parts = tokenize_answer(text)
     try:
         return value_of(parts)
@@ -59,7 +63,7 @@ def read_value(text: str) -> Value:
 
 
 def value_of(parts: Sequence[Token]) -> Value:
-    """Return the value of tokens. What has no structure that this module knows is a text."""
+    """Return the value of tokens, by the first reader that recognises their structure; otherwise a text."""
     while parts and parts[0].kind == "word" and parts[0].text.lower() in _HEDGES:
         parts = parts[1:]
     while len(parts) > 1 and parts[0].text == "{" and find_closing(parts, 0) == len(parts) - 1:
@@ -87,7 +91,14 @@ def value_of(parts: Sequence[Token]) -> Value:
 def split_tokens(
     parts: Sequence[Token], separators: Collection[str], words: Collection[str] = ()
 ) -> tuple[list[tuple[Token, ...]], list[str]]:
-    """Return tokens between separators and words outside brackets and environments, and the texts of these."""
+    """Return the pieces of tokens between separators, and the text of each separator.
+
+    Separators inside brackets and environments do not count.
+
+    Args:
+        separators: texts of tokens.
+        words: texts of word tokens in lower case that separate too.
+    """
     pieces: list[tuple[Token, ...]] = []
     between: list[str] = []
     depth = start = 0
@@ -102,7 +113,7 @@ def split_tokens(
 
 
 def _read_signs(parts: tuple[Token, ...]) -> Value | None:
-    """Return both values of a plus-minus sign."""
+    """Return the list of both values of tokens with a plus-minus sign: 1 ± 2 is 1 + 2, 1 - 2; None without one."""
     if not any(token.text in (r"\pm", r"\mp") for token in parts):
         return None
     both = ({r"\pm": "+", r"\mp": "-"}, {r"\pm": "-", r"\mp": "+"})
@@ -111,14 +122,14 @@ def _read_signs(parts: tuple[Token, ...]) -> Value | None:
 
 
 def _read_list(parts: tuple[Token, ...]) -> Value | None:
-    """Read a list: values between commas, "and", "or"."""
+    """Return a list of values between commas, "and" or "or"; None if there is no separator."""
     pieces, separators = split_tokens(parts, (",", ";", r"\vee"), ("and", "or"))
     if not separators:
         return None
-    # A comma before "or" is not a separator by itself.
+    # In "1, 2, or 3" the piece between the comma and the word is empty: remove it.
     words = [separator for separator in separators if separator.isalpha() or separator == r"\vee"]
     for index in range(len(separators) - 1, 0, -1):
-        if separators[index] in words and separators[index - 1] == "," and not pieces[index]:  # ", or"
+        if separators[index] in words and separators[index - 1] == "," and not pieces[index]:
             del pieces[index]
     if not all(pieces):
         return Value("text", parts)
@@ -131,7 +142,7 @@ def _flatten_items(items: tuple[Value, ...]) -> tuple[Value, ...]:
 
 
 def _read_relation(parts: tuple[Token, ...]) -> Value | None:
-    """Read an equation, an inequality or another relation: sides between signs."""
+    """Return an equation, an inequality or another relation; None without a sign of one."""
     sides, relations = split_tokens(parts, _RELATIONS)
     if not relations:
         return None
@@ -151,7 +162,7 @@ def _read_union(parts: tuple[Token, ...]) -> Value | None:
 
 
 def _read_bracketed(parts: tuple[Token, ...]) -> Value | None:
-    """Read a tuple, an interval or a set; of brackets around one value, the value."""
+    """Return a tuple, an interval or a set in brackets, or the value that brackets are around; None without them."""
     if len(parts) < 2:
         return Value("text", parts) if not parts else None
     first, last = parts[0].text, parts[-1].text
@@ -172,7 +183,7 @@ def _read_bracketed(parts: tuple[Token, ...]) -> Value | None:
 
 
 def _read_reversed(parts: tuple[Token, ...]) -> Value | None:
-    """Return an interval whose open ends are brackets turned outwards: ]0, 1[."""
+    """Return an interval whose open ends are written with outward brackets, as ]0, 1[; None for other tokens."""
     if len(parts) < 5 or (parts[0].text, parts[-1].text) not in (
         ("]", "["),
         ("]", "]"),
@@ -189,7 +200,7 @@ def _read_reversed(parts: tuple[Token, ...]) -> Value | None:
 
 
 def _read_set(parts: tuple[Token, ...], inner: tuple[Token, ...]) -> Value:
-    """Return a set of its elements, or of those that fulfil a condition."""
+    """Return a set by its elements, {1, 2}, or by a condition, {x | x > 0}; `inner` is what its braces contain."""
     pieces, bars = split_tokens(inner, ("|", ":"))
     if len(bars) == 1:
         name = value_of(split_tokens(pieces[0], (r"\in",))[0][0])
@@ -210,7 +221,7 @@ def _read_matrix(parts: tuple[Token, ...]) -> Value | None:
 
 
 def _read_based(parts: tuple[Token, ...]) -> Value | None:
-    """Read digits with their base: 1A_{16}, (12)_8."""
+    """Return a number with its base, as 1A_{16} or (12)_8; None for other tokens."""
     if len(parts) < 3 or parts[-2].text != "_":
         return None
     base = _NUMERALS.get(parts[-1].text, parts[-1].text)
@@ -223,10 +234,10 @@ def _read_based(parts: tuple[Token, ...]) -> Value | None:
 
 
 def _read_condition(parts: tuple[Token, ...]) -> Value | None:
-    """Read a value with its condition in brackets after it: \\frac{1}{x}(x > 0)."""
+    """Return a value with a condition in brackets after it, as \\frac{1}{x}(x > 0); None for other tokens."""
     if len(parts) < 5 or parts[-1].text != ")":
         return None
-    # The bracket that the last one closes. One condition: a row of brackets is a product.
+    # Find the bracket that the last one closes, from the end. After another bracket it would be a factor: (x)(y).
     deep = accumulate((part.text in (")", "]", "}")) - (part.text in ("(", "[", "{")) for part in parts[:0:-1])
     start = next((len(parts) - count for count, depth in enumerate(deep, 1) if not depth), 1)
     if parts[start].text != "(" or parts[start - 1].text == ")":
@@ -236,8 +247,8 @@ def _read_condition(parts: tuple[Token, ...]) -> Value | None:
 
 
 def _read_expression(parts: tuple[Token, ...]) -> Value:
-    """Return an expression with its unit, else a text."""
-    # With the unit removed, else with all tokens: a "unit" may be variables.
+    """Return an expression with its unit, or a text if the tokens are no expression."""
+    # First without the unit, then with all tokens, as what looks like a unit may be variables.
     core, unit = with_unit(parts)
     for pieces, its_unit in ((core, unit), (list(parts), ())):
         scale = SCALES.get(pieces[-1].text.lower()) if len(pieces) > 1 else None
@@ -258,8 +269,10 @@ def _read_expression(parts: tuple[Token, ...]) -> Value:
 
 
 def is_name(value: Value) -> bool:
-    """Return whether an equation with this side gives its value: x, a_n, f(2), P(A), AB, |AB|, (x, y), "the area"; but
-    not 2x, xy, x(x + 1), or "half of x"."""
+    """Return whether a value is a name, so that an equation with it as a side gives its value.
+
+    Names are x, a_n, f(2), P(A), AB, |AB|, (x, y) and "the area", but not 2x, xy, x(x + 1) or "half of x".
+    """
     texts = [token.text for token in value.parts]
     if any(token.kind == "word" and token.text.lower() in _CHANGES for token in value.parts):
         return False
@@ -270,10 +283,10 @@ def is_name(value: Value) -> bool:
     if value.kind == "union":
         return all(map(is_name, value.items))
 
-    # Words describe a quantity, other tokens must spell a name.
-    words_only = [token for token in value.parts if token.kind != "word"]
-    if len(words_only) < len(texts):  # a description, perhaps with the letter that it is of
-        return len(words_only) <= 4 and all(token.kind == "letter" or token.text in "()'-" for token in words_only)
+    # With words it is a description of a quantity, perhaps with its letter: the area A.
+    symbols = [token for token in value.parts if token.kind != "word"]
+    if len(symbols) < len(texts):
+        return len(symbols) <= 4 and all(token.kind == "letter" or token.text in "()'-" for token in symbols)
 
     # A function of something, an inverse, or a plain name.
     tree = value.tree
@@ -290,8 +303,7 @@ def is_name(value: Value) -> bool:
 
 
 def as_interval(value: Value) -> Value | None:
-    """Return the interval, or the union of intervals, that an inequality or a set of one variable is; None of
-    another."""
+    """Return an inequality or a set of one variable as an interval or a union of intervals; None for other values."""
     if value.kind == "such":
         name, condition = value.items
         # {x | condition of x}: the condition's interval.
@@ -331,14 +343,14 @@ def as_interval(value: Value) -> Value | None:
 
 
 def order_sides(value: Value) -> tuple[tuple[Value, ...], tuple[str, ...]]:
-    """Return the sides and relations of an inequality; a falling one is turned round: 3 > x becomes x < 3."""
+    """Return the sides and the relations of an inequality, turned round if it falls: 3 > x becomes x < 3."""
     if value.ends[0] in (">", r"\geq"):
         return value.items[::-1], tuple(ORDER.get(relation, relation) for relation in value.ends[::-1])
     return value.items, value.ends
 
 
 def _bounded_variable(value: Value) -> str | None:
-    """Return the variable that an inequality bounds: the one letter that is a side of it and stands in no other."""
+    """Return the variable that an inequality bounds, a letter that is one side and in no other; None for none."""
     if value.kind == "list":
         return _bounded_variable(value.items[0])
     if value.kind != "relation":

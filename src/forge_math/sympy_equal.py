@@ -1,8 +1,8 @@
 """Equality of two expressions by their values, as a program of `forge.rewards.rules.helper_process`.
 
 Two expressions are equal if their values agree in DIGITS digits, relative to their size, at POINTS points, positive and
-negative ones, so that sqrt(x^2) is not x. Where both are complex, in expressions of real numbers, they are not defined.
-With a decimal point in one of them, a tolerance takes the place of the digits.
+negative ones, so that sqrt(x^2) is not x. In expressions of real numbers, points where both are complex are left out.
+If one of them has a decimal point, their values must agree within a tolerance instead.
 """
 
 from collections.abc import Callable
@@ -18,15 +18,15 @@ Expression = Any  # of sympy, which has no types
 DIGITS = 30
 EXACT = 10.0**-DIGITS
 POINTS = 8
-_ENORMOUS = 10**5  # an exponent, or the argument of a factorial: unequal at once, not after CPU_SECONDS
+_ENORMOUS = 10**5  # larger exponents and arguments of factorials make expressions unequal without being computed
 
 
 class _Different(Exception):
-    """No value to compare."""
+    """An expression has no value, or none that can be computed, so that it equals no other."""
 
 
 def _build_expression(tree: Tree) -> Expression:
-    """Return a tree as sympy's expression. _Different: it has no value, or one that is too large to compute."""
+    """Return a tree as an expression of sympy. _Different: it has no value, or one that is too large to compute."""
     kind, *arguments = tree
     if kind in ("number", "decimal"):
         return sympy.Rational(arguments[0])
@@ -37,7 +37,7 @@ def _build_expression(tree: Tree) -> Expression:
     if kind == "latex":
         return _read_latex(arguments[0])
 
-    # Operands first; huge powers and factorials are rejected before sympy computes them.
+    # Huge powers and factorials are rejected before sympy computes them.
     name = arguments.pop(0) if kind in ("call", "apply") else ""
     operands = [_build_expression(argument) for argument in arguments]
     if kind == "apply":
@@ -51,11 +51,15 @@ def _build_expression(tree: Tree) -> Expression:
 
 
 def _read_latex(text: str) -> Expression:
-    """Return sums, products, integrals and limits by math-verify's parser, case kept."""
+    """Return the value of LaTeX with sums, products, integrals or limits, by math-verify's parser.
+
+    Raises:
+        _Different: the parser cannot read it.
+    """
     from latex2sympy2_extended import latex2sympy
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 
-    # Its guesses are off: 1 1/2 and x in {1} have been read before.
+    # Its guesses are turned off: mixed numbers and sets have been read by `expressions`, and case distinguishes names.
     config = ConversionConfig(
         interpret_as_mixed_fractions=False, interpret_contains_as_eq=False, lowercase_symbols=False
     )
@@ -85,14 +89,14 @@ _OPERATIONS: dict[str, Callable[..., Expression]] = {
 
 
 def _real_power(x: Expression, exponent: Expression) -> Expression:
-    """Return the real power, where there is one: with an odd denominator also of a negative number."""
+    """Return x to an exponent as a real number if there is one: with an odd denominator also for negative x."""
     if exponent.is_Rational and exponent.q > 1 and exponent.q % 2 and not x.has(sympy.I):
         return sympy.sign(x) ** exponent.p * sympy.Abs(x) ** exponent
     return x**exponent
 
 
 def _call_function(name: str, operands: list[Expression]) -> Expression:
-    """Return a function of analysis; `log` is that to base 10."""
+    """Return the value of a function by name; `log` and `lg` are to base 10. _Different: it is not supported."""
     if name in ("log", "lg"):
         return sympy.log(operands[0]) / sympy.log(10)
     if name == "log_base":
@@ -110,37 +114,42 @@ def _has_decimal(tree: Tree) -> bool:
 
 
 def are_equal(kind: str, answer: Tree, target: Tree, tolerance: float) -> bool:
-    """Return whether two trees are equal, or of equations and inequalities equal up to a factor."""
+    """Return whether two trees are equal, see `forge_math.symbolic.are_equivalent`."""
     try:
         answer_value, target_value = _build_expression(answer), _build_expression(target)
     except _Different:
         return False
     if answer_value.has(sympy.nan, sympy.zoo) or target_value.has(sympy.nan, sympy.zoo):
         return False
-    exact = _has_decimal(answer) == _has_decimal(target)
-    equal = answer_value == target_value
+    is_exact = _has_decimal(answer) == _has_decimal(target)
+    are_same = answer_value == target_value
     # Numbers need no points.
-    if kind == "expression" and (equal or (answer_value.is_Rational and target_value.is_Rational)):
-        return bool(equal) or (not exact and abs(answer_value - target_value) <= tolerance)
-    return _agree_at_points(kind, answer_value, target_value, EXACT if exact else max(EXACT, tolerance))
+    if kind == "expression" and (are_same or (answer_value.is_Rational and target_value.is_Rational)):
+        return bool(are_same) or (not is_exact and abs(answer_value - target_value) <= tolerance)
+    return _agree_at_points(kind, answer_value, target_value, EXACT if is_exact else max(EXACT, tolerance))
 
 
 def _agree_at_points(kind: str, answer: Expression, target: Expression, margin: float) -> bool:
-    """Return whether values agree at all points, or by one factor at all of them."""
-    # A function without a definition has a separate value for each of its arguments.
+    """Return whether two expressions agree at all points, within a relative margin.
+
+    Equations and inequalities agree if they differ by the same factor at all points; that of inequalities is positive.
+    """
+    # A function without a definition, f(x), stands for a variable of its own for each of its arguments.
     calls = sorted(answer.atoms(AppliedUndef) | target.atoms(AppliedUndef), key=str)
     names = {call: sympy.Symbol(f"value of {call}") for call in calls}
     answer, target = answer.subs(names), target.subs(names)
     symbols = sorted(answer.free_symbols | target.free_symbols, key=str)
-    real = bool(symbols) and not (answer.has(sympy.I) or target.has(sympy.I))
+    are_real = bool(symbols) and not (answer.has(sympy.I) or target.has(sympy.I))
 
-    # At each point: equal values, or for equations and inequalities a quotient that is the same everywhere.
+    # At each point the values are equal, or their quotient is noted to be compared with that at the other points.
     factors = []
     for point in range(POINTS if symbols else 1):
         values = {symbol: _point_coordinate(index, point) for index, symbol in enumerate(symbols)}
         answer_at, target_at = (side.subs(values).evalf(DIGITS + 15) for side in (answer, target))
-        if not (answer_at.is_finite and target_at.is_finite) or (real and not (answer_at.is_real or target_at.is_real)):
-            continue  # a pole, or outside where both are defined
+        if not (answer_at.is_finite and target_at.is_finite):
+            continue  # a pole
+        if are_real and not (answer_at.is_real or target_at.is_real):
+            continue  # neither is defined there
         if kind == "expression" and abs(answer_at - target_at) > margin * min(1, abs(target_at)):
             return False
 
@@ -157,13 +166,16 @@ def _agree_at_points(kind: str, answer: Expression, target: Expression, margin: 
 
 
 def _point_coordinate(index: int, point: int) -> Expression:
-    """Return a coordinate of a point: positive, negative, large and small ones in turn, of another sign than its
-    neighbour's, so that sqrt(x^2 y^2) is not xy; whole numbers at the last two, where (-1)^n is real."""
+    """Return the value of variable number `index` at a point.
+
+    Values are positive, negative, large and small in turn, with signs that differ from variable to variable, so that
+    sqrt(x^2 y^2) is not xy. At the last two points they are whole numbers, for which (-1)^n is real.
+    """
     if point >= POINTS - 2:
         return sympy.Integer((2, 3, 5, 4, 7, 6)[(index + point) % 6])
     value = sympy.Rational(7919 * (index + 3) * (point + 2) % 9973, 3001) + sympy.Rational(1, 7)
     exact = (value, -value, value * 997 + index, -value / 3, value / 5, -value * 131)[(index + point) % 6]
-    return sympy.Float(exact, DIGITS + 30)  # of a rational number sympy would look for the factors of powers
+    return sympy.Float(exact, DIGITS + 30)  # sympy would try to factor powers of a rational number
 
 
 @cache
@@ -178,7 +190,11 @@ def _load_latex() -> None:
 
 
 def prepare_question(line: str) -> None:
-    """Load what a question needs, once."""
+    """Load the libraries that a question needs, before its time limit starts.
+
+    Args:
+        line: the question as JSON, the arguments of `are_equal`.
+    """
     _load_sympy()
     if '["latex"' in line:
         _load_latex()

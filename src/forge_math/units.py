@@ -7,7 +7,7 @@ from .notation import CURRENCIES, FUNCTIONS, PREFIXED, Token, word_set
 
 Unit = tuple[tuple[str, int], ...]  # names with their powers, sorted
 
-# Spellings by the name of the unit. Plurals in -s are read as well.
+# Other spellings of each unit, by its name. Plurals in -s are read as well.
 _SPELLINGS = {
     "mm": "millimeter millimetre",
     "cm": "centimeter centimetre",
@@ -74,7 +74,7 @@ _COMPOUND = {"mph": (("hour", -1), ("mile", 1)), "kmh": (("hour", -1), ("km", 1)
 # Units of one letter that need no text command after a figure and a space. The others, such as C, name points.
 _LONE = frozenset("m s g h L N J W V K A T")
 _MONEY = frozenset([*CURRENCIES.values(), "cent"])
-# Words that never name a unit: they change the number, take it back, or give another.
+# Words that never name a unit: they change the number, deny it, or are another number.
 _NUMERALS = (
     r"zero|one|two|three|(?:four|six|seven|eight|nine)(?:teen|ty)?|five|ten|eleven|twelve|thirteen|fifteen|eighteen"
     r"|eighty|twenty|thirty|forty|fifty|half|halves|quarter|dozen|score|gross|hundred|thousand|[mb]illion|trillion"
@@ -94,7 +94,7 @@ _FILLERS = word_set("of in the a an per long old total altogether only are")
 
 
 def with_unit(parts: Sequence[Token]) -> tuple[list[Token], Unit]:
-    """Return a value without the unit that follows it or the currency before it, and that unit; () without one."""
+    """Return the tokens of a value without the unit after it or the currency before it, and that unit, () for none."""
     # A currency before the number counts as a unit after it.
     core = list(parts)
     money: Unit = ()
@@ -110,12 +110,18 @@ def with_unit(parts: Sequence[Token]) -> tuple[list[Token], Unit]:
 
 
 def same_kind(unit: Unit, target: Unit) -> bool:
-    """Return whether a unit is of the kind that the target has; a missing one fits any. The free words of one
-    must be among the words of the other: 4 apples are 4 red apples, and 5 steps left are not 5 steps right."""
+    """Return whether two units may be the same: one is missing, they are equal, or differ in what was left out.
+
+    All words of one must be among those of the other: 4 apples are 4 red apples, but 5 steps left are not 5 steps
+    right.
+
+    >>> same_kind((("km", 1),), (("mile", 1),))
+    False
+    """
     if not unit or not target or unit == target:
         return True
     if {name for name, _ in (*unit, *target)} <= _NAMES.keys() | set(_NAMES.values()):
-        # Known units differ if their names do; a degree may be one of temperature.
+        # Known units differ if their names do, but "degrees" may be degrees of a temperature scale.
         degrees = {(("degree", 1),), (("celsius", 1), ("degree", 1)), (("degree", 1), ("fahrenheit", 1))}
         return {unit, target} <= degrees and (("degree", 1),) in (unit, target)
     return set(unit) <= set(target) or set(target) <= set(unit)
@@ -126,7 +132,7 @@ def _begins_unit(parts: Sequence[Token], start: int) -> bool:
     token, before = parts[start], parts[start - 1]
     following = [part.text for part in parts[start + 1 : start + 3]]
     if token.text == "^":
-        # Of a function the degrees are a part of its argument: sin 30 degrees.
+        # After a function, degrees are a part of its argument: sin 30 degrees.
         return following[:1] == [r"\circ"] and not any(part.text[1:] in FUNCTIONS for part in parts[:start])
     after_value = before.kind == "number" or before.text in (")", "}")
 
@@ -144,13 +150,13 @@ def _begins_unit(parts: Sequence[Token], start: int) -> bool:
 
 
 def _read_unit(parts: Sequence[Token]) -> Unit | None:
-    """Return the unit that tokens spell; None: they spell none."""
+    """Return the unit that tokens spell, or None if they spell none."""
     powers: dict[str, int] = {}
+    # The sign of the powers (-1 after "per"), that of the next unit ("square"), the last unit, a prefix for the next.
     sign, coming, last, prefix = 1, 1, "", ""
-    spelled = 0
-    index = 0
+    spelled, index = 0, 0
 
-    # Token by token: a prefix, a name with its power, a word between, or a sign that raises or divides.
+    # Each token is a prefix, a name with its power, a filler word, or a sign that raises or divides.
     while index < len(parts):
         token = parts[index]
         text, lower = token.text, token.text.lower()
@@ -207,8 +213,8 @@ def _read_unit(parts: Sequence[Token]) -> Unit | None:
 
 
 def _read_exponent(parts: Sequence[Token], start: int) -> tuple[int, int]:
-    """Return the exponent that starts at a token, and the number of its tokens: 2 of m^2, -1 of s^{-1}. No tokens: it
-    is another text."""
+    """Return the exponent that starts at a token, as 2 of m^2 or -1 of s^{-1}, and the number of its tokens, 0 if there
+    is none."""
     texts = [part.text for part in parts[start : start + 4]]
     if texts and re.fullmatch(r"\d", texts[0]):
         return int(texts[0]), 1
@@ -218,7 +224,7 @@ def _read_exponent(parts: Sequence[Token], start: int) -> tuple[int, int]:
 
 
 def _to_singular(word: str) -> str:
-    """Return a free word without its plural; short ones keep their case, in which prefixes differ."""
+    """Return the singular of a word in lower case; short words with capitals stay, as these distinguish prefixes."""
     if len(word) < 5 and not word.islower():
         return word
     return word.lower().removesuffix("s") if len(word) > 3 and not word.endswith("ss") else word.lower()

@@ -1,6 +1,6 @@
-"""Experiment trackers: TensorBoard, Weights & Biases, and one of a user's own.
+"""Experiment trackers: TensorBoard, Weights & Biases, and classes of the user.
 
-A thread of the controller follows the files of a run, and hands each step to the trackers of its configuration.
+A thread of the controller follows the files of a run, and passes each step to the trackers of its configuration.
 """
 
 from .tracker import Delivery, check_trackers

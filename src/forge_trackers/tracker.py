@@ -1,7 +1,7 @@
-"""The trackers, TensorBoard and W&B, and the delivery of a run's rows to them, in one thread.
+"""The trackers TensorBoard and W&B, and the thread that delivers a run's metrics to trackers.
 
-The thread follows metrics.jsonl and rollouts.arrow, so that no tracker delays training. One that fails is one line of
-the log. W&B uploads in its service process, and retries there.
+The thread follows metrics.jsonl and rollouts.arrow, so that no tracker delays training. The failure of a tracker is one
+line in the log. W&B uploads in its own process, and retries there.
 """
 
 import importlib.util
@@ -28,6 +28,9 @@ class TrackedRun:
     """The run that a tracker follows.
 
     Attributes:
+        folder: of the run.
+        name: of the run.
+        config: the whole configuration, without secrets.
         start: step of the checkpoint that the run resumes from, 0 for a new run.
     """
 
@@ -38,20 +41,23 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """A tracker is constructed with its section of the configuration and the run, one of your own with the run. It gets
-    every row whose step is at least `first`, with the rollouts of that step, and is closed once."""
+    """A tracker gets each step from `first` on, and is closed once.
+
+    A class of the user is constructed with a `TrackedRun`; TensorBoard and W&B also with their section of the
+    configuration.
+    """
 
     first: int
 
     def log(self, step: int, row: dict[str, float], rollouts: Sequence[Row]) -> None:
-        """Log the metrics of a step, and its rollouts as a table."""
+        """Log the metrics `row` of a step by name, and its rollouts, each a mapping of columns to values."""
 
     def close(self, finished: bool) -> None:
-        """End the run; `finished` is False if it did not reach its last step."""
+        """End the tracking; `finished` is False if the run did not reach its last step."""
 
 
 class TensorBoard:
-    """Event files in the run's folder, with scalars only; a resumed run continues them."""
+    """Writes metrics as scalars to event files in the run's folder; a resumed run continues them."""
 
     def __init__(self, section: bool, run: TrackedRun) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -78,7 +84,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """A run of Weights & Biases; a resumed run has the same id, which lies in the run's folder."""
+    """Logs to a run of Weights & Biases; its id is in the run's folder, so that a resumed run continues it."""
 
     def __init__(self, section: Row, run: TrackedRun) -> None:
         os.environ.setdefault("WANDB_SILENT", "true")
@@ -89,7 +95,7 @@ class Wandb:
             path.write_text(secrets.token_hex(4))
         run_id = path.read_text()
 
-        # Offline all of it is written again, so that one folder has the whole run and nothing twice.
+        # Offline, a resumed run writes all steps again: remove what it wrote before, so that no step is there twice.
         for old in (run.folder / "wandb").glob(f"offline-run-*-{run_id}"):
             shutil.rmtree(old)
         mode: Any = section["mode"] or os.environ.get("WANDB_MODE") or "online"
@@ -120,18 +126,19 @@ class Wandb:
         import wandb
 
         self._run.finish(exit_code=0 if finished else 1)
-        # Its service process ends: until then an offline file may lack the last rows.
+        # End its service process, which may not have written the last rows of an offline file.
         wandb.teardown()
 
 
 def _to_cell(value: Any) -> Any:
-    """Return numbers and texts as they are, and everything else as text."""
+    """Return a value for a cell of a table: numbers, texts and None as they are, everything else as JSON."""
     return value if isinstance(value, int | float | str | None) else json.dumps(value)
 
 
 POLL_INTERVAL = 0.5  # seconds between two reads of the files
 END_TIMEOUT = 60.0  # seconds that trackers have for the last rows
 
+# Functions that make a tracker, by its key in the section `metrics`.
 STARTS: dict[str, Callable[[Any, TrackedRun], Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": Wandb,
@@ -143,11 +150,11 @@ log = logging.getLogger(f"forge.{__name__}")
 
 
 def check_trackers(metrics: Row) -> None:
-    """Check the section `metrics` of a configuration before a run.
+    """Check the section `metrics` of a configuration before a run starts.
 
     Raises:
-        ModuleNotFoundError: a package is missing; names it.
-        ValueError: W&B has no API key here, or there is no tracker of your own's name.
+        ModuleNotFoundError: a package is missing; the message names it.
+        ValueError: W&B has no API key here, or the class `metrics.tracker` does not exist.
     """
     if metrics.get("tracker"):
         resolve(metrics["tracker"], "metrics.tracker")
@@ -165,11 +172,12 @@ def check_trackers(metrics: Row) -> None:
 
 
 class Delivery:
-    """Feeds the trackers of a run until `close`.
+    """Delivers the steps of a run to its trackers, in a thread, until `close`.
 
     Args:
+        folder: of the run.
         metrics: the section of the configuration.
-        config: the whole configuration, which trackers show without its secrets.
+        config: the whole configuration; trackers get it without secrets.
         start: step of the checkpoint that the run resumes from, 0 for a new run.
     """
 
@@ -182,14 +190,14 @@ class Delivery:
         self._thread.start()
 
     def close(self) -> None:
-        """Wait until the last rows are delivered."""
+        """Wait until the trackers have the last steps, for at most a minute."""
         self._ended.set()
         self._thread.join(END_TIMEOUT)
         if self._thread.is_alive():
             log.warning("%s did not take the last rows in time", " and ".join(self._trackers))
 
     def _feed_trackers(self) -> None:
-        """Send every step to all trackers until the run has ended."""
+        """Start the trackers, send them every step until the run has ended, and close them; runs in the thread."""
         for name, section in self._sections.items():
             if (tracker := self._attempt_call(name, STARTS[name], section, self._run)) is not None:
                 self._trackers[name] = tracker
@@ -201,7 +209,7 @@ class Delivery:
             self._attempt_call(name, tracker.close, (self._run.folder / "finished").exists())
 
     def _attempt_call(self, name: str, action: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a tracker; one that fails gets no additional rows."""
+        """Return the result of a call of a tracker; None if it fails, which is logged, and it gets no more calls."""
         try:
             return action(*arguments)
         except Exception as error:
@@ -216,7 +224,7 @@ class Delivery:
         position = 0
 
         while True:
-            # Asked before the files are read: what was written until the end is read once more after it.
+            # Asked before the files are read, so that they are read once more after the run has ended.
             is_last = self._ended.is_set()
             rows = list(metrics.read())
 

@@ -29,12 +29,14 @@ class FitReport:
         problems, responses: number fitted on.
         class_balance: fraction of right responses, given or estimated; None where the method needs none.
         coverage: fraction of responses scored by at least one verifier.
-        verifiers: for each one its coverage, weight (0 if dropped) and what else the method estimates: `tpr`, `tnr`, or
-            `separation` (mean of right less mean of wrong responses, in standard deviations of the verifier).
-        dropped: verifiers left out, with reasons.
-        residual_correlation: root mean square of the correlations between verifiers within a class, corrected for
-            chance; near 0 for conditionally independent verifiers. None if not computed.
-        correlation: those correlations, a row for each of `correlated`.
+        verifiers: by name, each verifier's `coverage`, `weight` (0 if dropped) and what else the method estimates:
+            `tpr`, `tnr`, or `separation` (mean score of right less that of wrong responses, in standard deviations of
+            the verifier's scores).
+        dropped: by name, the reason why a verifier was left out.
+        residual_correlation: root mean square of the correlations between verifiers' errors, corrected for chance;
+            near 0 for conditionally independent verifiers. None if not computed.
+        correlated: names of the verifiers in the rows and columns of `correlation`.
+        correlation: the correlation of each pair of verifiers among right and among wrong responses.
         details: values specific to the method, such as the selected penalty.
         warnings: messages.
         alarms: messages naming verifiers that are being gamed.
@@ -55,14 +57,14 @@ class FitReport:
     alarms: list[str] = dataclasses.field(default_factory=list)
 
     def __str__(self) -> str:
-        """Summary: warnings, then a line for each verifier."""
-        # A line on the whole, then what needs attention, then the verifiers.
-        lines = [f"{self.method}, {self.responses} responses to {self.problems} problems"]
+        """Return the report as lines: one on the whole fit, alarms and warnings, then one for each verifier."""
+        summary = f"{self.method}, {self.responses} responses to {self.problems} problems"
         if self.class_balance is not None:
-            lines[0] += f", {self.class_balance:.3f} of them right"
+            summary += f", {self.class_balance:.3f} of them right"
         if self.residual_correlation is not None:
-            lines[0] += f", residual correlation {self.residual_correlation:.3f}"
-        lines += [f"alarm: {text}" for text in self.alarms] + [f"warning: {text}" for text in self.warnings]
+            summary += f", residual correlation {self.residual_correlation:.3f}"
+
+        lines = [summary, *(f"alarm: {text}" for text in self.alarms), *(f"warning: {text}" for text in self.warnings)]
         lines += [f"left out: {name}, {reason}" for name, reason in self.dropped.items()]
         for name, entry in self.verifiers.items():
             if name not in self.dropped:
@@ -70,7 +72,7 @@ class FitReport:
         return "\n".join(lines)
 
     def grow(self, data: Data) -> None:
-        """Count the responses of an additional table."""
+        """Add the responses of another table to the counts and to the coverage of each verifier."""
         self.problems += len(data.table)
         scored = ~np.isnan(data.table.flat)
         share = len(scored) / (self.responses + len(scored))
@@ -80,7 +82,7 @@ class FitReport:
             self.verifiers[name]["coverage"] += share * (float(coverage) - self.verifiers[name]["coverage"])
 
     def to_dict(self) -> Json:
-        """Return plain values for JSON, None instead of NaN."""
+        """Return the fields as plain values for JSON, by name, with None instead of NaN."""
         text = json.dumps(dataclasses.asdict(self), default=lambda value: value.item())
         plain: Json = json.loads(text, parse_constant=lambda _: None)
         return plain
@@ -91,15 +93,15 @@ AGGREGATOR = "aggregator.npz"  # in the folder of an ensemble
 
 @dataclasses.dataclass
 class Data:
-    """A table as seen by the algorithms: one row per scored response, one column per verifier in use.
+    """A table as algorithms need it: one row per scored response, one column per verifier in use.
 
     Args:
-        x: [responses, verifiers], NaN for missing.
-        problem: [responses] index in the table, non-decreasing; problems may be absent.
-        labels: [responses] 1, 0, NaN.
-        rows: [responses] indices among the table's present responses.
+        x: [responses, verifiers] scores, NaN for missing.
+        problem: [responses] index of the problem in the table, non-decreasing; some problems may have no row.
+        labels: [responses] 1 for right, 0 for wrong, NaN for unknown.
+        rows: [responses] index among the table's present responses.
         table: the source.
-        columns: [verifiers] indices in the table.
+        columns: [verifiers] index of the verifier in the table.
     """
 
     x: np.ndarray
@@ -111,16 +113,16 @@ class Data:
 
     @property
     def names(self) -> list[str]:
-        """Return names of the verifiers that are used."""
+        """Return the names of the verifiers in use, in the order of the columns."""
         return [self.table.verifiers[c] for c in self.columns]
 
     @property
     def unscored(self) -> np.ndarray:
-        """[problems of the table] number of responses left out because no verifier scored them."""
+        """Return how many responses to each of the table's problems are left out, [problems]: those without a score."""
         return self.table.present.sum(1) - np.bincount(self.problem, minlength=len(self.table))
 
     def take(self, mask: np.ndarray) -> Data:
-        """Return the responses selected by a mask."""
+        """Return the data of the responses where `mask` [responses] is True."""
         return dataclasses.replace(
             self, x=self.x[mask], problem=self.problem[mask], labels=self.labels[mask], rows=self.rows[mask]
         )
@@ -129,12 +131,13 @@ class Data:
 class Aggregator(ABC):
     """Combines weak verifiers into one probability of being right.
 
-    A subclass is a dataclass whose fields are its settings, saved as JSON. Learned state is in arrays or additional
-    aggregators, named in `LEARNED`.
+    A subclass is a dataclass whose fields are its settings, saved as JSON. Its learned state is in the attributes named
+    in `LEARNED`: arrays, or other aggregators.
 
     Attributes:
         report: result of the fit.
         verifiers: names of the columns at the fit. `predict_proba` matches columns by name, in any order.
+        columns: [verifiers in use] index of each among `verifiers`.
     """
 
     LEARNED: ClassVar[tuple[str, ...]] = ()
@@ -143,11 +146,13 @@ class Aggregator(ABC):
     columns: np.ndarray
 
     def fit(self, table: ScoreTable) -> Self:
-        """Learn from a table. Verifiers that are constant or gave no score are dropped and reported; responses without
-        any score are skipped. On failure the previous state is kept.
+        """Learn from a table, and return the aggregator itself.
+
+        Verifiers that are constant or gave no score are dropped and reported; responses without any score are skipped.
+        If the fit fails the previous state is kept.
 
         Raises:
-            ValueError: no verifier is left, the method lacks what it needs (answers, labels), or an invalid
+            ValueError: no verifier is left, the table has no labels for a method that needs them, or an invalid
                 `class_balance`.
         """
         balance = getattr(self, "class_balance", None)
@@ -161,7 +166,7 @@ class Aggregator(ABC):
         fitted.verifiers = table.verifiers
         report = FitReport(type(self).__name__, problems=len(table), responses=int(table.present.sum()))
 
-        # Verifiers that say nothing are dropped, with the reason.
+        # Verifiers whose scores carry no information are dropped, with the reason.
         for name, column in zip(table.verifiers, table.flat.T, strict=True):
             scores = column[~np.isnan(column)]
             report.verifiers[name] = {"coverage": len(scores) / len(column), "weight": 0.0}
@@ -182,25 +187,27 @@ class Aggregator(ABC):
         return self
 
     def predict_proba(self, table: ScoreTable) -> np.ndarray:
-        """[problems, responses] probability of being right; NaN where absent or not scored by any verifier.
+        """Return each response's probability of being right, [problems, responses].
+
+        It is NaN where a response is absent or was not scored by any verifier.
 
         Raises:
-            ValueError: not fitted, or the verifiers differ from the fit's.
+            ValueError: not fitted, or the verifiers differ from those of the fit.
         """
         table = self._match_verifiers(table)
         data = self._table_data(table)
-        out = np.full(int(table.present.sum()), np.nan)
+        probabilities = np.full(int(table.present.sum()), np.nan)
         if len(data.x):
-            out[data.rows] = self.posterior(data)
-        return table.spread(out)
+            probabilities[data.rows] = self.posterior(data)
+        return table.spread(probabilities)
 
     @abstractmethod
     def learn(self, data: Data) -> None:
-        """Fit on the first table."""
+        """Set the attributes in `LEARNED` from the data, and complete the report; `fit` calls this."""
 
     @abstractmethod
     def posterior(self, data: Data) -> np.ndarray:
-        """[responses] probabilities."""
+        """Return each response's probability of being right, [responses]; `predict_proba` calls this."""
 
     def warn(self, message: str) -> None:
         """Issue a warning and record it in the report."""
@@ -214,7 +221,10 @@ class Aggregator(ABC):
             write_npz(aside, {"header": state["header"]}, state["arrays"])
 
     def state_dict(self) -> Json:
-        """`header` (plain values) and `arrays`, as read by `restored`."""
+        """Return the fitted state for `restore_aggregator`: a `header` of plain values, and `arrays` by name.
+
+        The arrays of an aggregator in the attribute `a` have names such as "a/edges", and its header is in "parts".
+        """
         self._require_fit()
         state = {name: getattr(self, name) for name in ("columns", *self.LEARNED)}
         inner = {name: value.state_dict() for name, value in state.items() if isinstance(value, Aggregator)}
@@ -242,8 +252,10 @@ class Aggregator(ABC):
         extra = [name for name in table.verifiers if name not in self.verifiers]
         missing = [name for name in self.verifiers if name not in table.verifiers]
         if extra or missing:
-            parts = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"also has {', '.join(extra)}"] * bool(extra)
-            raise ValueError(f"the table {' and '.join(parts)}: use table.select(aggregator.verifiers)")
+            differences = [
+                f"{verb} {', '.join(names)}" for verb, names in (("lacks", missing), ("also has", extra)) if names
+            ]
+            raise ValueError(f"the table {' and '.join(differences)}: use table.select(aggregator.verifiers)")
         return table if table.verifiers == self.verifiers else table.select(self.verifiers)
 
     def _require_fit(self) -> None:
@@ -252,7 +264,7 @@ class Aggregator(ABC):
 
 
 def load(path: str | Path) -> Aggregator:
-    """Read a saved aggregator of any kind, or an ensemble folder's.
+    """Return the saved aggregator, of any kind, in a .npz file or in the folder of an ensemble.
 
     Raises:
         FileNotFoundError: no such file.
@@ -266,7 +278,11 @@ def load(path: str | Path) -> Aggregator:
 
 
 def restore_aggregator(state: Json) -> Aggregator:
-    """Return the aggregator of a `state_dict`. KeyError, TypeError, AttributeError, ValueError: not a valid state."""
+    """Return the fitted aggregator whose `state_dict` this is.
+
+    Raises:
+        KeyError, TypeError, AttributeError, ValueError: not a valid state.
+    """
     header, arrays = state["header"], state["arrays"]
     aggregator = find_kind(header["kind"])(**header["settings"])
     aggregator.verifiers = tuple(header["verifiers"])
@@ -281,8 +297,9 @@ def restore_aggregator(state: Json) -> Aggregator:
 
 
 def find_kind(name: str) -> type[Aggregator]:
-    """Return the aggregator class of this name."""
-    # Importing this module has imported the package, and with it every aggregator.
+    """Return the aggregator class with this name. KeyError: there is none."""
+    # Importing this module has imported the package, and with it every aggregator. The list grows as it is walked, so
+    # that subclasses of subclasses are found.
     classes = Aggregator.__subclasses__()
     for aggregator_class in classes:
         classes += aggregator_class.__subclasses__()

@@ -18,14 +18,14 @@ PENALTIES = tuple(10.0**e for e in (-0.5, 0, 0.5, 1, 1.5, 2, 2.5, 3))
 class AnchoredLogistic(Aggregator):
     """Ridge logistic regression on normal scores, anchored at the rank mean: logit = b + c mean(z) + w z.
 
-    Only w is penalised, so with few labels the result is the calibrated rank mean. Scales are over all responses,
-    labelled or not; a missing score counts as its verifier's mean. The penalty minimises the log loss of
-    cross-validation over whole problems; folds whose complement has one class are skipped, and if all are, the penalty
-    is the largest.
+    z are a response's normal scores. Only w is penalised, so with few labels the result is the calibrated rank mean.
+    Normal scores are relative to all responses, labelled or not; a missing score counts as its verifier's mean. The
+    penalty is the one with the least log loss in cross-validation over whole problems. A fold is skipped if all other
+    labels are of one class; if every fold is, the largest penalty is taken.
 
     Args:
-        penalties: candidates.
-        folds: maximum number.
+        penalties: candidates for the penalty of w.
+        folds: maximum number of folds of the cross-validation.
 
     Attributes:
         held_out: [labelled, scored responses] cross-validated log loss in nats; NaN where skipped.
@@ -40,7 +40,7 @@ class AnchoredLogistic(Aggregator):
     LEARNED: ClassVar[tuple[str, ...]] = ("values", "heights", "line", "held_out")
 
     def learn(self, data: Data) -> None:
-        """Fit scales on all responses, the regression on the labelled ones."""
+        """Fit the normal scores on all responses, and the regression on the labelled ones."""
         normal = NormalScores.fit(data.x)
         self.values, self.heights = normal.values, normal.heights
         is_labelled = ~np.isnan(data.labels)
@@ -58,7 +58,8 @@ class AnchoredLogistic(Aggregator):
             labelled_problems=int(groups.max() + 1),
         )
 
-        # A verifier's weight is its coefficient, and its part of the mean's.
+        # Columns of the regression: constant, mean, then the verifiers. A verifier's weight is its own coefficient and
+        # its part of the mean's.
         weights = self.line[2:] + self.line[1] / len(data.columns)
         z, right = x[:, 2:], labels == 1
         separation = (z[right].mean(0) - z[~right].mean(0)) / (z.std(0) + 1e-12)
@@ -66,18 +67,24 @@ class AnchoredLogistic(Aggregator):
             self.report.verifiers[name].update(weight=float(weight), separation=float(distance))
 
     def _cross_validate(self, x: np.ndarray, labels: np.ndarray, groups: np.ndarray) -> tuple[float, np.ndarray]:
-        """Return the penalty with the least log loss on held-out problems, and that loss of each response."""
+        """Return the penalty with the least log loss on held-out problems, and that loss of each response, [responses].
+
+        Args:
+            x: [responses, columns] design matrix.
+            labels: [responses] 1 or 0.
+            groups: [responses] index of the problem, from 0 without gaps.
+        """
         # Whole problems: responses to one are not independent.
         fold = groups % min(self.folds, groups.max() + 1)
         losses = np.full((len(self.penalties), len(fold)), np.nan)
         for number in range(fold.max() + 1):
-            out = fold == number
-            if np.ptp(labels[~out]) == 0:
+            held_out = fold == number
+            if np.ptp(labels[~held_out]) == 0:
                 continue
             for row, penalty in enumerate(self.penalties):
-                line = ridge_logistic(x[~out], labels[~out], penalty)
-                score = (2 * labels[out] - 1) * (x[out] @ line)
-                losses[row, out] = np.logaddexp(0, -score)
+                line = ridge_logistic(x[~held_out], labels[~held_out], penalty)
+                margin = (2 * labels[held_out] - 1) * (x[held_out] @ line)
+                losses[row, held_out] = np.logaddexp(0, -margin)
 
         if np.isnan(losses).all():
             return max(self.penalties), losses[0]
@@ -87,16 +94,23 @@ class AnchoredLogistic(Aggregator):
         return self.penalties[best], losses[best]
 
     def _design_matrix(self, x: np.ndarray) -> np.ndarray:
+        # [responses, 2 + verifiers]: a constant 1, the mean normal score, each verifier's normal score.
         z = NormalScores(self.values, self.heights)(x)
         return np.concatenate([np.ones((len(z), 1)), rank_means(z)[:, None], np.nan_to_num(z)], axis=1)
 
     def posterior(self, data: Data) -> np.ndarray:
-        """[responses] probability by logistic regression on normal scores."""
+        """Return each response's probability of being right, [responses], by the regression."""
         return sigmoid(self._design_matrix(data.x) @ self.line)
 
 
 def ridge_logistic(x: np.ndarray, labels: np.ndarray, penalty: float) -> np.ndarray:
-    """Fit [responses, columns]: the first column is the unpenalised constant, the second the anchor (penalty <= 1)."""
+    """Return the coefficients of a ridge logistic regression, [columns].
+
+    Args:
+        x: [responses, columns]; the first column is the constant, the second the rank mean.
+        labels: [responses] 1 or 0.
+        penalty: of the columns from the third on; the rank mean's is at most 1, and the constant has nearly none.
+    """
     pull = np.full(x.shape[1], penalty)
     pull[:2] = 1e-6, min(1.0, penalty)
     return logistic_regression(x, labels, pull, np.zeros(x.shape[1]))

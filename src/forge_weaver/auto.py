@@ -17,7 +17,7 @@ from .table import ScoreTable
 
 # With one or two verifiers more rates are unknown than their agreement determines (Dawid & Skene 1979).
 MIN_VERIFIERS = 3
-# With fewer a full covariance can explain the scores without the classes. On 105 subsets of three to nine real
+# With fewer verifiers, a full covariance can explain the scores without the classes. On 105 subsets of three to nine real
 # verifiers the mixture would have lost .04 of the selection on average and .36 at most.
 MIN_FOR_COVARIANCE = 6
 # Shrinkage of the second try with `one_right`, beyond the best one on RewardMATH (.02: a selection of .517). Its .417
@@ -32,24 +32,25 @@ class Auto(Aggregator):
     - one or two verifiers: `RankMean`, with a warning; with `one_right` the mixture;
     - verifiers whose residuals look conditionally independent: `BinnedDawidSkene`, or with `one_right` the mixture;
     - else, with a warning, `CorrelatedMixture` if it passes these checks: at least six verifiers, a rank mean that does
-      not separate two clusters by itself, an order within problems close to the mean's, and no strong effect of
-      the problem on the scores. With `one_right` only the order is checked;
-    - else, with a warning, `RankMean` with families counted as one and mean probability pi.
+      not separate two clusters by itself, an order of each problem's responses close to that by the rank mean, and no
+      strong effect of the problem on the scores. With `one_right` only the order is checked;
+    - else, with a warning, `RankMean` with families counted as one and `class_balance`, known or estimated, as mean
+      probability.
 
-    With labels of at least `labelled` problems: `AnchoredLogistic`, if its held-out log loss on them, both classes
-    present, is no worse than without labels.
+    With labels of at least `labelled` problems, of both classes: `AnchoredLogistic`, if its held-out log loss on them
+    is no worse than that of the method selected without labels.
 
     Args:
         class_balance: the fraction of right responses, if known.
         one_right: exactly one response of each problem is right. Set it where it holds: it is worth many labels.
-        labelled: fewest labelled problems.
+        labelled: fewest labelled problems for `AnchoredLogistic`.
         gate: largest residual correlation (root mean square, after the binned model's fit) that counts as independent.
-        heaps: largest slope of the rank mean, in logits per standard deviation, for the mixture.
-        agreement: least correlation, within problems, of the mixture's evidence with the rank mean.
-        problem_effect: largest intraclass correlation of the mixture's residuals within problems.
+        heaps: the mixture is taken up to this slope of the rank mean, in logits per standard deviation.
+        agreement: the mixture is taken from this correlation, within problems, of its evidence with the rank mean on.
+        problem_effect: the mixture is taken up to this intraclass correlation of its residuals within problems.
     """
 
-    # The thresholds lie between the scenarios of `benchmarks/weaver.py all` (docs/weaver.md, "Measured: methods")
+    # The thresholds lie between the scenarios of `benchmarks/weaver.py all` (docs/weaver.md)
     # in which a method is right and those in which it is not, and were not fitted to real scores. Independent verifiers
     # leave a residual correlation below .05, correlated ones above .1, real ones (RewardMATH) .212. The slow tests of
     # `tests/forge_weaver/test_aggregators.py` check the selection over ten seeds of each scenario.
@@ -78,7 +79,6 @@ class Auto(Aggregator):
         normal = NormalScores.fit(data.x)(data.x)
         independent = BinnedDawidSkene(class_balance=self.class_balance).fit(data.table)
         rms, matrix = residual_correlation(normal, independent.posterior(data))
-        self.chosen: Aggregator
         self.chosen, warning = self._without_labels(data, normal, independent, rms)
 
         # With labels, if they predict held-out labels better than the selection above does.
@@ -116,13 +116,20 @@ class Auto(Aggregator):
     def _without_labels(
         self, data: Data, normal: np.ndarray, independent: BinnedDawidSkene, rms: float
     ) -> tuple[Aggregator, str | None]:
-        """Return the selected aggregator, fitted, and a warning."""
+        """Return the aggregator selected without labels, fitted, and a warning or None.
+
+        Args:
+            normal: [responses, verifiers] normal scores.
+            independent: a fit to the data.
+            rms: residual correlation of the verifiers after that fit.
+        """
         # Too few verifiers, too few responses, or no sign of correlated errors.
-        m = len(data.columns)
-        if m < MIN_VERIFIERS:
+        count = len(data.columns)
+        if count < MIN_VERIFIERS:
             if self.one_right:
                 return self._fit_mixture(data, normal)[0], None
-            warning = f"of {m} verifier{'s' * (m > 1)} nothing can be inferred without labels: the rank mean is taken"
+            verifiers = f"{count} verifier{'s' * (count > 1)}"
+            warning = f"of {verifiers} nothing can be inferred without labels: the rank mean is taken"
             return self._rank_mean(data, 0.5, warning)
 
         if np.isnan(rms):
@@ -138,8 +145,9 @@ class Auto(Aggregator):
         self.report.details.update(agreement=agreement, heaps=heaps, problem_effect=effect)
         sound = agreement >= self.agreement
         if not self.one_right:
-            # The effect is NaN, and not tested, if each problem has one response.
-            sound &= m >= MIN_FOR_COVARIANCE and heaps <= self.heaps and not effect > self.problem_effect
+            # The effect is NaN, and passes, if each problem has one response.
+            weak_effect = np.isnan(effect) or effect <= self.problem_effect
+            sound &= count >= MIN_FOR_COVARIANCE and heaps <= self.heaps and weak_effect
 
         if sound:
             return mixture, f"{warning}: the correlated mixture is taken; labels of a few problems would be safer"
@@ -148,6 +156,7 @@ class Auto(Aggregator):
     def _rank_mean(
         self, data: Data, guess: float | None, warning: str, slope: float | None = None
     ) -> tuple[Aggregator, str]:
+        # `guess` is the class balance if neither `class_balance` nor `one_right` gives it.
         balance = self.class_balance
         if self.one_right:
             balance = len(data.table) / int(data.table.present.sum())
@@ -159,10 +168,10 @@ class Auto(Aggregator):
         return ranks, f"{warning}; labels of a few problems would help most"
 
     def _fit_mixture(self, data: Data, normal: np.ndarray) -> tuple[CorrelatedMixture, float]:
-        """Return the mixture, and the correlation of its evidence with the rank mean within problems.
+        """Return the fitted mixture, and the correlation of its evidence with the rank mean within problems.
 
         With many verifiers and few problems it may fit shared noise instead of the truth. With `one_right` it is then
-        retried with a covariance that is shrunk additional.
+        fitted again with more shrinkage of the covariance.
         """
         for shrink in (CorrelatedMixture.shrink, MORE_SHRINK):
             mixture = CorrelatedMixture(one_right=self.one_right, class_balance=self.class_balance, shrink=shrink)
@@ -172,7 +181,7 @@ class Auto(Aggregator):
         return mixture, agreement
 
     def posterior(self, data: Data) -> np.ndarray:
-        """[responses] probability by the selected method."""
+        """Return each response's probability of being right, [responses], by the selected method."""
         return self.chosen.posterior(data)
 
 
@@ -191,12 +200,16 @@ USE_LABELS = ("auto", "anchored")
 
 
 def check_one_right(table: ScoreTable) -> None:
-    """ValueError: by the table's labels, problems have none or several right responses."""
+    """Check that the labels allow exactly one right response for each problem.
+
+    Raises:
+        ValueError: a problem has several right responses, or labels for all and none is right.
+    """
     if table.labels is None:
         return
     right = np.nansum(table.labels, axis=1)
-    unknown = (np.isnan(table.labels) & table.present).any(1)
-    if wrong := int(((right > 1) | ((right == 0) & ~unknown)).sum()):
+    fully_labelled = ~(np.isnan(table.labels) & table.present).any(1)
+    if wrong := int(((right > 1) | ((right == 0) & fully_labelled)).sum()):
         raise ValueError(f"{wrong} problems have none or several right responses by their labels, not one")
 
 
@@ -218,7 +231,7 @@ def make(method: str, class_balance: float | None = None, one_right: bool = Fals
         raise ValueError(f"method {method} does not look at labels: omit labelled")
     wanted = {"one_right": one_right or None, "class_balance": class_balance}
     settings: dict[str, Any] = {name: value for name, value in wanted.items() if value is not None}
-    # A method that lacks the setting would ignore it silently.
+    # A method without the setting is an error: ignoring it silently would hide that it has no effect.
     fields = {field.name for field in dataclasses.fields(METHODS[method])}  # type: ignore[arg-type]
     if unused := settings.keys() - fields:
         raise ValueError(f"method {method} does not use {min(unused)}: omit it")

@@ -16,11 +16,11 @@ from .table import ScoreTable
 
 @dataclasses.dataclass
 class BinnedDawidSkene(Aggregator):
-    """Verifiers are conditionally independent given whether a response is right; each has a histogram per class.
+    """Each verifier has a histogram of its scores on right and one on wrong responses, and errs independently.
 
-    Unsupervised: expectation maximisation (Dawid & Skene 1979) from the rank mean. Log ratios are non-decreasing in the
-    score, so the classes cannot swap. Missing scores carry no evidence. `report.details["converged"]` is False if the
-    step limit was reached.
+    Fitted without labels by expectation maximisation (Dawid & Skene 1979) from the rank mean. Log ratios are
+    non-decreasing in the score, so the classes cannot swap. Missing scores carry no evidence.
+    `report.details["converged"]` is False if the step limit was reached.
 
     Args:
         bins: quantile bins per verifier; a verifier with at most that many distinct scores has one for each.
@@ -42,12 +42,12 @@ class BinnedDawidSkene(Aggregator):
         """Cut scores into quantile bins, and estimate each bin's rate in each class by EM (Dawid and Skene 1979)."""
         self.edges = self.cut(data)
         codes = self.codes(data)
-        u = rank_means(NormalScores.fit(data.x)(data.x))
+        rank_mean = rank_means(NormalScores.fit(data.x)(data.x))
         settings = self._state_settings()
-        solution = search_em(codes, self.bins, data.problem, u, **settings)
-        if not self.MONOTONE and solution.r @ (u - u.mean()) < 0:
+        solution = search_em(codes, self.bins, data.problem, rank_mean, **settings)
+        if not self.MONOTONE and solution.r @ (rank_mean - rank_mean.mean()) < 0:
             # The classes have swapped, which monotone log ratios rule out.
-            solution = search_em(codes, self.bins, data.problem, u, **{**settings, "monotone": True})
+            solution = search_em(codes, self.bins, data.problem, rank_mean, **{**settings, "monotone": True})
         self._keep_solution(solution, data)
 
     def _state_settings(self) -> dict[str, Any]:
@@ -59,19 +59,19 @@ class BinnedDawidSkene(Aggregator):
         }
 
     def cut(self, data: Data) -> np.ndarray:
-        """[verifiers, bins - 1] bin edges."""
+        """Return the edges between each verifier's bins, [verifiers, bins - 1]."""
         return bin_edges(data.x, self.bins)
 
     def posterior(self, data: Data) -> np.ndarray:
-        """[responses] probability by Bayes' rule, with errors independent given the truth."""
+        """Return each response's probability of being right, [responses], by Bayes' rule with independent errors."""
         return Prior(self.rates, self.weights).posterior(self.evidence(data), data.problem)
 
     def evidence(self, data: Data) -> np.ndarray:
-        """[responses] log P(scores | right) / P(scores | wrong)."""
+        """Return log P(scores | right) / P(scores | wrong) of each response, [responses]."""
         return sum_evidence(self.codes(data), self.ratios)
 
     def codes(self, data: Data) -> np.ndarray:
-        """[verifiers, responses] bin of each score, `bins` for no evidence."""
+        """Return the bin of each score, [verifiers, responses], from 0; `bins` for a missing score."""
         return to_bins(data.x, self.edges)
 
     def _keep_solution(self, solution: Solution, data: Data) -> None:
@@ -82,29 +82,36 @@ class BinnedDawidSkene(Aggregator):
         self.report.details.update(steps=solution.steps, converged=solution.converged)
         # A verifier's weight is the mean absolute log ratio.
         shares = (self.right + self.wrong) / (self.right + self.wrong).sum(1, keepdims=True)
-        for name, weight in zip(data.names, (np.abs(self.ratios[:, :-1]) * shares).sum(1), strict=True):
+        weights = (np.abs(self.ratios[:, :-1]) * shares).sum(1)
+        for name, weight in zip(data.names, weights, strict=True):
             self.report.verifiers[name]["weight"] = float(weight)
 
 
 def estimate_balance(x: np.ndarray, problem: np.ndarray) -> float:
-    """Return the fraction of right responses that the binned model finds in [responses, verifiers]."""
-    codes, u = to_bins(x, bin_edges(x, 8)), rank_means(NormalScores.fit(x)(x))
-    return search_em(codes, 8, problem, u, shrink=2.0, monotone=True).prior.balance
+    """Return the fraction of right responses that `BinnedDawidSkene` estimates from scores x [responses, verifiers].
+
+    Args:
+        problem: [responses] index of each response's problem, non-decreasing.
+    """
+    bins = BinnedDawidSkene.bins
+    codes, rank_mean = to_bins(x, bin_edges(x, bins)), rank_means(NormalScores.fit(x)(x))
+    return search_em(codes, bins, problem, rank_mean, shrink=BinnedDawidSkene.shrink, monotone=True).prior.balance
 
 
 @dataclasses.dataclass
 class DawidSkene(BinnedDawidSkene):
-    """Two rates per verifier (Dawid & Skene 1979) by expectation maximisation; missing verdicts carry no evidence.
+    """Each verifier accepts or rejects, with one rate per class (Dawid & Skene 1979).
 
-    A verifier may be worse than chance and then counts inversely. The rank mean decides which class is right. Each
-    accepts scores from its (1 - pi) quantile on, pi `class_balance` or .5.
+    A verifier accepts scores from its (1 - pi) quantile on, where pi is `class_balance`, or .5 if that is None. Missing
+    scores carry no evidence. A verifier may be worse than chance and then counts inversely. Of the two classes, the one
+    with the higher rank means is the right one.
     """
 
     bins: ClassVar[int] = 2  # type: ignore[misc]  # reject, accept; not a setting
     MONOTONE: ClassVar = False
 
     def cut(self, data: Data) -> np.ndarray:
-        """Return one threshold per verifier: scores become verdicts."""
+        """Return each verifier's lowest accepted score, [verifiers, 1]."""
         accept = self.class_balance if self.class_balance is not None else 0.5
         return find_thresholds(data.x, accept)[:, None]
 
@@ -130,21 +137,21 @@ MIN_VERIFIERS = 3
 class Online(BinnedDawidSkene):
     """`BinnedDawidSkene` for a changing policy: counts decay, and the prior follows recent problems.
 
-    Call `partial_fit` with each batch, then `predict_proba`. An alarm, at most once per verifier, is issued as a
-    warning and in `report.alarms` when a verifier is being gamed. Relative to the fit, and judged by the other
-    verifiers on about the last 700 responses,
+    Call `partial_fit` with each batch, then `predict_proba`. When a verifier is being gamed an alarm is raised, at most
+    once per verifier: as a warning, and in `report.alarms`. Compared with the fit, and judged by the other verifiers on
+    about the last 700 responses, there are two signs of gaming:
 
-    - runaway: its mean score is above what the rate of right responses explains; or
+    - runaway: the verifier's mean score is above what the rate of right responses explains;
     - lost agreement: its separation of right from wrong responses has fallen.
 
-    Both must be statistically significant, and need other verifiers' scores and responses that differ. The verifier is
-    then muted, unless `mute` is False or at most three are left, where rising scores and rising skill are hard to tell
-    apart; monitoring of the others restarts.
+    An alarm needs a sign that is statistically significant, scores of other verifiers, and responses that differ. The
+    verifier is then muted and monitoring of the others restarts, unless `mute` is False or at most three verifiers are
+    left, where rising scores and rising skill are hard to tell apart.
 
     Args:
-        decay: weight of a response after 256 more.
-        memory: number of earlier problems in the prior, besides the batch's.
-        runaway: standard deviations above the expected mean that raise an alarm.
+        decay: factor by which the counts of earlier responses shrink with every 256 more.
+        memory: number of earlier problems that the prior remembers, besides those of the batch.
+        runaway: standard deviations above the expected mean score that raise an alarm.
         fallen: fraction of the separation whose loss raises an alarm.
         mute: ignore a verifier after its alarm.
     """
@@ -158,7 +165,7 @@ class Online(BinnedDawidSkene):
     LEARNED: ClassVar[tuple[str, ...]] = (*BinnedDawidSkene.LEARNED, "levels", "origin", "watch", "muted")
 
     def learn(self, data: Data) -> None:
-        """Fit with all verifiers in use, and record the reference for alarms."""
+        """Fit with no verifier muted, and record the moments that alarms compare later batches with."""
         self.muted = np.zeros(len(data.columns), dtype=bool)
         super().learn(data)
         normal = NormalScores.fit(data.x)(data.x)
@@ -172,8 +179,10 @@ class Online(BinnedDawidSkene):
         self.watch = np.zeros_like(self.origin)
 
     def partial_fit(self, table: ScoreTable) -> Self:
-        """Update on another table; the first call is a fit. What the fit froze (scales, bins) stays. A table without
-        scores has no effect."""
+        """Update on another table; the first call is a fit.
+
+        Bins and scales stay as the fit set them. A table without scores has no effect.
+        """
         if not hasattr(self, "report"):
             return self.fit(table)
         table = self._match_verifiers(table)
@@ -186,43 +195,51 @@ class Online(BinnedDawidSkene):
         return self
 
     def _update_counts(self, data: Data) -> None:
-        """Continue EM from counts that fade; then raise alarms, and mute verifiers that are being gamed."""
+        """Continue EM from decayed counts; then raise an alarm if a verifier is being gamed, and mute it."""
         self.report.grow(data)
-        # Of the share of right responses at most the last `memory` problems are remembered.
+        # The prior counts earlier problems as at most `memory`.
         prior = Prior(self.rates, self.weights, self.tally * min(1.0, self.memory / self.tally.sum()))
         decay = self.decay ** (len(data.x) / BATCH)
         past = Counts(decay * self.right, decay * self.wrong)
         start, codes = self.posterior(data), self.codes(data)
         solution = solve_em(codes, self.bins, data.problem, start, prior, past=past, **self._state_settings())
         self._keep_solution(solution, data)
+
+        # Alarms are by an exponentially weighted window.
         self.watch = self.watch * np.exp(-len(data.x) / ALARM_WINDOW) + self._sum_moments(data)
         self._raise_alarm(data.names)
 
     def codes(self, data: Data) -> np.ndarray:
-        """Bins of the scores; a muted verifier's count as missing."""
+        """Return the bin of each score, [verifiers, responses]; a muted verifier's scores count as missing."""
         codes = super().codes(data)
         codes[self.muted] = self.bins
         return codes
 
     def _sum_moments(self, data: Data) -> np.ndarray:
-        """[6, verifiers] sums of 1, q, q^2, x, x^2 and x q: x a verifier's normal score, q the probability by all
-        other active verifiers, over responses scored by both."""
+        """Return each verifier's sums over responses of 1, q, q^2, x, x^2 and x q, [6, verifiers].
+
+        x is the verifier's normal score of a response, and q its probability of being right by all other active
+        verifiers. Responses without either are left out.
+        """
         codes = to_bins(data.x, self.edges)
-        heard = (codes < self.bins) & ~self.muted[:, None]
+        active = (codes < self.bins) & ~self.muted[:, None]
         total, prior = self.evidence(data), Prior(self.rates, self.weights)
         sums = np.zeros((6, len(codes)))
         for v, code in enumerate(codes):
             x = self.levels[v, code]
-            judged = (code < self.bins) & (heard.sum(0) > heard[v]) & ~np.isnan(x)
+            scored_by_others = active.sum(0) > active[v]
+            judged = (code < self.bins) & scored_by_others & ~np.isnan(x)
             evidence_of_v = 0.0 if self.muted[v] else self.ratios[v, code]
             x, q = x[judged], prior.posterior(total - evidence_of_v, data.problem)[judged]
             sums[:, v] = len(x), q.sum(), q @ q, x.sum(), x @ x, x @ q
         return sums
 
     def _raise_alarm(self, names: list[str]) -> None:
-        """At most one alarm per update, for the worst verifier: it may be what makes the others look bad."""
-        then = _Line(self.origin)
-        now = _Line(self.watch)
+        """Raise an alarm for the verifier with the strongest sign of being gamed, if any, and mute it.
+
+        One per update: a gamed verifier may be what makes the others look bad.
+        """
+        then, now = _Line(self.origin), _Line(self.watch)
 
         # Runaway: the mean score is above the line from the fit, at today's rate of right responses.
         away = now.q - then.q
@@ -237,8 +254,11 @@ class Online(BinnedDawidSkene):
         # A verifier that separated little at the fit has no separation to lose.
         fell = np.where((then.slope > 0.25) & significant, lost / then.slope, 0.0)
         fell = np.where((now.spread >= MIN_VARIANCE) & (then.spread >= MIN_VARIANCE), fell / self.fallen, 0.0)
+
+        # Severity is in multiples of the setting, `runaway` or `fallen`: an alarm is raised from 1 on.
         alarmed = np.array([any(alarm.startswith(f"{name}: ") for alarm in self.report.alarms) for name in names])
-        severity = np.where(alarmed | (now.n < MIN_RESPONSES) | (then.n < MIN_RESPONSES), 0.0, np.maximum(ran, fell))
+        too_few = (now.n < MIN_RESPONSES) | (then.n < MIN_RESPONSES)
+        severity = np.where(alarmed | too_few, 0.0, np.maximum(ran, fell))
         v = int(severity.argmax())
         if severity[v] < 1:
             return
@@ -254,7 +274,7 @@ class Online(BinnedDawidSkene):
         elif self.mute:
             self.muted[v] = True
             message += "; it is muted"
-            # The others were measured against it in part.
+            # Sums so far judged the other verifiers by this one among others: start anew.
             self.watch = np.zeros_like(self.watch)
 
         self.report.alarms.append(f"{names[v]}: {message}")
@@ -262,9 +282,17 @@ class Online(BinnedDawidSkene):
 
 
 class _Line:
-    """Regression of x on q from `_sums`, per verifier: count, means, variance of q, slope, standard errors.
+    """Regression of each verifier's score x on the probability q by the others, from the sums of `_sum_moments`.
 
-    Regressing on a calibrated probability has the same slope as regressing on the truth.
+    Regressing on a calibrated probability has the same slope as regressing on the truth: the mean score of right
+    responses less that of wrong ones.
+
+    Attributes, each [verifiers]:
+        n: number of responses.
+        q, x: means.
+        spread: variance of q.
+        slope: of the regression.
+        error_x, error: standard errors of the mean of x and of the slope.
     """
 
     def __init__(self, sums: np.ndarray) -> None:

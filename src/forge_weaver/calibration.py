@@ -23,15 +23,16 @@ EDGE = 1e-6  # probabilities are clipped this far from 0 and 1
 
 
 def logistic_regression(x: np.ndarray, labels: np.ndarray, pull: np.ndarray, centre: np.ndarray) -> np.ndarray:
-    """[columns] coefficients that maximise the log likelihood less pull / 2 (coefficients - centre)^2.
+    """Return the coefficients, [columns], that maximise the log likelihood less pull / 2 (coefficients - centre)^2.
 
     Args:
-        x: [responses, columns]
+        x: [responses, columns] inputs.
         labels: [responses] 0 to 1, soft labels allowed.
-        pull, centre: [columns]; a positive pull makes the maximum unique, also for separable labels.
+        pull: [columns] penalty; positive ones make the maximum unique, also for separable labels.
+        centre: [columns] coefficients without a penalty.
     """
 
-    # Not scikit-learn's: that has one penalty for all columns, centred at 0, and no soft labels.
+    # scikit-learn's regression has one penalty for all columns, centred at 0, and no soft labels.
     def penalised_loss(line: np.ndarray) -> tuple[float, np.ndarray]:
         score = x @ line
         likelihood = (labels * np.logaddexp(0, -score) + (1 - labels) * np.logaddexp(0, score)).sum()
@@ -48,20 +49,24 @@ def logistic_regression(x: np.ndarray, labels: np.ndarray, pull: np.ndarray, cen
 
 
 def brier_score(p: np.ndarray, labels: np.ndarray) -> float:
-    """Return mean squared difference (Brier 1950)."""
+    """Return the mean squared difference of probability and label (Brier 1950).
+
+    >>> brier_score(np.array([0.5, 1.0]), np.array([1, 1]))
+    0.125
+    """
     p, labels = _drop_unknown(p, labels)
     return float(((p - labels) ** 2).mean())
 
 
 def log_loss(p: np.ndarray, labels: np.ndarray) -> float:
-    """Return mean negative log likelihood in nats, of probabilities clipped to [1e-6, 1 - 1e-6]."""
+    """Return the mean negative log likelihood of the labels in nats, with p clipped to [1e-6, 1 - 1e-6]."""
     p, labels = _drop_unknown(p, labels)
     p = np.clip(p, EDGE, 1 - EDGE)
     return float(-(labels * np.log(p) + (1 - labels) * np.log1p(-p)).mean())
 
 
 def auc(p: np.ndarray, labels: np.ndarray) -> float:
-    """Return area under the ROC curve, ties counted half; NaN if only one class is present."""
+    """Return the area under the ROC curve, ties counted half; NaN if only one class is present."""
     p, labels = _drop_unknown(p, labels)
     check_labels(labels)
     if labels.min() == labels.max():
@@ -72,7 +77,13 @@ def auc(p: np.ndarray, labels: np.ndarray) -> float:
 
 
 def ece(p: np.ndarray, labels: np.ndarray, bins: int = BINS) -> float:
-    """Return expected calibration error (Naeini et al. 2015): mean gap between probability and accuracy over `bins`."""
+    """Return the expected calibration error (Naeini et al. 2015).
+
+    It is the mean absolute gap between probability and accuracy in `bins` bins of equal width.
+
+    >>> ece(np.array([0.9, 0.9]), np.array([1, 0]))
+    0.4
+    """
     p, labels = _drop_unknown(p, labels)
     bin_of = np.minimum((p * bins).astype(int), bins - 1)
     gaps = np.bincount(bin_of, p, bins) - np.bincount(bin_of, labels, bins)
@@ -88,7 +99,9 @@ class Recalibration:
 
     @classmethod
     def fit(cls, p: np.ndarray, labels: np.ndarray) -> Recalibration:
-        """Return maximum likelihood with a weak pull to the identity, so that separable labels have a solution.
+        """Return the scaling with the highest likelihood of the labels.
+
+        A weak penalty of any difference from the identity ensures that separable labels have a solution.
 
         Raises:
             ValueError: all labels are of one class.
@@ -110,7 +123,7 @@ def _to_logits(p: np.ndarray) -> np.ndarray:
 
 
 def _drop_unknown(p: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Flatten and drop NaN."""
+    """Return both as one-dimensional arrays, without the entries where either is NaN."""
     p, labels = np.asarray(p, dtype=np.float64), np.asarray(labels, dtype=np.float64)
     if p.shape != labels.shape:
         raise ValueError(f"probabilities are {p.shape} and labels {labels.shape}")

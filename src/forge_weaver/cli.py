@@ -17,7 +17,7 @@ AGGREGATOR = ("--aggregator", {"required": True, "help": "what fit left: a .npz 
 
 
 def add_to(commands: Any) -> None:
-    """Add the command and its steps to the parser's."""
+    """Add `weaver` and its steps, such as `forge weaver fit`, to the commands of `forge`."""
     weaver = commands.add_parser(
         "weaver",
         help="make one verifier of many weak ones",
@@ -41,8 +41,8 @@ def add_to(commands: Any) -> None:
 
 
 def _run_step(args: argparse.Namespace) -> None:
-    sys.path.insert(0, os.getcwd())  # as `python -m` does: rules are modules of the user
-    # Users see one line for their errors, a traceback for faults of the program.
+    sys.path.insert(0, os.getcwd())  # as `python -m` does: rule verifiers are modules of the user
+    # For an error of the user one line is printed, for a fault of the program a traceback.
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they are in the report
@@ -139,8 +139,11 @@ def _distil_ensemble(args: argparse.Namespace) -> None:
 
 
 def _read_verifiers(path: str) -> Any:
-    """Return the section that says which verifiers there are. ValueError, FileNotFoundError: it, or a model, is
-    wrong."""
+    """Return the configuration of verifiers in a YAML file.
+
+    Raises:
+        ValueError, FileNotFoundError: the file or a setting is invalid, or a file or model named in it is missing.
+    """
     from forge.config import read
     from forge_verifiers.config import VerifiersConfig
 
@@ -150,7 +153,7 @@ def _read_verifiers(path: str) -> Any:
 
 
 def _read_scores(path: str) -> Any:
-    """Load the table. ValueError: it already has the ensemble's column."""
+    """Return the score table in a .npz file. ValueError: it already has the column that `predict` adds."""
     from . import ScoreTable
 
     table = ScoreTable.load(path)
@@ -159,7 +162,7 @@ def _read_scores(path: str) -> Any:
     return table
 
 
-# By name: the function, its summary, an example and the options. `apps/weaver` runs all of them.
+# By name: the function that runs the step, its summary, an example and the options. `apps/weaver` runs all steps.
 STEPS: dict[str, tuple[Any, str, str, list[tuple[str, dict[str, Any]]]]] = {
     "score": (
         _score_problems,

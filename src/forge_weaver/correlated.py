@@ -9,33 +9,34 @@ from .aggregator import Aggregator, Data
 from .em import STARTS, TOLERANCE, Prior, first_guess, thin_problems
 from .normalise import NormalScores, impute_scores, scatter_scores
 
-MIN_COMMON_RESPONSES = 30  # of two verifiers: by chance fewer correlate by 1 / sqrt(30) = .18
+# Fewest responses scored by two verifiers for a correlation: independent ones correlate by about 1 / sqrt(30) = .18.
+MIN_COMMON_RESPONSES = 30
 
 
 def residual_correlation(normal: np.ndarray, r: np.ndarray) -> tuple[float, np.ndarray]:
-    """Correlations between verifiers within the classes.
+    """Return how strongly the verifiers' errors correlate: one number for all pairs, and the matrix of correlations.
 
-    Responses are weighted by their posterior. If a conditionally independent model is right, the expectation of every
-    weighted product within a class is 0, however uncertain the posteriors are.
+    The correlations are among right and among wrong responses, where independent verifiers have none. Each response
+    counts in both classes, weighted by its posterior: if the verifiers are independent given the truth, the expectation
+    of every weighted product is 0, however uncertain the posteriors are.
 
     Args:
         normal: [responses, verifiers] normal scores, NaN for missing.
-        r: [responses] posterior of being right.
+        r: [responses] posterior probability of being right.
 
     Returns:
-        The off-diagonal root mean square corrected for chance, and the matrix [verifiers, verifiers], NaN for pairs
-        with fewer than MIN_COMMON_RESPONSES common responses. The former is NaN if all pairs are.
+        The root mean square over pairs, less what chance explains; NaN if no pair has a correlation.
+        The matrix [verifiers, verifiers], NaN for pairs with fewer than MIN_COMMON_RESPONSES common responses.
     """
     scored = ~np.isnan(normal)
-    x = np.where(scored, normal, 0.0)
-    weights = scored.astype(np.float64)
+    x, weights = np.where(scored, normal, 0.0), scored.astype(np.float64)
     covariance = np.zeros((x.shape[1],) * 2)
 
     # The covariance within the classes, each response in both by its posterior.
-    for w in (r, 1 - r):
-        mean = (w @ x) / np.maximum(w @ weights, 1e-9)
+    for class_weights in (r, 1 - r):
+        mean = (class_weights @ x) / np.maximum(class_weights @ weights, 1e-9)
         deviation = (x - mean) * weights
-        covariance += (deviation * w[:, None]).T @ deviation
+        covariance += (deviation * class_weights[:, None]).T @ deviation
 
     pairs = weights.T @ weights
     covariance /= np.maximum(pairs, 1)
@@ -43,16 +44,22 @@ def residual_correlation(normal: np.ndarray, r: np.ndarray) -> tuple[float, np.n
     # As correlations, for pairs with enough common responses.
     spread = np.sqrt(np.diag(covariance)) + 1e-12
     matrix = np.where(pairs >= MIN_COMMON_RESPONSES, covariance / spread / spread[:, None], np.nan)
-    off = ~np.eye(len(matrix), dtype=bool) & ~np.isnan(matrix)
-    if not off.any():
+    known_pair = ~np.eye(len(matrix), dtype=bool) & ~np.isnan(matrix)
+    if not known_pair.any():
         return float("nan"), matrix
-    excess = (matrix[off] ** 2 - 1 / pairs[off]).mean()
 
+    # The squared correlation of n independent values is 1 / n on average.
+    excess = (matrix[known_pair] ** 2 - 1 / pairs[known_pair]).mean()
     return float(np.sqrt(max(excess, 0.0))), matrix
 
 
 def within_problems(a: np.ndarray, b: np.ndarray, problem: np.ndarray) -> float:
-    """Correlation of two values per response after subtracting each problem's mean; 0 if one does not vary."""
+    """Return the correlation of two values per response within problems; 0 if one of them does not vary there.
+
+    Args:
+        a, b: [responses] values; each problem's mean is subtracted first.
+        problem: [responses] index of each response's problem.
+    """
     sizes = np.bincount(problem)
     a, b = (x - (np.bincount(problem, x) / np.maximum(sizes, 1))[problem] for x in (a, b))
     spread = np.sqrt((a @ a) * (b @ b))
@@ -60,9 +67,14 @@ def within_problems(a: np.ndarray, b: np.ndarray, problem: np.ndarray) -> float:
 
 
 def problem_correlation(residual: np.ndarray, problem: np.ndarray) -> float:
-    """Median over verifiers of the intraclass correlation of residuals [responses, verifiers] within problems.
+    """Return how alike the residuals of one problem's responses are: the median verifier's intraclass correlation.
 
-    0 if responses to one problem share nothing but their rate of being right; NaN if each problem has one response.
+    It is 0 if responses to one problem share nothing but their rate of being right, and NaN if each problem has one
+    response.
+
+    Args:
+        residual: [responses, verifiers] scores less their expectation.
+        problem: [responses] index of each response's problem.
     """
     sizes = np.bincount(problem)
     pairs = (sizes * (sizes - 1)).sum()
@@ -76,11 +88,11 @@ def problem_correlation(residual: np.ndarray, problem: np.ndarray) -> float:
 
 @dataclasses.dataclass
 class CorrelatedMixture(Aggregator):
-    """Normal scores are Gaussian with a mean per class and one full covariance (linear discriminant, unsupervised).
+    """Two Gaussians, of right and of wrong responses, with one full covariance: an unsupervised linear discriminant.
 
-    Redundant verifiers share one weight; shared noise is subtracted, so weights may be negative. Expectation
-    maximisation starts at the rank mean, and no verifier's mean may be lower for right responses, so the classes
-    cannot swap.
+    The scores are turned into normal scores first. Redundant verifiers share one weight; shared noise is subtracted,
+    so weights may be negative. Expectation maximisation starts at the rank mean, and no verifier's mean may be lower
+    for right responses, so the classes cannot swap.
 
     With correlated errors the classes are identified by the rate of right responses varying between problems, or by
     one response of each being right. If a problem's difficulty shifts all its scores, these rates mislead, and the
@@ -90,10 +102,10 @@ class CorrelatedMixture(Aggregator):
     Args:
         one_right: exactly one response of each problem is right, as in multiple choice.
         class_balance: the fraction of right responses, if known; not with `one_right`.
-        shrink: shrinkage of the covariance towards its diagonal.
-        steps: maximum steps.
+        shrink: fraction by which the covariance is shrunk towards its diagonal.
+        steps: maximum steps of expectation maximisation.
         most: fit on at most this many responses, whole problems drawn by `seed`.
-        seed: also breaks ties of scores.
+        seed: draws these problems and breaks ties of scores.
     """
 
     one_right: bool = False
@@ -120,54 +132,61 @@ class CorrelatedMixture(Aggregator):
         x, self.precision = impute_scores(scatter_scores(data.x, data.names, self.seed))
         problem = data.problem
 
-        def from_balance(subset: np.ndarray, balance: float) -> tuple[np.ndarray, Prior]:
+        def fit_subset(subset: np.ndarray, balance: float) -> tuple[np.ndarray, Prior]:
             start = first_guess(x[subset].mean(1), balance), Prior.start(balance)
             return self._maximise_likelihood(x[subset], problem[subset], start, unscored)
 
         # With a known balance one start is enough.
         balance = len(data.table) / data.table.present.sum() if self.one_right else self.class_balance
         if balance is not None:
-            r, _ = from_balance(np.ones(len(x), dtype=bool), balance)
+            r, _ = fit_subset(np.ones(len(x), dtype=bool), balance)
         else:
-            # A single start can be far off under extreme balances.
+            # A single start can be far off under extreme balances: the likeliest of several initialises the full fit.
             subset, candidates = thin_problems(problem), []
             for balance in STARTS:
-                _, prior = from_balance(subset, balance)
+                _, prior = fit_subset(subset, balance)
                 likelihood = self._log_likelihood(x[subset], problem[subset], prior)
-                candidates.append(
-                    (likelihood, self._judge_evidence(x @ self.line - self.offset, problem, prior, unscored))
-                )
+                judgement = self._judge_evidence(x @ self.line - self.offset, problem, prior, unscored)
+                candidates.append((likelihood, judgement))
             r, prior = max(candidates, key=lambda pair: pair[0])[1]
             r, _ = self._maximise_likelihood(x, problem, (r, Prior(prior.rates, prior.weights)), unscored)
 
-        _, distance, covariance = self._model_moments()
-        for name, weight, apart in zip(data.names, self.line, distance / np.sqrt(np.diag(covariance)), strict=True):
-            self.report.verifiers[name].update(weight=float(weight), separation=float(apart))
-        residual = x - np.stack([r, 1 - r], axis=1) @ (self.sums / (self.mass[:, None] + 1e-9))
+        means, distance, covariance = self._model_moments()
+        separations = distance / np.sqrt(np.diag(covariance))
+        for name, weight, separation in zip(data.names, self.line, separations, strict=True):
+            self.report.verifiers[name].update(weight=float(weight), separation=float(separation))
+
+        residual = x - np.stack([r, 1 - r], axis=1) @ means
         self.report.details["problem_effect"] = problem_correlation(residual, problem)
 
     def _maximise_likelihood(
         self, x: np.ndarray, problem: np.ndarray, start: tuple[np.ndarray, Prior], unscored: np.ndarray
     ) -> tuple[np.ndarray, Prior]:
-        """Expectation maximisation on x [responses, verifiers] without NaN.
+        """Fit the model to x [responses, verifiers] without NaN, by expectation maximisation.
 
         Args:
-            start: initial probabilities and prior.
+            start: initial probability of being right, [responses], and initial prior.
+
+        Returns:
+            Both after the last step.
         """
         r, prior = start
         self.moments = x.T @ x
         step, moved = 0, np.inf
 
-        # M step: sums of each class, and the discriminant; E step: the posterior.
         while step < self.steps and moved >= TOLERANCE:
             step += 1
+
+            # M step: sums of each class, and the discriminant.
             classes = np.stack([r, 1 - r])
             self.mass, self.sums = classes.sum(1), classes @ x
             means, distance, covariance = self._model_moments()
             self.line = np.linalg.solve(covariance, distance)
-            self.offset, last = np.array(means.mean(0) @ self.line), r
+            self.offset, previous = np.array(means.mean(0) @ self.line), r
+
+            # E step: the posterior.
             r, prior = self._judge_evidence(x @ self.line - self.offset, problem, prior, unscored)
-            moved = np.abs(r - last).max()
+            moved = np.abs(r - previous).max()
 
         self.rates, self.weights = prior.rates, prior.weights
         self.report.class_balance = float(self.mass[0] / self.mass.sum())
@@ -176,23 +195,28 @@ class CorrelatedMixture(Aggregator):
         return r, prior
 
     def _model_moments(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return means of right and wrong [2, verifiers], their distance (at least 0) [verifiers], and the
-        covariance."""
+        """Return the parameters of the two Gaussians, from the sums of the last M step.
+
+        Returns:
+            The means of right and of wrong responses, [2, verifiers]; right less wrong mean, at least 0, [verifiers];
+            the shrunk covariance, [verifiers, verifiers].
+        """
         means = self.sums / (self.mass[:, None] + 1e-9)
         covariance = (self.moments - means.T @ self.sums) / self.mass.sum()
-        shrunk = (1 - self.shrink) * covariance + self.shrink * np.diag((np.sqrt(np.diag(covariance)) + 1e-6) ** 2)
+        variances = (np.sqrt(np.diag(covariance)) + 1e-6) ** 2
+        shrunk = (1 - self.shrink) * covariance + self.shrink * np.diag(variances)
         return means, np.maximum(means[0] - means[1], 0.0), shrunk
 
     def _log_likelihood(self, x: np.ndarray, problem: np.ndarray, prior: Prior) -> float:
-        """Log likelihood of the scores, up to a constant."""
+        """Return the log likelihood of scores x [responses, verifiers], up to a constant."""
         means, distance, covariance = self._model_moments()
-        # From the lower mean, with the distance clipped as in the evidence.
-        away = x - means.mean(0) + distance / 2
-        squares = (away * np.linalg.solve(covariance, away.T).T).sum()
-        evidence = x @ self.line - self.offset
-        return float(
-            prior.log_likelihood(evidence, problem) - (squares + len(x) * np.linalg.slogdet(covariance)[1]) / 2
-        )
+        # That all are wrong: deviations are from the lower mean, with the distance clipped as in the evidence.
+        deviation = x - means.mean(0) + distance / 2
+        squares = (deviation * np.linalg.solve(covariance, deviation.T).T).sum()
+        _, log_determinant = np.linalg.slogdet(covariance)
+        # And how much likelier the evidence makes it that some are right.
+        gain = prior.log_likelihood(x @ self.line - self.offset, problem)
+        return float(gain - (squares + len(x) * log_determinant) / 2)
 
     def _judge_evidence(
         self, evidence: np.ndarray, problem: np.ndarray, prior: Prior, unscored: np.ndarray
@@ -202,29 +226,36 @@ class CorrelatedMixture(Aggregator):
         return prior.step(evidence, problem, self.class_balance)
 
     def posterior(self, data: Data) -> np.ndarray:
-        """[responses] probability by Bayes' rule; with `one_right` normalised over the responses of a problem."""
+        """Return each response's probability of being right, [responses], by Bayes' rule.
+
+        With `one_right` the probabilities of a problem's responses, those without a score included, sum to 1.
+        """
         evidence = self.evidence(data)
-        if not self.one_right:
-            return Prior(self.rates, self.weights).posterior(evidence, data.problem)
-        return one_of_each(evidence, data.problem, data.unscored)
+        if self.one_right:
+            return one_of_each(evidence, data.problem, data.unscored)
+        return Prior(self.rates, self.weights).posterior(evidence, data.problem)
 
     def evidence(self, data: Data) -> np.ndarray:
-        """[responses] log P(scores | right) / P(scores | wrong)."""
+        """Return log P(scores | right) / P(scores | wrong) of each response, [responses]."""
         x, _ = impute_scores(NormalScores(self.values, self.heights)(data.x), self.precision)
         return x @ self.line - self.offset
 
 
 def one_of_each(evidence: np.ndarray, problem: np.ndarray, unscored: np.ndarray) -> np.ndarray:
-    """[responses] softmax of the evidence over each problem, including its unscored responses.
+    """Return each response's probability of being the right one of its problem, [responses]: a softmax of evidence.
 
     Args:
-        evidence, problem: [responses], `problem` non-decreasing.
-        unscored: [problems] number of additional responses, with evidence 0.
+        evidence: [responses] log P(scores | right) / P(scores | wrong).
+        problem: [responses] index of the problem, non-decreasing.
+        unscored: [problems] number of additional responses of each problem, with evidence 0.
     """
     starts = np.flatnonzero(np.diff(problem, prepend=-1))
     sizes = np.diff(np.append(starts, len(problem)))
     unscored_counts = unscored[problem[starts]]
+
+    # The largest evidence of each problem is subtracted, against overflow.
     top = np.maximum.reduceat(evidence, starts)
     top = np.where(unscored_counts > 0, np.maximum(top, 0.0), top)
     r = np.exp(evidence - np.repeat(top, sizes))
-    return r / np.repeat(np.add.reduceat(r, starts) + unscored_counts * np.exp(-np.maximum(top, 0.0)), sizes)
+    total = np.add.reduceat(r, starts) + unscored_counts * np.exp(-np.maximum(top, 0.0))
+    return r / np.repeat(total, sizes)

@@ -32,13 +32,17 @@ class DistilReport:
 
     Args:
         parameters: number of parameters of the model.
-        trained, tested: number of responses; `left_out` are empty or exceed the model's context.
-        error: mean absolute difference to the ensemble's probability.
-        agreement: fraction of responses on the same side of 1/2 as by the ensemble.
-        gap: expected calibration error against the ensemble's probability.
-        truth: `auc`, `selection` and `ece` against known labels, for the model and for the ensemble.
-        ranking: area under the ROC curve of the model against the ensemble's side of 1/2; NaN if all are on one.
-        chance: what this area reaches by chance: 1/2 and two standard errors.
+        trained: number of responses that were trained on.
+        tested: number of responses that this report evaluates.
+        left_out: number of responses that are empty or exceed the model's context.
+        error: mean absolute difference of the model's and the ensemble's probability.
+        agreement: fraction of responses for which both probabilities are on the same side of 1/2.
+        gap: expected calibration error of the model against the ensemble's probability.
+        truth: metrics against known labels, {"distilled": {"auc": ..., "selection": ..., "ece": ...}, "ensemble": ...};
+            empty without labels.
+        ranking: area under the ROC curve of the model, where a response is positive if the ensemble's probability is
+            above 1/2; NaN if all are on one side.
+        chance: the area that a model without skill reaches by chance: 1/2 and two standard errors.
     """
 
     parameters: int
@@ -89,15 +93,15 @@ def distil(
     """Train a one-class sequence classifier on the probabilities, calibrate it and save it to `folder`, atomically.
 
     The loss is the cross-entropy to the ensemble's probability (Saad-Falcon et al. 2025, section 6). Prompts are split
-    at random: most train, some fit the calibration (Platt 1999), some are reported on. Responses without a probability
-    or outside the model's context are left out.
+    at random: 80 % train the model, 10 % fit its calibration (Platt 1999), and the report is on the other 10 %.
+    Responses without a probability and texts that exceed the model's context are left out.
 
     Args:
         table: with prompts and responses. Labels are used only for the report.
-        probabilities: [problems, responses], NaN for none.
+        probabilities: [problems, responses] of the ensemble, NaN for none.
         model: folder or hub id of a model with a transformers sequence classification head, usually an encoder.
         folder: must be empty or absent.
-        say: called with a log line per epoch.
+        say: called with a log line after each epoch.
         **reading: how prompt and response become one text, and `max_tokens`; see `forge_verifiers.RewardModel`.
 
     Raises:
@@ -122,18 +126,18 @@ def distil(
             reader = RewardModel(aside, **reading)
         rows = [reader.row(table.prompts[i], table.responses[i][j]) for i, j in indices]
 
-        # Responses that do not fit are omitted; the division is over those that remain.
+        # Responses that do not fit are left out, so the prompts are split anew, with the same seed.
         fits = np.array([0 < len(row.ids) <= reader.model.max_tokens for row in rows])
         indices, rows = indices[fits], [row for row, fit in zip(rows, fits, strict=True) if fit]
         train, calibrate, test = _divide_responses([table.prompts[i] for i in indices[:, 0]], seed)
         targets = probabilities[tuple(indices.T)]
 
-        # Train, and save the model before its logits are calibrated: the calibration is alongside it.
+        # The saved model gives logits before calibration, which is in a file next to it.
         _train_classifier(reader, rows, targets, train, epochs, batch_size, learning_rate, seed, say)
         with quiet_loading():
             reader.model.model.save_pretrained(aside)
 
-        # Calibrate on one half of the held-out problems, and report on the other.
+        # Calibrate on one half of the held-out problems; equal targets determine no calibration.
         logits = np.full(len(rows), np.nan)
         held_out = np.concatenate([calibrate, test])
         outcomes = reader.model.stream([rows[i] for i in held_out], lambda batch: reader.logits(batch).tolist())
@@ -142,6 +146,8 @@ def distil(
         scale = Recalibration()
         if np.ptp(targets[calibrate]) > 0:
             scale = Recalibration.fit(sigmoid(logits[calibrate]), targets[calibrate])
+
+        # Report on the other half. `chance` is by the variance of the area under the curve for a random order.
         student = scale(sigmoid(logits[test]))
         sides = (targets[test] > 0.5).astype(float)
         report = DistilReport(
@@ -164,9 +170,9 @@ def distil(
 
 
 def _new_classifier(model: str | Path, folder: Path, seed: int) -> None:
-    """Save the model with its head of one class, or a new head initialised from the seed.
+    """Save the model to `folder` with a head of one class: its own, or a new one initialised from the seed.
 
-    A decoder's head finds the last token by the padding, which needs a separate token.
+    The head of a decoder reads the last token before the padding, so padding gets a token of its own if it has none.
     """
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     torch.manual_seed(seed)
@@ -180,7 +186,6 @@ def _new_classifier(model: str | Path, folder: Path, seed: int) -> None:
             use_safetensors=True,
         )
 
-        # A separate padding token, so that the head does not take padding for the end.
         if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
             tokenizer.add_special_tokens({"pad_token": "<pad>"})
             classifier.resize_token_embeddings(max(len(tokenizer), classifier.get_input_embeddings().num_embeddings))
@@ -192,16 +197,23 @@ def _new_classifier(model: str | Path, folder: Path, seed: int) -> None:
 
 
 def _divide_responses(prompts: list[str], seed: int) -> list[np.ndarray]:
-    """Return indices of the training, calibration and test responses, split by prompt."""
+    """Return the indices of the training, of the calibration and of the test responses, split by prompt.
+
+    Args:
+        prompts: of each response.
+
+    Raises:
+        ValueError: too few different prompts.
+    """
     unique_prompts, prompt_of = np.unique(prompts, return_inverse=True)
-    drawn = np.random.default_rng(seed).permutation(len(unique_prompts))
-    part = int(len(unique_prompts) * HELD_OUT / 2)
-    if part < 1:
-        count = len(unique_prompts)
+    count = len(unique_prompts)
+    drawn = np.random.default_rng(seed).permutation(count)
+    half = int(count * HELD_OUT / 2)
+    if half < 1:
         minimum = math.ceil(2 / HELD_OUT)
         raise ValueError(f"{count} prompts with a probability and texts that fit are too few: at least {minimum}")
-    sets = drawn[2 * part :], drawn[:part], drawn[part : 2 * part]
-    return [np.flatnonzero(np.isin(prompt_of, prompts_of_set)) for prompts_of_set in sets]
+    calibration, test, training = drawn[:half], drawn[half : 2 * half], drawn[2 * half :]
+    return [np.flatnonzero(np.isin(prompt_of, subset)) for subset in (training, calibration, test)]
 
 
 def _train_classifier(
@@ -215,11 +227,19 @@ def _train_classifier(
     seed: int,
     say: Callable[[str], None],
 ) -> None:
-    """AdamW with linear warmup and decay on the rows `train`."""
-    # The schedule: 5 % of the steps to warm up, then down to 5 % of the rate.
+    """Train the reader's model by AdamW to give the rows with indices `train` their target probabilities.
+
+    Args:
+        rows: the texts of all responses, as tokens.
+        targets: [rows] probabilities.
+        train: indices of the rows to train on.
+        say: called with a log line after each epoch.
+    """
     model, rng = reader.model.model.train().requires_grad_(True), np.random.default_rng(seed)
-    goal = torch.tensor(targets, dtype=torch.float32, device=reader.model.device)
+    targets_on_device = torch.tensor(targets, dtype=torch.float32, device=reader.model.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
+
+    # A linear schedule: 5 % of the steps to warm up, then down to 5 % of the learning rate.
     steps = epochs * math.ceil(len(train) / batch_size)
     warmup = max(1, steps // 20)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -233,7 +253,7 @@ def _train_classifier(
         for start in range(0, len(order), batch_size):
             batch = order[start : start + batch_size].tolist()
             logits = reader.logits(reader.model.pad([rows[i] for i in batch]))
-            loss = binary_cross_entropy_with_logits(logits, goal[batch])
+            loss = binary_cross_entropy_with_logits(logits, targets_on_device[batch])
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -249,14 +269,20 @@ def _train_classifier(
 def _measure_truth(
     table: ScoreTable, indices: np.ndarray, student: np.ndarray, teacher: np.ndarray
 ) -> dict[str, dict[str, float]]:
-    """Return metrics of both against the labels of the held-out responses; empty if there are none."""
-    index = tuple(indices.T)
-    if table.labels is None or np.isnan(table.labels[index]).all():
+    """Return metrics of student and teacher against known labels, as `DistilReport.truth`; empty without labels.
+
+    Args:
+        indices: [responses, 2] problem and response in the table of each held-out response.
+        student: [responses] probabilities by the distilled model.
+        teacher: [responses] probabilities by the ensemble.
+    """
+    held_out = tuple(indices.T)
+    if table.labels is None or np.isnan(table.labels[held_out]).all():
         return {}
-    # At their places in the table: selection needs whole problems.
-    labels, own, ensemble = np.full((3, *table.present.shape), np.nan)
-    labels[index], own[index], ensemble[index] = table.labels[index], student, teacher
+    # Arrays of the shape of the table: selection needs whole problems.
+    labels, distilled, ensemble = np.full((3, *table.present.shape), np.nan)
+    labels[held_out], distilled[held_out], ensemble[held_out] = table.labels[held_out], student, teacher
     return {
         name: {"auc": auc(p, labels), "selection": selection_accuracy(p, labels), "ece": ece(p, labels)}
-        for name, p in (("distilled", own), ("ensemble", ensemble))
+        for name, p in (("distilled", distilled), ("ensemble", ensemble))
     }

@@ -10,25 +10,26 @@ from scipy.optimize import brentq, isotonic_regression
 from scipy.special import expit as sigmoid
 from scipy.special import softmax
 
-TOLERANCE = 1e-3  # movement of a probability at which expectation maximisation has converged
+TOLERANCE = 1e-3  # expectation maximisation has converged when no probability moves by this much
 # The grid of rates, finer at the ends, where a logit's step is larger.
 RATES = np.array([0.005, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995])
 MAX_EVIDENCE = 500.0  # nats: exp of twice this still is a double
-# Pseudo-problems per rate, so that a rate whose weight vanished can recover.
-PSEUDO_PROBLEMS = 0.01
+PSEUDO_PROBLEMS = 0.01  # per rate: the weight of a rate never becomes 0, so it can grow again
 
 
 @dataclasses.dataclass
 class Prior:
-    """Discrete prior on each problem's rate of right responses.
+    """Discrete prior on a problem's rate of right responses.
 
     The weights are a nonparametric maximum likelihood estimate (Kiefer & Wolfowitz 1956; Laird 1978) by expectation
-    maximisation. Responses to one problem inform each other; the order within a problem is that of the evidence.
+    maximisation. The responses to one problem inform each other through its rate; within a problem, more evidence
+    always gives a higher probability.
 
     Args:
-        rates, weights: [values]
-        past: [values] earlier problems at each rate.
-        counts: the same including the last step; empty before it.
+        rates: [values] possible rates, between 0 and 1.
+        weights: [values] probability of each rate.
+        past: [values] expected number of earlier problems at each rate.
+        counts: [values] the same, including the problems of the last `step`; empty before it.
     """
 
     rates: np.ndarray
@@ -38,7 +39,7 @@ class Prior:
 
     @classmethod
     def start(cls, balance: float) -> Prior:
-        """Before any data: a grid of rates that problems differ in."""
+        """Return a prior before any data: a grid of rates, with weights near equal whose mean rate is `balance`."""
         rates = RATES
         if not rates[0] <= balance <= rates[-1]:
             # The mean must lie within the range of the rates.
@@ -51,17 +52,24 @@ class Prior:
         return float(self.rates @ self.weights)
 
     def posterior(self, evidence: np.ndarray, problem: np.ndarray) -> np.ndarray:
-        """[responses] probability of being right.
+        """Return each response's probability of being right, [responses].
 
         Args:
             evidence: [responses] log P(scores | right) / P(scores | wrong).
-            problem: [responses] index, non-decreasing.
+            problem: [responses] index of the problem, non-decreasing.
         """
-        return self._infer_prior(evidence, problem)[0]
+        return self._infer_rates(evidence, problem)[0]
 
     def step(self, evidence: np.ndarray, problem: np.ndarray, balance: float | None) -> tuple[np.ndarray, Prior]:
-        """Return the posterior and the updated prior, whose mean is held at `balance` if given."""
-        r, expected, _ = self._infer_prior(evidence, problem)
+        """Do one step of expectation maximisation; `evidence` and `problem` are as in `posterior`.
+
+        Args:
+            balance: the fraction of right responses, if known: the updated prior's mean rate.
+
+        Returns:
+            The posterior under this prior, [responses], and the updated prior.
+        """
+        r, expected, _ = self._infer_rates(evidence, problem)
         counts = self.past + expected
         weights = (counts + PSEUDO_PROBLEMS) / (counts + PSEUDO_PROBLEMS).sum()
         if balance is not None:
@@ -69,61 +77,72 @@ class Prior:
         return r, Prior(self.rates, weights, self.past, counts)
 
     def log_likelihood(self, evidence: np.ndarray, problem: np.ndarray) -> float:
-        """Log likelihood of the scores, relative to all responses being wrong."""
-        return self._infer_prior(evidence, problem)[2]
+        """Return the log likelihood of the scores, less what it is if all responses are wrong; arguments as above."""
+        return self._infer_rates(evidence, problem)[2]
 
-    def _infer_prior(self, evidence: np.ndarray, problem: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
+    def _infer_rates(self, evidence: np.ndarray, problem: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
+        """Return what `posterior` does, the expected number of problems at each rate, and the log likelihood."""
         evidence = np.clip(evidence, -MAX_EVIDENCE, MAX_EVIDENCE)
         # The larger of the two likelihoods is factored out, against overflow.
-        up, down = np.exp(np.minimum(evidence, 0)), np.exp(-np.maximum(evidence, 0))
-        right = up[:, None] * self.rates
-        likelihoods = right + down[:, None] * (1 - self.rates)
+        if_right, if_wrong = np.exp(np.minimum(evidence, 0)), np.exp(-np.maximum(evidence, 0))
+        right = if_right[:, None] * self.rates
+        likelihoods = right + if_wrong[:, None] * (1 - self.rates)
 
-        # The posterior of each problem's rate, then of each response given the rate.
+        # The posterior of each problem's rate, [problems, rates].
         starts = np.flatnonzero(np.diff(problem, prepend=-1))
         with np.errstate(divide="ignore"):
-            fit = np.add.reduceat(np.log(likelihoods), starts) + np.log(self.weights)
-        top = fit.max(1, keepdims=True)
-        fit = np.exp(fit - top)
-        total = fit.sum(1, keepdims=True)
+            rate_posterior = np.add.reduceat(np.log(likelihoods), starts) + np.log(self.weights)
+        top = rate_posterior.max(1, keepdims=True)
+        rate_posterior = np.exp(rate_posterior - top)
+        total = rate_posterior.sum(1, keepdims=True)
         likelihood = (top + np.log(total)).sum() + np.maximum(evidence, 0).sum()
+        rate_posterior /= total
 
-        fit /= total
-        per_response = np.repeat(fit, np.diff(np.append(starts, len(problem))), axis=0)
-        return np.minimum(np.einsum("ng,ng->n", right / likelihoods, per_response), 1.0), fit.sum(0), float(likelihood)
+        # The posterior of each response, given its problem's.
+        per_response = np.repeat(rate_posterior, np.diff(np.append(starts, len(problem))), axis=0)
+        r = np.einsum("ng,ng->n", right / likelihoods, per_response)
+        return np.minimum(r, 1.0), rate_posterior.sum(0), float(likelihood)
 
 
 def _tilt_weights(weights: np.ndarray, rates: np.ndarray, balance: float) -> np.ndarray:
-    """Exponential tilting: weights times exp(c rate), with c such that the mean rate is `balance`."""
+    """Return weights in proportion to weight times exp(c rate), with c such that the mean rate is `balance`."""
     logs = np.log(weights + 1e-12)
-    return softmax(logs + brentq(lambda c: softmax(logs + c * rates) @ rates - balance, -1e5, 1e5) * rates)
+    c = brentq(lambda c: softmax(logs + c * rates) @ rates - balance, -1e5, 1e5)
+    return softmax(logs + c * rates)
 
 
 STARTS = (0.05, 0.5, 0.95)  # initial class balances
-SAMPLE = 4000  # about that many responses select the best of them: the full fit takes its time once, not three times
+SAMPLE = 4000  # about that many responses select the best start: the full fit takes its time once, not three times
 
 
 class Counts(NamedTuple):
-    """Expected counts of each bin among right and among wrong responses, [verifiers, bins]."""
+    """Expected counts of each bin among right and among wrong responses, both [verifiers, bins]."""
 
     right: np.ndarray
     wrong: np.ndarray
 
 
 def count_bins(codes: np.ndarray, bins: int, r: np.ndarray) -> Counts:
-    """Return counts from codes [verifiers, responses], `bins` for missing, and r [responses], the probabilities of
-    being right."""
+    """Return how many right and wrong responses are expected in each bin.
+
+    Args:
+        codes: [verifiers, responses] bin of each score, from 0; `bins` for a missing one, which does not count.
+        r: [responses] probability of being right.
+
+    >>> count_bins(np.array([[0, 1, 1]]), 2, np.array([0.25, 1.0, 0.5]))
+    Counts(right=array([[0.25, 1.5 ]]), wrong=array([[0.75, 0.5 ]]))
+    """
     right = np.stack([np.bincount(code, r, bins + 1)[:bins] for code in codes])
     every = np.stack([np.bincount(code, minlength=bins + 1)[:bins] for code in codes])
     return Counts(right, every - right)
 
 
 def log_ratios(counts: Counts, shrink: float, monotone: bool) -> np.ndarray:
-    """[verifiers, bins + 1] log P(bin | right) / P(bin | wrong); the last is 0, for missing.
+    """Return log P(bin | right) / P(bin | wrong), [verifiers, bins + 1]; the last column is 0, for missing scores.
 
     Args:
-        shrink: pseudo-responses per bin, distributed like the verifier's scores: they shrink towards 0.
-        monotone: non-decreasing in the bin (isotonic regression).
+        shrink: pseudo-responses per bin, distributed like the verifier's scores: they shrink its ratios towards 0.
+        monotone: make the ratios non-decreasing in the bin (isotonic regression).
     """
     right, wrong = log_shares(counts, shrink)
     ratios = right - wrong
@@ -134,22 +153,29 @@ def log_ratios(counts: Counts, shrink: float, monotone: bool) -> np.ndarray:
 
 
 def log_shares(counts: Counts, shrink: float) -> tuple[np.ndarray, np.ndarray]:
-    """[verifiers, bins] log P(bin | right) and log P(bin | wrong)."""
+    """Return log P(bin | right) and log P(bin | wrong), both [verifiers, bins]; `shrink` is as in `log_ratios`."""
     every = counts.right + counts.wrong + 1e-3
-    used = (counts.right + counts.wrong > 0).sum(1, keepdims=True)
-    prior = shrink * used * every / every.sum(1, keepdims=True)
+    used_bins = (counts.right + counts.wrong > 0).sum(1, keepdims=True)
+    prior = shrink * used_bins * every / every.sum(1, keepdims=True)
     right, wrong = counts.right + prior + 1e-9, counts.wrong + prior + 1e-9
     return np.log(right / right.sum(1, keepdims=True)), np.log(wrong / wrong.sum(1, keepdims=True))
 
 
 def sum_evidence(codes: np.ndarray, ratios: np.ndarray) -> np.ndarray:
-    """[responses] sum of the verifiers' log ratios."""
+    """Return the sum over verifiers of each score's log ratio, [responses].
+
+    Args:
+        codes: [verifiers, responses] bin of each score.
+        ratios: [verifiers, bins + 1] log ratio of each bin, as `log_ratios` returns them.
+    """
     return sum((ratio[code] for code, ratio in zip(codes, ratios, strict=True)), np.zeros(codes.shape[1]))
 
 
 def first_guess(rank_mean: np.ndarray, balance: float) -> np.ndarray:
-    """[responses] initial soft labels: above 1/2 for the fraction `balance` of highest rank means."""
-    return sigmoid(4 * (rank_mean - np.quantile(rank_mean, 1 - balance)) / (rank_mean.std() + 1e-9))
+    """Return initial probabilities of being right, [responses]: above 1/2 for the fraction `balance` with the highest
+    rank means."""
+    threshold = np.quantile(rank_mean, 1 - balance)
+    return sigmoid(4 * (rank_mean - threshold) / (rank_mean.std() + 1e-9))
 
 
 class Solution(NamedTuple):
@@ -157,9 +183,9 @@ class Solution(NamedTuple):
 
     Args:
         r: [responses] probability of being right.
-        ratios: [verifiers, bins + 1]
+        ratios: [verifiers, bins + 1] log ratios, as `log_ratios` returns them.
         counts: of the last step, earlier responses included.
-        prior: of being right.
+        prior: on the problems' rates of right responses.
         steps: number of steps.
         converged: whether no probability moved by TOLERANCE in the last step.
     """
@@ -185,26 +211,33 @@ def solve_em(
     past: Counts | None = None,
     steps: int = 200,
 ) -> Solution:
-    """Expectation maximisation: alternate between bin frequencies per class and class probabilities.
+    """Fit by expectation maximisation: alternate between bin frequencies per class and class probabilities.
 
     Args:
-        codes: [verifiers, responses], `bins` for missing.
-        problem: [responses] index, non-decreasing.
-        r: [responses] initial probabilities.
+        codes: [verifiers, responses] bin of each score, from 0; `bins` for a missing one.
+        problem: [responses] index of the problem, non-decreasing.
+        r: [responses] initial probability of being right.
+        prior: initial prior on the problems' rates.
+        shrink, monotone: as in `log_ratios`.
         balance: the fraction of right responses, if known.
-        past: counts of earlier responses.
+        past: counts of earlier responses, added in each step.
+        steps: maximum number.
     """
     step, moved = 0, np.inf
-    # M step: counts of bins in each class, earlier ones faded; E step: the posterior.
     while step < steps and moved >= TOLERANCE:
         step += 1
+
+        # M step: the frequencies of bins in each class.
         counts = count_bins(codes, bins, r)
         if past is not None:
             counts = Counts(past.right + counts.right, past.wrong + counts.wrong)
         ratios = log_ratios(counts, shrink, monotone)
-        last = r
+
+        # E step: the posterior.
+        previous = r
         r, prior = prior.step(sum_evidence(codes, ratios), problem, balance)
-        moved = np.abs(r - last).max()
+        moved = np.abs(r - previous).max()
+
     return Solution(r, ratios, counts, prior, step, bool(moved < TOLERANCE))
 
 
@@ -219,24 +252,25 @@ def search_em(
     balance: float | None = None,
     steps: int = 200,
 ) -> Solution:
-    """`solve` from the rank mean. Without a known balance it is run from each of STARTS on a sample of problems, since
-    a single start can be far off under extreme balances; the most likely result initialises the full run.
+    """Fit as `solve_em` does, starting at the rank mean, and from several class balances if the balance is unknown.
+
+    Each of STARTS is then tried on a sample of problems, since a single start can be far off under extreme balances;
+    the most likely result initialises the full fit.
 
     Args:
-        codes, bins, problem, shrink, monotone, balance, steps: as in `solve`.
-        rank_mean: [responses]
+        codes, bins, problem, shrink, monotone, balance, steps: as in `solve_em`.
+        rank_mean: [responses] mean normal score of each response.
     """
     settings: dict[str, Any] = {"shrink": shrink, "monotone": monotone, "balance": balance, "steps": steps}
 
-    def from_balance(subset: np.ndarray, share: float) -> Solution:
-        guess = first_guess(rank_mean[subset], share)
-        return solve_em(codes[:, subset], bins, problem[subset], guess, Prior.start(share), **settings)
+    def fit_subset(subset: np.ndarray, start_balance: float) -> Solution:
+        guess, prior = first_guess(rank_mean[subset], start_balance), Prior.start(start_balance)
+        return solve_em(codes[:, subset], bins, problem[subset], guess, prior, **settings)
 
-    everything = np.ones(len(problem), dtype=bool)
     if balance is not None:
-        return from_balance(everything, balance)
+        return fit_subset(np.ones(len(problem), dtype=bool), balance)
     subset = thin_problems(problem)
-    solutions = [from_balance(subset, share) for share in STARTS]
+    solutions = [fit_subset(subset, start_balance) for start_balance in STARTS]
 
     # Solutions with swapped classes are equally likely: prefer those that agree with the rank mean.
     centred = rank_mean[subset] - rank_mean[subset].mean()
@@ -245,20 +279,24 @@ def search_em(
     best = solutions[int(np.argmax(likelihoods))]
     if subset.all():
         return best
-    r = best.prior.posterior(sum_evidence(codes, best.ratios), problem)
 
+    r = best.prior.posterior(sum_evidence(codes, best.ratios), problem)
     return solve_em(codes, bins, problem, r, Prior(best.prior.rates, best.prior.weights), **settings)
 
 
 def thin_problems(problem: np.ndarray) -> np.ndarray:
-    """[responses] mask of every n-th problem, about SAMPLE responses in total."""
+    """Return a mask of the responses to every n-th problem, [responses] bool, about SAMPLE responses in total.
+
+    Args:
+        problem: [responses] index of each response's problem.
+    """
     number = np.unique(problem, return_inverse=True)[1]
     return number % max(1, round(len(problem) / SAMPLE)) == 0
 
 
 def log_likelihood(codes: np.ndarray, solution: Solution, problem: np.ndarray, shrink: float) -> float:
-    """Log likelihood of the bins under a solution."""
-    right, wrong = (np.pad(side, ((0, 0), (0, 1))) for side in log_shares(solution.counts, shrink))
-    return float(sum_evidence(codes, wrong).sum()) + solution.prior.log_likelihood(
-        sum_evidence(codes, right - wrong), problem
-    )
+    """Return the log likelihood of the bins `codes` under a solution; arguments as in `solve_em`."""
+    # A column of 0 for missing scores, which carry no evidence.
+    right, wrong = (np.pad(shares, ((0, 0), (0, 1))) for shares in log_shares(solution.counts, shrink))
+    if_all_wrong = float(sum_evidence(codes, wrong).sum())
+    return if_all_wrong + solution.prior.log_likelihood(sum_evidence(codes, right - wrong), problem)

@@ -8,17 +8,19 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.special import ndtri
 
-KNOTS = 1024  # points of a distribution function, half of them evenly by rank: no more than 1 / 512 lies between two
+# Points of a distribution function, half of them evenly by rank: at most 1 / 512 of the scores lie between two.
+KNOTS = 1024
 
 
 class NormalScores:
-    """Each verifier's scores as standard normal quantiles, by its empirical distribution function.
+    """Maps each verifier's scores to standard normal quantiles, by its empirical distribution function.
 
     Ties get their middle rank; values between known ones are interpolated, those outside are clamped. At most KNOTS
     points per verifier are kept.
 
     Args:
-        values, heights: [verifiers, knots] points of the functions, the last one repeated to fill a row.
+        values: [verifiers, knots] scores, increasing; the last one is repeated to fill a row.
+        heights: [verifiers, knots] normal quantile of each.
     """
 
     def __init__(self, values: np.ndarray, heights: np.ndarray) -> None:
@@ -26,7 +28,7 @@ class NormalScores:
 
     @classmethod
     def fit(cls, x: np.ndarray) -> NormalScores:
-        """Fit to [responses, verifiers], NaN for missing; each column needs a score."""
+        """Return the mapping of the scores x [responses, verifiers], NaN for missing; each column needs a score."""
         points = []
         for column in x.T:
             values, counts = np.unique(column[~np.isnan(column)], return_counts=True)
@@ -43,33 +45,38 @@ class NormalScores:
         return cls(*(np.array(side) for side in zip(*filled, strict=True)))
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
-        """[responses, verifiers] normal scores, NaN where missing."""
+        """Return the normal scores of x, [responses, verifiers], NaN where missing."""
         # np.interp gives NaN for NaN.
         return np.stack([np.interp(*points) for points in zip(x.T, self.values, self.heights, strict=True)], axis=1)
 
 
 def scatter_scores(x: np.ndarray, names: Sequence[str], seed: int) -> np.ndarray:
-    """Normal scores of [responses, verifiers] with ties broken at random, so that each column is exactly normal.
+    """Return normal scores with ties broken at random, [responses, verifiers], so that each column is exactly normal.
 
-    Otherwise a Gaussian mixture mistakes the clusters of a judge's few verdicts for its classes. The random numbers are
-    seeded by name: the order of the columns does not matter.
+    Otherwise a Gaussian mixture mistakes the clusters of a judge's few verdicts for its classes.
+
+    Args:
+        x: [responses, verifiers] scores, NaN for missing, which stays.
+        names: of the verifiers; they and `seed` seed the random numbers, so the order of columns does not matter.
     """
-    out = np.full(x.shape, np.nan)
+    normal = np.full(x.shape, np.nan)
     for v, (name, column) in enumerate(zip(names, x.T, strict=True)):
         rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
         scored = np.flatnonzero(~np.isnan(column))
         order = np.lexsort((rng.random(len(scored)), column[scored]))
-        out[scored[order], v] = ndtri((np.arange(len(scored)) + 0.5) / len(scored))
-    return out
+        normal[scored[order], v] = ndtri((np.arange(len(scored)) + 0.5) / len(scored))
+    return normal
 
 
 def impute_scores(z: np.ndarray, precision: np.ndarray | None = None, rounds: int = 8) -> tuple[np.ndarray, np.ndarray]:
-    """Impute the missing values of [responses, verifiers] by regression; also returns the precision matrix used.
+    """Return scores with the missing ones imputed by regression, [responses, verifiers], and the precision matrix used.
 
     Each round sets every missing value to its expectation under a Gaussian given all others (Jacobi iteration).
 
     Args:
-        precision: matrix of a previous fit; estimated in each round if not given.
+        z: [responses, verifiers] normal scores, NaN for missing.
+        precision: [verifiers, verifiers] inverse covariance of a previous fit; estimated in each round if None.
+        rounds: of imputation; one suffices to estimate the precision if nothing is missing.
     """
     missing = np.isnan(z)
     x, used = np.where(missing, 0.0, z), precision
@@ -84,9 +91,9 @@ def impute_scores(z: np.ndarray, precision: np.ndarray | None = None, rounds: in
 
 
 def bin_edges(x: np.ndarray, bins: int) -> np.ndarray:
-    """[verifiers, bins - 1] increasing quantile edges, padded with infinity.
+    """Return the edges between bins, [verifiers, bins - 1]: increasing quantiles, padded with infinity.
 
-    A column of at most `bins` distinct values gets one bin for each.
+    A column of x [responses, verifiers] with at most `bins` distinct values gets one bin for each.
     """
     edges = np.full((x.shape[1], bins - 1), np.inf)
     for v, column in enumerate(x.T):
@@ -102,7 +109,12 @@ def bin_edges(x: np.ndarray, bins: int) -> np.ndarray:
 
 
 def to_bins(x: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """[verifiers, responses] bin of each score, from 0; the number of bins for missing."""
+    """Return the bin of each score, [verifiers, responses], from 0; a missing score's is the number of bins.
+
+    Args:
+        x: [responses, verifiers] scores, NaN for missing.
+        edges: [verifiers, bins - 1], as `bin_edges` returns them.
+    """
     codes = np.empty(x.shape[::-1], dtype=np.intp)
     for v, (column, edge) in enumerate(zip(x.T, edges, strict=True)):
         codes[v] = np.searchsorted(edge, column, side="right")
@@ -111,36 +123,47 @@ def to_bins(x: np.ndarray, edges: np.ndarray) -> np.ndarray:
 
 
 def find_thresholds(x: np.ndarray, accept: float) -> np.ndarray:
-    """[verifiers] lowest accepted score: the quantile that the fraction `accept` reaches.
+    """Return each verifier's lowest accepted score, [verifiers], such that about the fraction `accept` is accepted.
 
-    A column of two values is already a verdict: the higher one accepts.
+    Args:
+        x: [responses, verifiers] scores, NaN for missing. A column of two values is already a verdict: its higher value
+            accepts, whatever `accept` is.
     """
     lowest = np.empty(x.shape[1])
     for v, column in enumerate(x.T):
         scores = column[~np.isnan(column)]
-        # Two values: already a verdict.
         low, high = scores.min(), scores.max()
         if ((scores == low) | (scores == high)).all():
             lowest[v] = (low + high) / 2
         else:
-            cut = np.quantile(scores, 1 - accept)
-            # Ties at the cut are all in or all out, whichever is nearer to the share.
-            above = scores[scores > cut].min() if (scores > cut).any() else cut
-            shares = [(scores >= cut).mean(), (scores >= above).mean()]
-            lowest[v] = cut if abs(shares[0] - accept) <= abs(shares[1] - accept) and cut > low else above
+            # Scores tied at the quantile are all accepted, or all rejected by taking the next score as threshold.
+            quantile = np.quantile(scores, 1 - accept)
+            next_score = scores[scores > quantile].min() if (scores > quantile).any() else quantile
+            error, next_error = (abs((scores >= cut).mean() - accept) for cut in (quantile, next_score))
+            # The threshold whose share is nearer to `accept`; but the lowest score would accept every response.
+            lowest[v] = quantile if quantile > low and error <= next_error else next_score
     return lowest
 
 
 def apply_thresholds(x: np.ndarray, cuts: np.ndarray) -> np.ndarray:
-    """[responses, verifiers] 1 where a score reaches its threshold, else 0; NaN for missing."""
+    """Return verdicts, [responses, verifiers]: 1 where a score reaches its verifier's threshold, else 0; NaN stays.
+
+    >>> apply_thresholds(np.array([[0.2, 5.0], [0.9, np.nan]]), np.array([0.5, 3.0]))
+    array([[ 0.,  1.],
+           [ 1., nan]])
+    """
     return np.where(np.isnan(x), np.nan, x >= cuts)
 
 
 def family_means(x: np.ndarray, families: np.ndarray) -> np.ndarray:
-    """[responses, families] mean of x [responses, verifiers] within each family, NaN where all are missing.
+    """Return the mean score of each family of verifiers, [responses, families], NaN where all are missing.
 
     Args:
-        families: [verifiers] indices from 0.
+        x: [responses, verifiers] scores, NaN for missing.
+        families: [verifiers] index of each one's family, from 0.
+
+    >>> family_means(np.array([[0.0, 1.0, 3.0]]), np.array([0, 0, 1]))
+    array([[0.5, 3. ]])
     """
     member = np.eye(families.max() + 1)[families]
     counts = (~np.isnan(x)) @ member

@@ -26,8 +26,8 @@ class Problem:
     """A prompt with its responses.
 
     Args:
-        target: reference answer for the verifiers.
-        labels: 1, 0 or NaN (or None) for each response.
+        target: reference answer, which the verifiers may use.
+        labels: for each response 1 if it is right, 0 if wrong, NaN or None if unknown.
         answers: final answer of each response for voting, "" for none.
 
     Raises:
@@ -51,22 +51,24 @@ class Problem:
 
 
 async def score_table(panel: Verifier, problems: Sequence[Problem], *, concurrency: int = 16) -> ScoreTable:
-    """Score all responses of all problems. Failures become NaN; a warning per verifier counts them, with reasons.
+    """Return the scores of all responses to all problems.
+
+    A failed score becomes NaN; a logged warning per verifier counts its failures, with the most frequent reasons.
 
     Args:
-        panel: any verifier; a `Panel` never raises for one problem.
-        concurrency: problems at a time.
+        panel: any verifier; if it raises for a problem, all scores of that problem have failed.
+        concurrency: number of problems that are scored at the same time.
 
     Raises:
-        ValueError: answers of some problems only.
+        ValueError: some problems have answers and others none.
     """
     with_answers = all(problem.answers is not None for problem in problems)
     if not with_answers and any(problem.answers is not None for problem in problems):
         raise ValueError("some problems have answers and others none: give all or omit all")
-    free = asyncio.Semaphore(concurrency)
+    slots = asyncio.Semaphore(concurrency)
 
     async def score_problem(problem: Problem) -> Scores:
-        async with free:
+        async with slots:
             try:
                 return await panel.score(problem.prompt, problem.responses, problem.target)
             except Exception as error:
@@ -74,10 +76,11 @@ async def score_table(panel: Verifier, problems: Sequence[Problem], *, concurren
                 return Scores.none(len(problem.responses), len(panel.names), reason)
 
     scored = await asyncio.gather(*map(score_problem, problems))
-    # One warning a verifier, with the reasons that are most frequent.
+
+    # One warning per verifier, with its most frequent reasons.
     total = sum(len(problem.responses) for problem in problems)
     for column, name in enumerate(panel.names):
-        missing = Counter(text for part in scored for (_, j), text in part.reasons.items() if j == column)
+        missing = Counter(reason for part in scored for (_, j), reason in part.reasons.items() if j == column)
         if missing:
             common = "; ".join(f"{count} x {reason}" for reason, count in missing.most_common(3))
             log.warning("%s: %d of %d scores are missing: %s", name, missing.total(), total, common)
@@ -85,8 +88,7 @@ async def score_table(panel: Verifier, problems: Sequence[Problem], *, concurren
     # Arrays as wide as the problem with most responses.
     shape = (len(problems), max(len(problem.responses) for problem in problems))
     scores = np.full((*shape, len(panel.names)), np.nan)
-    labels = np.full(shape, np.nan)
-    present = np.zeros(shape, bool)
+    labels, present = np.full(shape, np.nan), np.zeros(shape, bool)
 
     for row, problem in enumerate(problems):
         count = len(problem.responses)
@@ -121,7 +123,7 @@ _LINE = Draft202012Validator(
 
 
 def write_problems(path: str | Path, problems: Sequence[Problem]) -> None:
-    """Write one JSON line per problem, without unset fields; atomic."""
+    """Write one line of JSON per problem, without fields that are None, to a file that appears when it is complete."""
     with written_aside(Path(path)) as aside, aside.open("w", encoding="utf-8") as file:
         for problem in problems:
             row = {name: value for name, value in asdict(problem).items() if value is not None}
@@ -131,11 +133,13 @@ def write_problems(path: str | Path, problems: Sequence[Problem]) -> None:
 
 
 def read_problems(path: str | Path) -> list[Problem]:
-    """Read JSON lines with `prompt`, `responses` and optionally `target`, `labels`, `answers`; blank lines are skipped.
+    """Return the problems in a file with one JSON object a line, whose keys are fields of `Problem`.
+
+    Blank lines are skipped.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: an invalid line, with its number, or no problems.
+        ValueError: a line is invalid (the message has its number), or there are no problems.
     """
     problems = []
     with Path(path).open("rb") as lines:  # bytes: str.splitlines would also split at U+2028 and others within texts

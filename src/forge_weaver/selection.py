@@ -8,13 +8,21 @@ import numpy as np
 
 
 def best_of(p: np.ndarray) -> np.ndarray:
-    """[problems] index of the most probable response, the first of equals; -1 if none has a probability."""
+    """Return the index of each problem's most probable response, [problems], the first of equals; -1 if all are NaN.
+
+    >>> best_of(np.array([[0.2, 0.9, np.nan], [np.nan, np.nan, np.nan]]))
+    array([ 1, -1])
+    """
     filled = np.where(np.isnan(p), -np.inf, p)
     return np.where(np.isnan(p).all(1), -1, filled.argmax(1))
 
 
 def selection_accuracy(p: np.ndarray, labels: np.ndarray) -> float:
-    """Fraction of problems whose most probable response is right; label NaN for absent or unknown.
+    """Return the fraction of problems whose most probable response is right.
+
+    Args:
+        p: [problems, responses] probabilities.
+        labels: [problems, responses] 1 for right, 0 for wrong, NaN for absent or unknown.
 
     Raises:
         ValueError: no problem has labels.
@@ -26,7 +34,14 @@ def selection_accuracy(p: np.ndarray, labels: np.ndarray) -> float:
 
 
 def selected_right(p: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """[problems] probability that the selected response is right; NaN for a problem without labels."""
+    """Return the probability that each problem's most probable response is right, [problems]; NaN without labels.
+
+    Only labelled responses are selected from. Of equally probable ones each is taken equally often.
+
+    >>> selected_right(np.array([[0.9, 0.9, 0.1]]), np.array([[1.0, 0.0, 1.0]]))
+    array([0.5])
+    """
+    # In rank below every probability: -1 for a labelled response without one, -2 for an unlabelled response.
     filled = np.where(np.isnan(p), -1.0, p)
     top = np.where(np.isnan(labels), -2.0, filled).max(1, keepdims=True)
     ties = (filled == top) & ~np.isnan(labels)

@@ -18,7 +18,7 @@ import numpy as np
 
 from forge.system.files import written_aside
 
-READINGS = re.compile(r"_(min|max|mean|avg|last)$")
+READINGS = re.compile(r"_(min|max|mean|avg|last)$")  # suffixes of verifiers that read one model's output differently
 
 
 @dataclasses.dataclass
@@ -99,54 +99,57 @@ class ScoreTable:
                     raise ValueError(f"problem {i} has {count} responses and {len(texts)} {name}")
 
     def __len__(self) -> int:
-        """Return number of problems."""
+        """Return the number of problems."""
         return len(self.scores)
 
     @property
     def problem_of(self) -> np.ndarray:
-        """[present responses] index of each response's problem, in the order of `flat`."""
+        """Return the index of each present response's problem, [present responses], in the order of `flat`."""
         return np.repeat(np.arange(len(self)), self.present.sum(1))
 
     @property
     def flat(self) -> np.ndarray:
-        """[present responses, verifiers] scores, problem by problem."""
+        """Return the scores of the present responses, [present responses, verifiers], problem by problem."""
         return self.scores[self.present]
 
     def spread(self, values: np.ndarray) -> np.ndarray:
-        """[problems, responses] from one value per present response; NaN elsewhere."""
-        out = np.full(self.present.shape, np.nan)
-        out[self.present] = values
-        return out
+        """Return one value per present response, in the order of `flat`, as [problems, responses]; NaN elsewhere."""
+        spread = np.full(self.present.shape, np.nan)
+        spread[self.present] = values
+        return spread
 
     def labelled_problems(self) -> np.ndarray:
-        """Return indices of the problems with at least one known label."""
+        """Return the indices of the problems with at least one known label."""
         if self.labels is None:
             return np.zeros(0, dtype=int)
         return np.flatnonzero(~np.isnan(self.labels).all(1))
 
     def take(self, problems: Sequence[int] | np.ndarray) -> ScoreTable:
-        """Return the problems selected by indices (in that order) or by a mask."""
+        """Return a table of the problems selected by indices (in that order) or by a mask."""
         indices = np.arange(len(self))[np.asarray(problems)]
-        lists: dict[str, Any] = {
-            name: None if (texts := getattr(self, name)) is None else [texts[i] for i in indices]
-            for name in ("answers", "prompts", "responses")
-        }
-        labels = None if self.labels is None else self.labels[indices]
-        return dataclasses.replace(
-            self, scores=self.scores[indices], labels=labels, present=self.present[indices], **lists
-        )
+        columns: dict[str, Any] = {"scores": self.scores[indices], "present": self.present[indices]}
+        if self.labels is not None:
+            columns["labels"] = self.labels[indices]
+        texts = {name: getattr(self, name) for name in ("answers", "prompts", "responses")}
+        columns |= {name: [rows[i] for i in indices] for name, rows in texts.items() if rows is not None}
+        return dataclasses.replace(self, **columns)
 
     def with_labels_of(self, problems: Sequence[int] | np.ndarray) -> ScoreTable:
-        """Return the same table with the labels of all other problems hidden."""
+        """Return the same table with the labels of these problems (indices or a mask); all others become NaN.
+
+        Raises:
+            ValueError: the table has no labels.
+        """
         if self.labels is None:
             raise ValueError("the table has no labels to keep")
+        # An empty list would become an array of floats, which is no index.
         indices = np.arange(len(self))[np.asarray(problems, dtype=None if len(problems) else int)]
         labels = np.full_like(self.labels, np.nan)
         labels[indices] = self.labels[indices]
         return dataclasses.replace(self, labels=labels)
 
     def select(self, verifiers: Sequence[str]) -> ScoreTable:
-        """Return the columns of these verifiers, in this order. ValueError names those that the table lacks."""
+        """Return a table with the columns of these verifiers, in this order. ValueError: the table has not all."""
         missing = [name for name in verifiers if name not in self.verifiers]
         if missing:
             raise ValueError(f"the table has no scores of {', '.join(missing)}: it has {', '.join(self.verifiers)}")
@@ -157,7 +160,7 @@ class ScoreTable:
         )
 
     def with_verifier(self, name: str, scores: np.ndarray) -> ScoreTable:
-        """Return one more verifier, of a separate family, with its scores [problems, responses]."""
+        """Return a table with one more verifier, a family of its own, whose scores are [problems, responses]."""
         return dataclasses.replace(
             self,
             scores=np.concatenate([self.scores, scores[:, :, None]], axis=2),
@@ -166,7 +169,7 @@ class ScoreTable:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write a .npz file atomically."""
+        """Write a .npz file atomically; `load` reads it."""
         check_path(path)
         # Texts as JSON, numbers as arrays: nothing is pickled.
         columns = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -177,7 +180,7 @@ class ScoreTable:
 
     @staticmethod
     def load(path: str | Path) -> ScoreTable:
-        """Read a file written by `save`.
+        """Return the table in a file that `save` wrote.
 
         Raises:
             FileNotFoundError: no such file.
@@ -196,7 +199,7 @@ class ScoreTable:
 
 
 def families_by_name(verifiers: Sequence[str]) -> tuple[str, ...]:
-    """Families from names: `x_min`, `x_max`, `x_mean`, `x_avg` and `x_last` are readings of one model x.
+    """Return the family of each verifier by its name: `x_min`, `x_max`, `x_mean`, `x_avg` and `x_last` are of family x.
 
     >>> families_by_name(["gpt_mean", "gpt_max", "rule"])
     ('gpt', 'gpt', 'rule')
@@ -205,14 +208,19 @@ def families_by_name(verifiers: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_labels(labels: np.ndarray) -> None:
-    """ValueError: a label is not 1, 0 or NaN."""
+    """Check that every label is 1, 0 or NaN. ValueError: one is not."""
     wrong = labels[(labels != 0) & (labels != 1) & ~np.isnan(labels)]
     if wrong.size:
         raise ValueError(f"a label is {wrong[0]}: labels are 1 (right), 0 (wrong) or NaN (unknown)")
 
 
 def check_path(path: str | Path) -> None:
-    """Check that a table can be written to `path`. ValueError: another suffix. FileNotFoundError: no folder."""
+    """Check that a table can be written to `path`.
+
+    Raises:
+        ValueError: its suffix is not .npz.
+        FileNotFoundError: its folder does not exist.
+    """
     path = Path(path)
     if path.suffix != ".npz":
         raise ValueError(f"cannot write {path}: a score table is a .npz file")
@@ -221,7 +229,7 @@ def check_path(path: str | Path) -> None:
 
 
 def write_npz(path: Path, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-    """Write arrays, and each value of `header` as UTF-8 JSON in an array of bytes."""
+    """Write a .npz file of `arrays` and, as one more array of bytes each, the values of `header` in JSON."""
     encoded = {name: np.frombuffer(json.dumps(value).encode(), dtype=np.uint8) for name, value in header.items()}
     with path.open("wb") as file:  # savez appends .npz to a bare path
         np.savez_compressed(file, **encoded, **arrays)  # type: ignore[arg-type]
@@ -229,8 +237,11 @@ def write_npz(path: Path, header: Mapping[str, Any], arrays: Mapping[str, np.nda
 
 @contextmanager
 def reading_npz(path: Path, kind: str) -> Iterator[dict[str, np.ndarray]]:
-    """Yield the arrays of a .npz file. ValueError: it is damaged, or an error in the body shows that it is not a
-    `kind`."""
+    """Yield the arrays of a .npz file, by name, to a body that builds a `kind` of object from them.
+
+    Raises:
+        ValueError: the file is damaged, or the body fails because it is not the file of a `kind`.
+    """
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}

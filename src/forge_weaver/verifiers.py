@@ -31,19 +31,23 @@ CLIP = 4.0  # nats, odds of 55 to 1: beyond them the ensemble's calibration is n
 
 
 def save_ensemble(folder: str | Path, verifiers: VerifiersConfig, aggregator: Aggregator) -> None:
-    """Write both to a folder, created if needed. The verifiers are read back, with any password in an address: only
-    this user may read them."""
+    """Write the verifiers' configuration and the aggregator to a folder, which is created if needed.
+
+    Only this user may read the configuration, since an address in it may contain a password.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    # Permissions before content.
-    (folder / VERIFIERS).touch(0o600)
-    (folder / VERIFIERS).chmod(0o600)
-    (folder / VERIFIERS).write_text(yaml.safe_dump(to_dict(verifiers), sort_keys=False))
+
+    # Permissions before content; `touch` does not change those of a file that exists.
+    file = folder / VERIFIERS
+    file.touch(0o600)
+    file.chmod(0o600)
+    file.write_text(yaml.safe_dump(to_dict(verifiers), sort_keys=False))
     aggregator.save(folder / AGGREGATOR)
 
 
 def load_ensemble(folder: str | Path) -> tuple[VerifiersConfig, Aggregator]:
-    """Read the verifiers and the fitted aggregator.
+    """Return the verifiers' configuration and the fitted aggregator that `save_ensemble` wrote to a folder.
 
     Raises:
         FileNotFoundError: one of the two files is missing.
@@ -58,20 +62,22 @@ def load_ensemble(folder: str | Path) -> tuple[VerifiersConfig, Aggregator]:
 
 
 class Ensemble:
-    """The ensemble's probability that a response is right.
+    """A verifier whose score is the probability, by a fitted ensemble of verifiers, that a response is right.
 
-    A response without any verifier's score is unscored (NaN); missing scores of single verifiers are tolerated. In a
+    A response that no verifier scored is unscored (NaN); missing scores of some verifiers are tolerated. In a
     configuration: `reward.functions: [{use: "forge_weaver:Ensemble", path: runs/ensemble}]`.
 
     Args:
         path: folder written by `save_ensemble`.
-        form: "probability"; "logit", the log-odds clipped to +-`clip`; "threshold", 1 if at least `threshold`, else 0.
-        threshold: where `form` is "threshold".
-        clip: nats, where `form` is "logit".
-        veto: necessary verifiers: the probability is 0 if one scores below 1/2, and unscored if one gave no score,
-            unless another rejects the response.
-        decide: sufficient verifiers: the probability is 0 if one scores below 1/2, else 1 if any gave a score. A veto
-            takes precedence; without a score of these the ensemble's probability holds.
+        form: of the score: "probability"; "logit", the log-odds clipped to +-`clip`; "threshold", 1 if the probability
+            is at least `threshold`, else 0.
+        threshold: probability, used if `form` is "threshold".
+        clip: nats, used if `form` is "logit".
+        veto: names of necessary verifiers. A response is rejected (0) if one of them scores it below 1/2. It is
+            unscored if one of them gave no score and none rejects it.
+        decide: names of sufficient verifiers. A response is rejected (0) if one of them scores it below 1/2, else
+            accepted (1) if any of them scored it. A veto takes precedence; without a score by any of them the
+            ensemble's probability holds.
         follow: number of scored groups after which the aggregator is updated (0: never). Each replica of a service
             learns from the groups that it scores.
 
@@ -109,25 +115,35 @@ class Ensemble:
 
     @classmethod
     def over(cls, panel: Panel, aggregator: Aggregator, **settings: Any) -> Ensemble:
-        """Return an ensemble of a panel and a fitted aggregator in memory. ValueError: the panel lacks a verifier."""
+        """Return an ensemble of a panel and a fitted aggregator in memory, which needs no `setup`.
+
+        Raises:
+            ValueError: the panel has not all verifiers of the aggregator.
+        """
         ensemble = cls("", **settings)
         ensemble._open_ensemble(panel, aggregator)
         return ensemble
 
     @property
     def files(self) -> list[str]:
-        """Return the ensemble's files."""
+        """Return the paths of the files whose content decides scores."""
         return [str(self.path / name) for name in (VERIFIERS, AGGREGATOR)]
 
     def planned_models(self) -> list[ModelSettings]:
-        """Return the models that `setup` loads, for plans. ValueError, FileNotFoundError: the folder has no
-        ensemble."""
+        """Return the models that `setup` loads, so that a plan can measure them.
+
+        Raises:
+            ValueError, FileNotFoundError: the folder has no ensemble.
+        """
         return [] if self.panel is not None else load_ensemble(self.path)[0].planned_models()
 
     def check(self) -> None:
-        """ValueError, FileNotFoundError: the folder has no ensemble, or one that is unsupported as a reward."""
+        """Check, without loading a model, that the folder has an ensemble that can be used as a reward.
+
+        Raises:
+            ValueError, FileNotFoundError: it has not.
+        """
         verifiers, aggregator = load_ensemble(self.path)
-        # Aggregators that a policy's samples do not have the data for.
         if getattr(aggregator, "one_right", False):
             raise ValueError(
                 f"{self.path} was fitted with one_right, and of a policy's samples any number may be right: "
@@ -141,8 +157,11 @@ class Ensemble:
                 raise ValueError(f"{key}: {', '.join(missing)} is none of its verifiers: {', '.join(names)}")
 
     def setup(self) -> None:
-        """Load the models, unless it was made `over` a panel. ValueError, OSError: invalid ensemble, or a model is
-        missing."""
+        """Load the models, unless the ensemble was made by `over`.
+
+        Raises:
+            ValueError, OSError: the ensemble is invalid, or a model is missing.
+        """
         if self.panel is None:
             verifiers, aggregator = load_ensemble(self.path)
             self._open_ensemble(verifiers.panel(), aggregator)
@@ -158,28 +177,39 @@ class Ensemble:
 
     @property
     def progress(self) -> float:
-        """Grows while verifiers work, for time limits."""
+        """Return a number that grows while verifiers work, by which a time limit tells slow from stuck."""
         return self.panel.progress if self.panel is not None else 0.0
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
-        """[responses, 1] in the configured form."""
+        """Return the scores of the responses to one prompt, [responses, 1], in the form of the setting `form`."""
         assert self.panel is not None, "call setup() first"
         scores = await self.panel.score(prompt, responses, target)
         report_missing(self.panel, scores, self._logged)
+
         # All forms of one probability; the clip bounds what a single verifier's certainty can do.
         p = self.probabilities(scores)
         with np.errstate(divide="ignore"):
             logits = np.clip(np.log(p) - np.log1p(-p), -self.clip, self.clip)
         values = {"probability": p, "logit": logits, "threshold": np.where(p >= self.threshold, 1.0, 0.0)}[self.form]
         values = np.where(np.isnan(p), np.nan, values)
-        if self.learns and not np.isnan(scores.values[:, self._columns]).all():
-            await self._learn_values(scores.values[:, self._columns])
-        first = {i: reason for (i, _), reason in reversed(scores.reasons.items())}
+
+        ensemble_scores = scores.values[:, self._columns]
+        if self.learns and not np.isnan(ensemble_scores).all():
+            await self._learn_values(ensemble_scores)
+
+        # In reverse, so that the first reason of each response is kept.
+        first_reason = {i: reason for (i, _), reason in reversed(scores.reasons.items())}
         unscored = map(int, np.flatnonzero(np.isnan(p)))
-        return Scores(values[:, None], {(i, 0): f"no verifier scored it: {first.get(i)}" for i in unscored})
+        return Scores(values[:, None], {(i, 0): f"no verifier scored it: {first_reason.get(i)}" for i in unscored})
 
     def probabilities(self, scores: Scores) -> np.ndarray:
-        """[responses] after `veto` and `decide`; NaN without any score, or if the score of a veto is missing."""
+        """Return each response's probability of being right, [responses], after `veto` and `decide`.
+
+        It is NaN if no verifier scored the response, or the score of a vetoing verifier is missing.
+
+        Args:
+            scores: by the panel.
+        """
         p = self.aggregator.predict_proba(self._pad_table([scores.values[:, self._columns]]))[0]
         decided, vetoes = scores.values[:, self._deciding], scores.values[:, self._vetoing]
         # In order of precedence, the last one wins: sufficient, missing, vetoed.
@@ -193,13 +223,12 @@ class Ensemble:
             await self.panel.close()
 
     async def state_dict(self) -> Json:
-        """Return the aggregator, and scored groups that await the next update."""
+        """Return the state for `load_state_dict`: the aggregator, and the scored groups since its last update."""
         async with self._learning:
             return {"aggregator": self.aggregator.state_dict(), "seen": list(self._seen)}
 
     async def load_state_dict(self, state: Json) -> None:
-        """Restore. ValueError: the state of another ensemble."""
-        # Only the state of an equal ensemble fits the columns.
+        """Restore what `state_dict` returned. ValueError: it is of an ensemble of other verifiers."""
         learned = restore_aggregator(state["aggregator"])
         if learned.verifiers != self.aggregator.verifiers:
             raise ValueError(
@@ -220,8 +249,10 @@ class Ensemble:
                 record_metric("reward/alarms", len(learned.report.alarms), Reduce.MAX)
 
     def _pad_table(self, groups: Sequence[np.ndarray]) -> ScoreTable:
-        """Return a padded table from scores [responses, verifiers] of each group."""
-        # Groups of different sizes are padded with absent responses.
+        """Return a table of groups, each the scores [responses, verifiers] of one prompt.
+
+        Smaller groups are padded with absent responses.
+        """
         sizes = np.array([len(group) for group in groups])
         present = np.arange(sizes.max()) < sizes[:, None]
         scores = np.full((*present.shape, len(self.aggregator.verifiers)), np.nan)
@@ -230,11 +261,11 @@ class Ensemble:
 
 
 class Distilled:
-    """A model distilled by `forge_weaver.distil.distil`: one calibrated probability.
+    """A verifier whose score is the calibrated probability by a model that `forge_weaver.distil.distil` trained.
 
     Args:
-        path: its folder.
-        name: of the column; by default the folder's.
+        path: the folder that `distil` wrote.
+        name: of the verifier; by default the folder's name.
         device, dtype, batch_tokens: see `forge_verifiers.RewardModel`.
     """
 
@@ -253,15 +284,19 @@ class Distilled:
 
     @property
     def files(self) -> list[str]:
-        """Return files whose content decides scores."""
+        """Return the paths of the files whose content decides scores."""
         return [str(self.path / DISTILLED)]
 
     def planned_models(self) -> list[ModelSettings]:
-        """Return the model that `setup` loads, for plans. FileNotFoundError: not the folder of a distilled verifier."""
+        """Return the model that `setup` loads, so that a plan can measure it.
+
+        Raises:
+            FileNotFoundError: not the folder of a distilled verifier.
+        """
         return [RewardModelSettings(path=str(self.path), **self._read_settings(), **self._settings)]
 
     def check(self) -> None:
-        """FileNotFoundError: not the folder of a distilled verifier."""
+        """Check that `path` is the folder of a distilled verifier. FileNotFoundError: it is not."""
         if not (self.path / DISTILLED).is_file():
             raise FileNotFoundError(f"{self.path} holds no distilled verifier: it has no {DISTILLED}")
 
@@ -280,11 +315,11 @@ class Distilled:
 
     @property
     def progress(self) -> float:
-        """Grows while the model works, for time limits."""
+        """Return a number that grows while the model works, by which a time limit tells slow from stuck."""
         return self.model.progress
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
-        """[responses, 1] probabilities."""
+        """Return the probabilities that the responses to one prompt are right, [responses, 1]."""
         return await self.model.score(prompt, responses, target)
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Names of Meta's torchforge whose contents have another form here; `forge.util` and its modules are this one.
+"""Functions of Meta's torchforge that have another form here; `forge.util` and its modules are aliases of this module.
 
 from forge.util.config import parse
 from forge.util.ops import compute_logprobs
@@ -19,24 +19,24 @@ from forge_compat.torchforge_files import Settings, read_upstream
 
 
 def parse(main: Callable[[Settings], object]) -> Callable[[], NoReturn]:
-    """Make a function of a configuration a program: `program --config FILE section.key=value ~section.key`.
+    """Return a function of a configuration as a program: `program --config FILE section.key=value ~section.key`.
 
-    The function gets the file's values, with interpolations resolved: `cfg.trainer.training.steps`, `cfg.get("x")`,
-    `**cfg.dataset`. Bad input ends the program with one line.
+    The function gets the file's values, with interpolations resolved, as attributes and keys of a dict:
+    `cfg.trainer.training.steps`, `cfg.get("x")`, `**cfg.dataset`. Invalid input ends the program with one line.
     """
 
     @functools.wraps(main)
     def run_program() -> NoReturn:
         parser = argparse.ArgumentParser(description=main.__doc__)
         parser.add_argument("--config", type=Path, required=True, help="YAML file")
-        # Without dashes, as torchforge has them; argparse reports one that has.
+        # Overrides have no dashes, as in torchforge; argparse reports one that has.
         parser.add_argument("overrides", nargs="*", help="section.key=value")
         args = parser.parse_args()
         try:
             values = read_upstream(args.config, args.overrides)
         except (ValueError, OSError) as error:
             raise SystemExit(f"error: {error}") from None
-        sys.exit(main(Settings(values)))  # type: ignore[arg-type]  # its value is the exit code, as torchforge has it
+        sys.exit(main(Settings(values)))  # type: ignore[arg-type]  # its value is the exit code, as in torchforge
 
     return run_program
 
@@ -49,7 +49,7 @@ def get_world_size_and_rank() -> tuple[int, int]:
 
 
 def get_logger(level: str | None = None) -> logging.Logger:
-    """Return the logger of this library, at a level such as "DEBUG"; None leaves its level."""
+    """Return the logger of this library, set to a level such as "DEBUG"; None keeps its level."""
     logger = logging.getLogger("forge")
     if level is not None:
         logger.setLevel(level.upper())
@@ -69,17 +69,14 @@ def log_once(logger: logging.Logger, msg: str, level: int = logging.INFO) -> Non
 
 
 def compute_logprobs(logits: Tensor, input_ids: Tensor, temperature: float = 1.0, align: bool = True) -> Tensor:
-    """Return log-probabilities of tokens in float32.
+    """Return the log-probabilities of tokens, [rows, tokens] in float32.
 
     Args:
         logits: [rows, length, vocabulary]
-        input_ids: [rows, tokens]
-        temperature: of the distribution.
-        align: the tokens are the last ones of the sequence whose logits these are, so that the logits before each
-            predict it; false: logits [rows, tokens, vocabulary], each for the token at the same place.
-
-    Returns:
-        [rows, tokens]
+        input_ids: [rows, tokens] ids of the tokens.
+        temperature: by which the logits are divided.
+        align: if True, the tokens are the last ones of the sequences that the logits are of, so each is predicted by
+            the logits at the position before it; if False, by the logits at the same index, and length is tokens.
     """
     count = input_ids.shape[1]
     if align:

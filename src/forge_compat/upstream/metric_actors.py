@@ -16,9 +16,9 @@ _logger: Local | None = None
 
 
 class MetricLogger(ForgeActor):
-    """Writes what all processes recorded to the backends of a section `metric_logging`.
+    """Writes the metrics that all processes recorded to the backends of a section `metric_logging`.
 
-    Lives in the controller, which reaches the other processes. Without backends it writes to the console.
+    It runs in the controller, which can reach all other processes. Without backends it writes to the console.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class MetricLogger(ForgeActor):
                     "global_reduce"
                 )
 
-        # Without a backend there would be no trace of what was recorded.
+        # With no backend, write to the console, so that the metrics are not lost.
         self.writes_console = "console" in config or not config
         if "wandb" in config:
             import wandb
@@ -53,8 +53,8 @@ class MetricLogger(ForgeActor):
 
     @endpoint
     async def flush(self, global_step: int) -> dict[str, float]:
-        """Write the metrics since the last call as a step's, and return them."""
-        # Exact for any split of the values over processes.
+        """Write the metrics that were recorded since the last call as those of a step, and return them by name."""
+        # Merged over processes, with the same result however the values are split over them.
         values = (await drain_metrics()).values()
         if self.writes_console:
             lines = "".join(f"\n  {name}: {value:g}" for name, value in sorted(values.items()))
@@ -65,7 +65,7 @@ class MetricLogger(ForgeActor):
 
     @endpoint
     async def finish(self) -> None:
-        """End the run of Weights & Biases; `forge.controller.provisioner.shutdown` does it as well."""
+        """End the run of Weights & Biases, as `forge.controller.provisioner.shutdown` does."""
         self.teardown()
 
     def teardown(self) -> None:
@@ -78,10 +78,10 @@ class MetricLogger(ForgeActor):
 
 
 async def get_or_create_metric_logger(proc_mesh: object = None, process_name: str | None = None) -> Local:
-    """Return the logger of this controller, made on first use.
+    """Return the metric logger of this controller, which is made on first use.
 
     Args:
-        proc_mesh, process_name: accepted for torchforge's programs: processes are known by their components' names.
+        proc_mesh, process_name: not used; accepted for programs of torchforge.
     """
     global _logger
     if _logger is None:

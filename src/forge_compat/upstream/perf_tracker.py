@@ -16,15 +16,15 @@ GIGABYTE = 1024**3
 
 
 class Tracer:
-    """Times the steps between `start` and `stop`, as `<prefix>/<step>/duration_avg_s` and `duration_max_s`.
+    """Measures the time of steps between `start` and `stop`, and records it as metrics, in seconds.
 
-    Each `step` ends the time since the one before; `stop` records `<prefix>/total_duration_avg_s` and
-    `total_duration_max_s`. Times are in seconds. It may be started again.
+    Each `step` records the time since the one before as `<prefix>/<step>/duration_avg_s` and `duration_max_s`; `stop`
+    records `<prefix>/total_duration_avg_s` and `total_duration_max_s`. Then the tracer may be started again.
 
     Args:
-        prefix: of the metrics' names.
-        track_memory: also record the most GPU memory in use until `stop`, in GB: `<prefix>/memory_peak_max_gb`.
-        timer: "cpu", or "gpu", which waits for the work on the GPU at each step.
+        prefix: of the names of the metrics.
+        track_memory: also record the peak of GPU memory until `stop`, in GB, as `<prefix>/memory_peak_max_gb`.
+        timer: "cpu", or "gpu" to wait for the work on the GPU at each step.
     """
 
     def __init__(self, prefix: str, track_memory: bool = False, timer: str = "cpu") -> None:
@@ -37,7 +37,7 @@ class Tracer:
         self.last = 0.0
 
     def start(self) -> None:
-        """Start. ValueError: it has started."""
+        """Start to measure. ValueError: the tracer has already been started."""
         if self.began is not None:
             raise ValueError(f"tracer {self.prefix} has already been started: call stop first")
         if self.track_memory:
@@ -46,7 +46,7 @@ class Tracer:
         self.last = self.began
 
     def step(self, name: str) -> None:
-        """End a step of this name. ValueError: it has not started."""
+        """Record the time since the last step, or the start, under a name. ValueError: the tracer was not started."""
         if self.began is None:
             raise ValueError(f"tracer {self.prefix} must be started before calling step")
         now = self._now()
@@ -54,7 +54,7 @@ class Tracer:
         self.last = now
 
     def stop(self) -> None:
-        """End, and record the total. ValueError: it has not started."""
+        """Record the time since the start. ValueError: the tracer was not started."""
         if self.began is None:
             raise ValueError(f"tracer {self.prefix} must be started before calling stop")
         self._record_seconds(f"{self.prefix}/total_duration", self._now() - self.began)
@@ -64,7 +64,7 @@ class Tracer:
         self.began = None
 
     def _now(self) -> float:
-        # Kernels run after the call that starts them: without this a step would have the time of its launch only.
+        # Kernels run after the call that launches them: without this only the launches would be measured.
         if self.waits:
             torch.cuda.synchronize()
         return time.perf_counter()
@@ -109,5 +109,5 @@ class trace:
             with trace(*arguments):
                 return function(*args, **kwargs)
 
-        wrapper = timed_coroutine if inspect.iscoroutinefunction(function) else timed
-        return wrapper  # type: ignore[return-value]  # the same signature as the function
+        # The wrapper has the signature of the function.
+        return timed_coroutine if inspect.iscoroutinefunction(function) else timed  # type: ignore[return-value]

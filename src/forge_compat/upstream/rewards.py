@@ -1,7 +1,7 @@
-"""The two rewards of torchforge as it scores them, for programs that compare with its curves.
+"""The two rewards of torchforge with the same scores, for programs whose curves are compared with those of torchforge.
 
-`forge.data.rewards` gives `forge.rewards.rules`: they compare final answers as mathematics, and pay nothing
-for a number anywhere in the text, by which a policy learns to list numbers.
+The alias `forge.data.rewards` is `forge.rewards.rules` instead. Those rewards compare final answers as mathematics, and
+give nothing for the target elsewhere in the text, as a policy would learn to list numbers.
 """
 
 import re
@@ -13,16 +13,15 @@ DECORATION = re.compile(r"[$,\s]")
 
 
 class MathReward:
-    """1 if the number in the first `<answer>` block is the target, else `partial_credit` if the target is in the text.
+    """Returns 1 if the number in the first `<answer>` block is the target, `partial_credit` if the text has it, else 0.
 
     Args:
-        tolerance: how far the numbers may lie apart.
-        partial_credit: for a target that stands outside of the answer.
+        tolerance: absolute difference that the numbers must be below.
+        partial_credit: score for a target in the text outside of the blocks.
     """
 
     def __init__(self, tolerance: float = 1e-6, partial_credit: float = 0.1) -> None:
-        self.tolerance = tolerance
-        self.partial_credit = partial_credit
+        self.tolerance, self.partial_credit = tolerance, partial_credit
 
     def __call__(self, prompt: str, response: str, target: str) -> float:
         expected = self._to_float(target)
@@ -32,12 +31,12 @@ class MathReward:
         number = self._to_float(block.group(1)) if block else None
         if number is not None and abs(number - expected) < self.tolerance:
             return 1.0
-        # 117 and 117.0 are written the same.
+        # The target 117.0 is looked for as 117.
         written = str(int(expected)) if expected.is_integer() else str(expected)
         return self.partial_credit if written in ANSWER.sub("", response) else 0.0
 
     def _to_float(self, text: str) -> float | None:
-        """Return a number without blanks, commas and dollars; None if it is none."""
+        """Return the number in a text with spaces, commas or dollar signs; None if it is no number."""
         try:
             return float(DECORATION.sub("", text))
         except (TypeError, ValueError):
@@ -45,11 +44,10 @@ class MathReward:
 
 
 class ThinkingReward:
-    """`full_reward` if a `<think>` block has text, else `partial_reward` if there is a tag, else 0."""
+    """Returns `full_reward` if a `<think>` block has text, `partial_reward` if there is only a tag, else 0."""
 
     def __init__(self, partial_reward: float = 0.2, full_reward: float = 1.0) -> None:
-        self.partial_reward = partial_reward
-        self.full_reward = full_reward
+        self.partial_reward, self.full_reward = partial_reward, full_reward
 
     def __call__(self, prompt: str, response: str | None, target: str | None = None) -> float:
         response = response or ""

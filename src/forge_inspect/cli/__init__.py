@@ -1,4 +1,4 @@
-"""The commands of this package, and what they have in common."""
+"""The commands of this package, and the function that adds each of them to the parser."""
 
 import argparse
 from collections.abc import Callable
@@ -17,7 +17,13 @@ def add_command(
     run: Callable[[argparse.Namespace], None],
     options: list[Option],
 ) -> None:
-    """Add a command to the parser; bad input ends it with one line."""
+    """Add a command to the parser of `forge`. When it runs, invalid input ends the program with one line.
+
+    Args:
+        text: what the command does, for the help.
+        example: its arguments in an example, after `forge NAME`.
+        run: called with the parsed arguments.
+    """
     parser = commands.add_parser(name, help=text, description=text, epilog=f"example: forge {name} {example}")
     for option, settings in options:
         parser.add_argument(option, **settings)

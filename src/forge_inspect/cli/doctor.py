@@ -43,28 +43,25 @@ def add_to(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print a report; exit code 1 if there is a problem."""
-    if args.target == "reward":
+    """Examine the target and print a report; exit code 1 if there is a problem."""
+    # Imports are local: `forge doctor machine` must also work where torch does not.
+    if args.target == "machine":
+        examine_machine()
+    elif args.target == "reward":
         from ..reward_doctor.examine import examine_reward
 
         examine_reward(args)
-        return
+    else:
+        from forge.runtime.controller.placement import machines_module
 
-    if args.target == "machine":
-        examine_machine()
-        return
+        try:
+            diagnosis = machines_module().examine_hosts_of_run(args.hosts, args.folder)
+        except (ValueError, OSError, ImportError, RuntimeError) as error:
+            raise SystemExit(f"error: {error}") from error
 
-    # Imported here: `forge doctor` must also work where torch does not.
-    from forge.runtime.controller.placement import machines_module
-
-    try:
-        diagnosis = machines_module().examine_hosts_of_run(args.hosts, args.folder)
-    except (ValueError, OSError, ImportError, RuntimeError) as error:
-        raise SystemExit(f"error: {error}") from error
-
-    print(diagnosis.render())
-    if diagnosis.problems:
-        raise SystemExit(1)
+        print(diagnosis.render())
+        if diagnosis.problems:
+            raise SystemExit(1)
 
 
 def examine_machine() -> None:
@@ -78,7 +75,8 @@ def examine_machine() -> None:
 
 
 def list_findings() -> Iterator[tuple[str, str, str]]:
-    """Check everything about this machine that a run needs: a name, a value, and a fault with its fix, or ""."""
+    """Yield a finding on each property of this machine that a run needs: its name, its value, and a problem with its
+    fix, or "" if there is none."""
     yield "machine", f"{len(os.sched_getaffinity(0))} cores, {memory_limit() / 1e9:.0f} GB", ""
     yield "versions", ", ".join(f"{name} {version}" for name, version in package_versions().items()), ""
     free = free_shared_memory()
@@ -88,8 +86,7 @@ def list_findings() -> Iterator[tuple[str, str, str]]:
     problem = f"raise the limit: ulimit -n {OPEN_FILES}" if soft < OPEN_FILES else ""
     yield "open files of a process", f"{soft:,}", problem
 
-    driver = driver_gpus()
-    visible = tuple(visible_gpus())
+    driver, visible = driver_gpus(), tuple(visible_gpus())
     yield "GPUs", *check_accelerators(visible, driver)
 
     # On a GPU attention is always compiled, elsewhere with training.compile.
@@ -102,7 +99,7 @@ def list_findings() -> Iterator[tuple[str, str, str]]:
 
 
 def driver_gpus() -> list[str]:
-    """Return the GPUs that NVIDIA's driver lists: name, memory and the driver's version; none without it."""
+    """Return a text for each GPU that NVIDIA's driver lists, with name, memory and driver version; none without it."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
@@ -111,14 +108,22 @@ def driver_gpus() -> list[str]:
 
 
 def check_accelerators(visible: tuple[str, ...], driver: list[str]) -> tuple[str, str]:
-    """Compare the GPUs that torch can use with those that the driver and a scheduler's variables name."""
+    """Compare the GPUs that torch can use with those of the driver and of environment variables.
+
+    Args:
+        visible: GPUs that an environment variable such as CUDA_VISIBLE_DEVICES names.
+        driver: a text for each GPU that the driver lists.
+
+    Returns:
+        A text on all three, and a problem with its fix, or "".
+    """
     import torch
 
     count = torch.accelerator.device_count()
     built = torch.version.cuda or torch.version.hip
     names = "; ".join(dict.fromkeys(driver))
     value = f"torch {torch.__version__} sees {count}" + (f", the driver {len(driver)} ({names})" if driver else "")
-    # A scheduler may restrict the GPUs: then fewer than the driver's are as they should be.
+    # With such a variable, as a scheduler sets it, torch may rightly see fewer GPUs than the driver.
     variable = next((name for name in VISIBLE if os.environ.get(name)), None)
     if count < len(visible) or (driver and not count and not variable):
         expected = f"{variable} names {len(visible)}" if variable else "this machine has some"

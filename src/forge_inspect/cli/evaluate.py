@@ -24,14 +24,14 @@ def add_to(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Evaluate, and print the metrics; invalid input ends the program with one line."""
+    """Evaluate the model, and print the metrics."""
     from forge.config.arguments import load
     from forge.recipes.rl_config import RLConfig
     from forge.runtime.controller import forked_processes
 
-    # A run's own settings of the model go: this one is given.
-    words = ["--config", args.suite, "--model", args.model, "--from_scratch", "null", *args.overrides]
-    cfg = load(RLConfig, words)
+    # The given model replaces that of the configuration, which may have been made from scratch.
+    options = ["--config", args.suite, "--model", args.model, "--from_scratch", "null", *args.overrides]
+    cfg = load(RLConfig, options)
     if args.answers is not None:
         args.answers.touch()  # before the work, which may take an hour
 
@@ -45,7 +45,11 @@ def run(args: argparse.Namespace) -> None:
 
 
 def format_table(metrics: dict[str, float]) -> str:
-    """Return a line for each metric, with the half of its 95 % interval."""
+    """Return a line for each metric; the metric NAME/margin is half the 95 % interval of NAME, after ±.
+
+    >>> format_table({"eval/accuracy": 0.5, "eval/accuracy/margin": 0.1})
+    'eval/accuracy                    0.500 ± 0.100'
+    """
     lines = []
     for name, value in metrics.items():
         if not name.endswith("/margin"):

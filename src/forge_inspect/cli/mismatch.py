@@ -29,7 +29,7 @@ def add_to(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the comparison; exit code 1 if there is a fault, 2 if there is nothing to compare."""
+    """Compare engine and trainer, and print and write the result; exit code 1 if they differ, 2 for invalid input."""
     from forge.models.find import quiet_loading
     from forge.system.files import write_atomic
 
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(BAD_INPUT) from None
 
-    # Where `forge watch` and `forge runs` look for its fault.
+    # `forge watch` and `forge runs` show the result from this file.
     write_atomic(args.folder / MISMATCH, result.json() + "\n")
     print(result.json() if args.json else "\n".join(_format_lines(result)))
     if not result.is_sound:
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _format_lines(result: Mismatch) -> list[str]:
-    """Return the comparison for a terminal: a line for each pair of sides, then the faults."""
+    """Return the lines of a comparison for a terminal: one for each pair of neighbours, then faults and notes."""
     lines = [f"{result.tokens} tokens of step {result.step}, sampled by version {result.version}"]
     width = max(len(f"{link.first} | {link.second}") for link in result.links)
     for link in result.links:

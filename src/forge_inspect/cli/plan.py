@@ -13,7 +13,7 @@ from forge.cli.subparsers import Subparsers
 from . import Option, add_command
 
 TEXT = "what a configuration needs: memory of each process; without a GPU and without weights"
-# The section that one recipe only has.
+# The recipe of a configuration, by a section that no other recipe has.
 SECTIONS = {"grpo": "train", "algorithm": "train", "dpo": "dpo", "reward_model": "reward-model", "distill": "distill"}
 
 
@@ -27,10 +27,10 @@ def add_to(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the plan; ends with 1 where something does not fit."""
+    """Print the plan of a configuration; exit code 1 if a component does not fit."""
     from ..plan.plan import plan_lines
 
-    # The settings of a recipe are not options: the other words go to its configuration.
+    # --gpus is an option of this command, all other arguments are settings of the recipe.
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     options.add_argument("--gpus")
     try:
@@ -46,8 +46,13 @@ def run(args: argparse.Namespace) -> None:
 def plan_file(config: str, overrides: list[str], gpus: str | None) -> tuple[Any, Any]:
     """Return the configuration of a file, and its `forge_inspect.plan.plan.Plan`.
 
+    Args:
+        config: path of a YAML file, or apps/... of an installed recipe.
+        overrides: settings such as "--training.seq_len", "4096".
+        gpus: such as "8xH100"; None for "8xH100", or "cpu" if the configuration uses no GPU.
+
     Raises:
-        ConfigError: a setting that does not exist, or is wrong.
+        ConfigError: a setting does not exist, or is invalid.
         ValueError: an unknown device or model, or degrees that do not fit the model.
     """
     from forge.config.arguments import find_bundled, load, read_file
@@ -59,18 +64,17 @@ def plan_file(config: str, overrides: list[str], gpus: str | None) -> tuple[Any,
         raise ValueError(f"{config} collects answers and trains nothing: there is no plan of it")
     recipe = next((name for section, name in SECTIONS.items() if section in sections), "sft")
     module, kind, _ = RECIPES[recipe]
-    further = (sections.get("models") or {}).values()
-    if any(isinstance(model, dict) and (model.get("trains") or model.get("seat_of")) for model in further):
+    models = (sections.get("models") or {}).values()
+    if any(isinstance(model, dict) and (model.get("trains") or model.get("seat_of")) for model in models):
         module, kind = "forge_agents.several", "SeveralPoliciesConfig"
 
     config_type = getattr(importlib.import_module(module), kind)
 
     def change_settings(settings: dict[str, Any]) -> Any:
-        """Return the configuration, with additional settings."""
-        words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
-        # Checked as a run would be, but for what the run would look for on this machine.
+        changes = [argument for key, value in settings.items() for argument in (f"--{key}", str(value))]
+        # Checked as that of a run, except for packages and files that this machine need not have.
         with run_elsewhere():
-            return load(config_type, ["--config", config, *overrides, *words])
+            return load(config_type, ["--config", config, *overrides, *changes])
 
     cfg = change_settings({})
     from forge.models.find import build_small_model

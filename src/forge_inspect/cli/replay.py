@@ -21,7 +21,7 @@ def add_to(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Replay; exit code 1 if a step is not what the schedule says."""
+    """Replay a run; exit code 1 if a step differs from its schedule."""
     from forge.recipes.signals import end_at_signals
     from forge.runtime.controller import forked_processes
 

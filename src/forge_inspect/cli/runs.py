@@ -31,7 +31,7 @@ def add_to(commands: Subparsers) -> None:
 
 def list_runs(args: argparse.Namespace) -> None:
     """Print one line for each run, the most recently written one last."""
-    # Imported here, so that `forge --help` is quick.
+    # Local imports keep `forge --help` fast.
     from forge.observability.folder import ENDED
     from forge_inspect.alerts import folder_alerts, list_alerts
     from forge_inspect.runs import find_runs, last_value, read_ending, read_metric_rows, read_settings, read_state
@@ -53,7 +53,7 @@ def list_runs(args: argparse.Namespace) -> None:
         accuracy = [row["eval/accuracy"] for row in numbers if "eval/accuracy" in row]
         written = max((path.lstat().st_mtime for path in folder.glob("*.jsonl")), default=folder.stat().st_mtime)
 
-        # A run that continues or is complete needs no reason.
+        # The reason why it ended is shown for a run that neither continues nor is complete.
         reason = read_ending(folder)[:MAX_REASON] if read_state(folder) in ("failed", "stopped") else ""
         cells = [
             escape_controls(folder.name),
@@ -69,7 +69,7 @@ def list_runs(args: argparse.Namespace) -> None:
     head = ["run", "state", "step", "reward", "held-out accuracy", "entropy", "written"]
     _print_table([head, *(cells for _, cells in sorted(lines))])
 
-    # One run leaves room for details.
+    # Details, if there is only one run.
     if len(folders) == 1:
         for alert in (*folder_alerts(folders[0]), *list_alerts(numbers, config)):
             print(f"alert: {alert}")
@@ -78,7 +78,7 @@ def list_runs(args: argparse.Namespace) -> None:
 
 
 def compare_runs(args: argparse.Namespace) -> None:
-    """Print a table of the differing settings, and one of metrics."""
+    """Print a table of the settings in which runs differ, and one of their metrics."""
     from forge.observability.folder import CONFIG
     from forge_inspect.runs import last_value, list_differences, read_metric_rows
 
@@ -109,15 +109,15 @@ def compare_runs(args: argparse.Namespace) -> None:
     step = min(rows_of_run[-1]["step"] for rows_of_run in numbers)
     shared = [[row for row in rows_of_run if row["step"] <= step] for rows_of_run in numbers]
 
-    # A difference is one of two runs; of more, the reader compares.
-    two = len(names) == 2
-    lines = [[f"\nat step {step:g}", *names, *["difference"] * two]]
+    # The difference is shown for two runs, if both have the metric.
+    are_two = len(names) == 2
+    lines = [[f"\nat step {step:g}", *names, *["difference"] * are_two]]
     for metric in args.metrics:
         values = [last_value(rows_of_run, metric) for rows_of_run in shared]
         present = [value for value in values if value is not None]
         if present:
             change = f"{present[1] - present[0]:+.4g}" if len(present) == 2 else ""
-            lines.append([metric, *map(_format_number, values), *[change] * two])
+            lines.append([metric, *map(_format_number, values), *[change] * are_two])
 
     _print_table(lines)
 
@@ -134,7 +134,7 @@ def _format_age(seconds: float) -> str:
 
 
 def _print_table(table: list[list[str]]) -> None:
-    """Print a table in columns."""
+    """Print rows of cells, with columns as wide as their longest cell."""
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     for row in table:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

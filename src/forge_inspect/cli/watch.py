@@ -28,7 +28,7 @@ def add_to(commands: Subparsers) -> None:
 
 
 def run_watch(args: argparse.Namespace) -> None:
-    """Serve the page until interrupted."""
+    """Serve the page of the runs in a folder until interrupted."""
     if not args.folder.is_dir():
         raise ValueError(f"{args.folder} is not a folder of runs")
     from forge_http.web import bind_socket, required_key  # isort: skip (it names a missing package with its fix)
@@ -47,7 +47,7 @@ def run_watch(args: argparse.Namespace) -> None:
 
 
 def run_report(args: argparse.Namespace) -> None:
-    """Write report.html of a run."""
+    """Write the file report.html into the folder of a run, and print its path."""
     from forge.observability.folder import CONFIG
 
     from ..watch.report import write_report

@@ -29,16 +29,23 @@ from .devices import CONTEXT, Machines
 from .meter import measure_block
 from .passes import META, run_passes, trainer_memory
 
-MARGIN = 0.06  # of a GPU's memory: fragments, and the error of the plan
-UTILISATION = 0.9  # of a GPU's memory, which vLLM takes by default
+MARGIN = 0.06  # share of a GPU's memory that stays free, for fragments and the error of the plan
+UTILISATION = 0.9  # share of a GPU's memory that vLLM takes by default
 
 
 @dataclass(frozen=True)
 class ComponentPlan:
     """The memory of each process of a component.
 
-    parts: bytes by name. capacity: of its device. moment: of a trainer's peak. sequences: of full length that an engine
-    runs at once, which takes all memory that there is. limits: what bounds it. elements: parameters.
+    Args:
+        name: of the component's service, such as "trainer".
+        processes: number of processes, of all replicas.
+        parts: bytes by what they hold, such as "weights".
+        capacity: bytes of the device.
+        moment: of a trainer: when it needs the most memory.
+        sequences: of an engine: number of sequences of full length that it runs at once in all memory that there is.
+        limits: of an engine: a sentence on this number.
+        elements: number of parameters of the model.
     """
 
     name: str
@@ -53,24 +60,28 @@ class ComponentPlan:
 
     @property
     def total(self) -> float:
-        """Return bytes of a process, with the driver's where it has a GPU."""
+        """Return the bytes that a process needs, on a GPU with those of its driver."""
         return sum(self.parts.values()) + (CONTEXT if self.with_gpus else 0)
 
     @property
     def fits(self) -> bool:
-        """Return whether it fits its device, with a margin."""
+        """Return whether a process fits its GPU, with a margin; an engine does with two sequences of full length."""
         if self.sequences is not None:
             return self.sequences >= 2
         return not self.with_gpus or self.total <= self.bound
 
     @property
     def bound(self) -> float:
-        """Return bytes that a process may take."""
+        """Return the bytes of the device that a process may take."""
         return self.capacity * (1 - MARGIN)
 
 
 def kind_of(service: str) -> str:
-    """Return the kind of a service, also of an additional model: `trainer` of `models.rival.trainer`."""
+    """Return the kind of a service, which is the last part of its name.
+
+    >>> kind_of("models.rival.trainer")
+    'trainer'
+    """
     return service.rpartition(".")[2]
 
 
@@ -84,26 +95,27 @@ def trainer_plan(cfg: TrainingRecipe, folder: Path, name: str, machines: Machine
     Raises:
         ValueError: a model, or degrees of parallelism, that the trainer rejects.
     """
-    options = Options(**cfg.placement(name))
-    kind = kind_of(name)
+    options, kind = Options(**cfg.placement(name)), kind_of(name)
     layout = cfg.layout(name).over(options.procs)
     settings = PassSettings(**cfg.training.only(PassSettings))
     learns = kind != "ref_model"
     device_type = machines.type if options.with_gpus else "cpu"
 
-    # One process computes in bfloat16 by way of FSDP on a GPU, as `forge.training.distributed.join_ranks` makes it.
+    # A single process needs FSDP for bfloat16 on a GPU and for offloading, see `forge.training.distributed.join_ranks`.
     has_mesh = options.procs > 1 or (device_type != "cpu" and (settings.dtype == "bfloat16" or settings.cpu_offload))
-    head: Head = "value" if kind == "critic" else ("reward" if hasattr(cfg, "reward_model") else "policy")
+    head: Head = "reward" if hasattr(cfg, "reward_model") else "policy"
+    if kind == "critic":
+        head = "value"
 
-    # A micro-batch is full, and an update has several of them where a pack does not hold the batch.
-    data = options.procs // (layout.tensor_parallel_degree * layout.context_parallel_degree)
+    # A micro-batch is full, and an update has several of them if one pack per rank does not hold the batch.
+    data_ranks = options.procs // (layout.tensor_parallel_degree * layout.context_parallel_degree)
     seq_len = cfg.training.seq_len
     length = min(cfg.reach(AutoConfig.from_pretrained(folder, trust_remote_code=False)), seq_len)
     sampling = getattr(cfg, "grpo", None) or getattr(cfg, "distill", None)
     samples = cfg.training.batch_size * (sampling.n_samples if sampling is not None else 1)
     passes = run_passes(
         folder,
-        full_batch(seq_len, length, data),
+        full_batch(seq_len, length, data_ranks),
         weighted_scores if head == "policy" else weighted_values,
         settings,
         head=head,
@@ -120,7 +132,7 @@ def trainer_plan(cfg: TrainingRecipe, folder: Path, name: str, machines: Machine
         settings,
         OptimizerSettings(**cfg.training.only(OptimizerSettings)),
         shards=layout.data_parallel_shard_degree * layout.context_parallel_degree if has_mesh else None,
-        micro_batches=2 if samples * length > seq_len * data else 1,
+        micro_batches=2 if samples * length > seq_len * data_ranks else 1,
         gloo=device_type == "cpu",
         learns=learns,
     )
@@ -141,8 +153,12 @@ def trainer_plan(cfg: TrainingRecipe, folder: Path, name: str, machines: Machine
 
 
 def full_batch(seq_len: int, length: int, ranks: int) -> Batch:
-    """Return a batch of one pack of `seq_len` tokens for each rank, of sequences of this length, which are trained
-    whole."""
+    """Return a batch with one pack of about `seq_len` tokens for each rank.
+
+    Args:
+        length: tokens of each sequence; all but its first one are trained.
+        ranks: number of data-parallel ranks.
+    """
     count = max(1, seq_len // length) * ranks
     tokens = count * length
     mask = np.ones(tokens, dtype=bool)
@@ -150,7 +166,7 @@ def full_batch(seq_len: int, length: int, ranks: int) -> Batch:
     numbers = np.zeros(tokens, dtype=np.float32)
 
     return Batch(
-        # Different beginnings: no prefix is shared.
+        # The first tokens differ, so that packing finds no shared prefix.
         tokens=np.arange(tokens) % 97 + np.repeat(np.arange(count), length) % 89,
         lengths=np.full(count, length),
         mask=mask,
@@ -162,19 +178,23 @@ def full_batch(seq_len: int, length: int, ranks: int) -> Batch:
 
 
 def weighted_scores(logprobs: Tensor, weights: Tensor) -> Tensor:
-    """Return any loss of a policy: what it holds for a token is nothing alongside the token's activations."""
+    """Return a loss of a policy for a plan: any will do, as its own memory is small compared with the model's."""
     return (logprobs * weights).sum()
 
 
 def weighted_values(values: Tensor, weights: Tensor) -> Tensor:
-    """Return the same of a scalar head."""
+    """Return a loss of a model with a scalar head for a plan, as `weighted_scores` does for a policy."""
     return (values * weights).sum()
 
 
 def engine_plan(cfg: RecipeConfig, folder: Path, name: str, machines: Machines) -> ComponentPlan:
-    """Return the plan of a generator: weights, keys and values, and what else its engine holds."""
-    options = Options(**cfg.placement(name))
-    settings = cfg.generator
+    """Return the plan of a generator: memory for weights, keys and values, and what else its engine holds.
+
+    Args:
+        folder: with the model's config.json.
+        name: of its service.
+    """
+    options, settings = Options(**cfg.placement(name)), cfg.generator
     on_gpus = options.with_gpus and machines.type != "cpu"
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     elements = count_elements(folder)
@@ -182,6 +202,7 @@ def engine_plan(cfg: RecipeConfig, folder: Path, name: str, machines: Machines) 
     per_token = token_bytes(config, getattr(torch, settings.dtype), settings.router_replay) // options.procs
     weights = elements * (2 if settings.dtype == "bfloat16" else 4) // options.procs
 
+    # `most`: number of slots that would fit, where that is known.
     update = most = 0
     if settings.engine == "vllm":
         share = float(settings.vllm.get("gpu_memory_utilization", UTILISATION))
@@ -191,7 +212,7 @@ def engine_plan(cfg: RecipeConfig, folder: Path, name: str, machines: Machines) 
         sequences = min(settings.slots, most)
     else:
         update = weights  # the next version is filled while this one decodes
-        logits = 4 * settings.slots * config.vocab_size * 4
+        logits = 4 * settings.slots * config.vocab_size * 4  # about four float32 tensors [slots, vocabulary]
         if settings.captures(config, machines.type if on_gpus else "cpu"):
             logits *= 2
         others = logits + int(settings.prefix_cache_mb * 1e6)
@@ -202,10 +223,10 @@ def engine_plan(cfg: RecipeConfig, folder: Path, name: str, machines: Machines) 
             cache = min(cache, round(settings.cache_gb * 1e9))
         elif on_gpus:
             others += ENGINE_MARGIN
-            room = max(0, int(machines.memory - CONTEXT) - 2 * weights - others)
-            cache = min(cache, room)
-            # More slots have more logits.
-            most = (room + logits) // (length * per_token + logits // settings.slots) - 1
+            free = max(0, int(machines.memory - CONTEXT) - 2 * weights - others)
+            cache = min(cache, free)
+            # Each slot needs a row of the cache and its logits.
+            most = (free + logits) // (length * per_token + logits // settings.slots) - 1
             most -= most % WIDTH
 
         sequences = max(0, min(settings.slots, cache // (length * per_token) - 1))
@@ -228,9 +249,9 @@ def engine_plan(cfg: RecipeConfig, folder: Path, name: str, machines: Machines) 
 
 
 def count_elements(folder: Path) -> int:
-    """Return parameters of a causal language model, from its config.json."""
+    """Return the number of parameters of a causal language model, from the config.json in its folder."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    # Without memory: a model of 32B has its number of parameters in .2 s.
+    # On the meta device the weights take no memory: a model of 32B is counted in .2 s.
     with META:
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     return sum(weight.numel() for weight in model.parameters())
@@ -239,13 +260,14 @@ def count_elements(folder: Path) -> int:
 def reward_plan(
     cfg: RecipeConfig, folder: Path, machines: Machines, find: Callable[[str], Path]
 ) -> ComponentPlan | None:
-    """Return the memory of the reward's models, of which each of its processes has all; None where it has none.
+    """Return the plan of the reward, each process of which has all its models; None if it has no model.
 
     Args:
-        folder: of the policy, whose sequences they read.
+        folder: with the config.json of the policy, whose sequences the models read.
+        find: returns the folder of a model by its name.
 
     Raises:
-        FileNotFoundError: a verifier's files, which name its models, are not there yet.
+        FileNotFoundError: the files of a verifier, which name its models, are not there yet.
     """
     verifiers = cfg.reward.verifiers
     models = [*(verifiers.planned_models() if verifiers is not None else ()), *models_of(cfg.scorers)]
@@ -259,17 +281,18 @@ def reward_plan(
         "reward",
         options.procs * options.num_replicas,
         options.with_gpus and any(settings.device != "cpu" for settings in models),
-        # They may score at once, each in a thread.
+        # The models may score at the same time, each in a thread.
         {"weights": sum(weights for weights, _ in memory), "activations": sum(passes for _, passes in memory)},
         machines.memory,
     )
 
 
 def scoring_memory(settings: ModelSettings, folder: Path, length: int) -> tuple[int, int]:
-    """Return the bytes of a reward model's weights, and what its forward pass of a full batch holds alongside them.
+    """Return the bytes of a reward model's weights, and the bytes that its forward pass of a full batch adds.
 
     Args:
-        length: of the longest sequence that it is given, in tokens; shorter ones fill the batch as well.
+        folder: with the model's config.json.
+        length: tokens of the longest sequence that the model is given.
     """
     loader: Any = AutoModelForSequenceClassification
     if isinstance(settings, ProcessRewardModelSettings):
@@ -281,7 +304,8 @@ def scoring_memory(settings: ModelSettings, folder: Path, length: int) -> tuple[
         model = loader.from_config(config, dtype=getattr(torch, settings.dtype), trust_remote_code=False)
 
     model.eval()
-    # Long rows: attention's mask grows with the square of the width, all else with the tokens of the batch.
+    # Rows as long as they may be: the mask of attention grows with the square of the width, all other tensors with the
+    # number of tokens in the batch.
     width = min(length, max_length(config), settings.max_tokens or length, settings.batch_tokens)
     rows = max(1, settings.batch_tokens // width)
     ids = torch.zeros((rows, width), dtype=torch.long, device=META)

@@ -1,4 +1,4 @@
-"""Devices that a plan is for, and the shapes of models: of a folder, or of public models without a download."""
+"""Devices that a plan is for, and the shapes of models: from a folder, or of public models without a download."""
 
 import json
 import re
@@ -10,9 +10,9 @@ from forge.models.hub import split_revision
 
 GB = 1e9
 GIB = 2**30
-# Driver, kernels and the buffers of collectives, which no allocator of torch counts.
+# Bytes of a process on a GPU that torch's allocator does not count: driver, kernels and buffers of collectives.
 CONTEXT = 1.5 * GB
-# Bytes that torch says that they have.
+# Bytes of memory that torch reports.
 DEVICES = {
     "A100-40": 39.4 * GIB,
     "A100": 79.2 * GIB,
@@ -28,7 +28,7 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Machines:
-    """Devices of one kind, each of `memory` bytes; on a CPU `count` is 1."""
+    """`count` devices of one kind, each with `memory` bytes; for CPUs, `count` is 1 and `type` is "cpu"."""
 
     device: str
     memory: float
@@ -37,10 +37,13 @@ class Machines:
 
 
 def parse_machines(text: str, cpu: Machines) -> Machines:
-    """Return the devices of `8xH100`, `H100` or `cpu`.
+    """Return the devices that a text names: "8xH100", "H100" or "cpu".
+
+    Args:
+        cpu: returned for "cpu".
 
     Raises:
-        ValueError: an unknown device; names those that are known.
+        ValueError: an unknown device; the message lists the known ones.
     """
     if text.lower() == "cpu":
         return cpu
@@ -90,7 +93,7 @@ PUBLIC = {
     "meta-llama/Llama-3.1-8B-Instruct": _make_shape(LLAMA3, 4096, 14336, 32, 32),
     "meta-llama/Llama-3.1-70B-Instruct": _make_shape(LLAMA3, 8192, 28672, 80, 64),
 }
-# Those of the same shape under other names.
+# Models with the same shape as another.
 PUBLIC |= {f"{name}-Base": PUBLIC[name] for name in list(PUBLIC) if name.startswith("Qwen/") and "-2507" not in name}
 for _name in ("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-235B-A22B"):
     PUBLIC[f"{_name}-Instruct-2507"] = {**PUBLIC[_name], "max_position_embeddings": 262144}
@@ -98,10 +101,14 @@ PUBLIC["meta-llama/Llama-3.1-8B"] = PUBLIC["meta-llama/Llama-3.1-8B-Instruct"]
 
 
 def shape_folder(model: str, scratch: Path) -> Path:
-    """Return a folder with the config.json of a model, which is written to `scratch` unless the model is a folder.
+    """Return a folder with the config.json of a model: itself a folder, a public model known here, or one of the hub.
+
+    Args:
+        model: folder or hub id.
+        scratch: a folder to which the config.json of a known model is written.
 
     Raises:
-        ValueError: the model is not a folder, not known here, and not at the hub.
+        ValueError: the model is none of these.
     """
     if Path(model).is_dir():
         return Path(model)
@@ -109,10 +116,9 @@ def shape_folder(model: str, scratch: Path) -> Path:
 
     # Before the hub, which takes half a minute where there is no network.
     if name in PUBLIC:
-        fields = dict(PUBLIC[name])
+        fields = {**PUBLIC[name], "architectures": [ARCHITECTURES[PUBLIC[name]["model_type"]]]}
         folder = scratch / name.replace("/", "--")
         folder.mkdir(parents=True, exist_ok=True)
-        fields["architectures"] = [ARCHITECTURES[fields["model_type"]]]
         (folder / "config.json").write_text(json.dumps(fields, indent=1))
         return folder
 

@@ -1,4 +1,4 @@
-"""A meter of tensors without memory: what a forward and backward pass would hold at every moment."""
+"""A meter of memory on the meta device: how many bytes a forward and backward pass would hold at every moment."""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -19,9 +19,9 @@ aten: Any = torch.ops.aten
 
 
 class Moment(NamedTuple):
-    """The bytes of complete gradients at a time of a backward pass.
+    """A moment of a backward pass, by the bytes of the gradients that are complete.
 
-    layers, root: of weights of decoder layers, and of all others; each is as large as its weight.
+    layers: of weights in decoder layers. root: of all other weights.
     """
 
     layers: int
@@ -29,19 +29,22 @@ class Moment(NamedTuple):
 
 
 class Meter(TorchDispatchMode):
-    """Counts the bytes of storages on the meta device within its block; those that exist before are not counted.
+    """Counts the bytes of storages on the meta device that are allocated within its block.
 
-    peaks: at each moment bytes besides the weights and their complete gradients: at first, and at most.
+    Args:
+        weights: of the model, by name.
+
+    Attributes:
+        peaks: for each moment the bytes other than weights and complete gradients: at its start, and at most.
     """
 
     def __init__(self, weights: Mapping[str, nn.Parameter]) -> None:
         super().__init__()
         self.peaks: dict[Moment, tuple[int, int]] = {}
-        self._moment = Moment(0, 0)
-        self._others = 0
+        self._moment, self._others = Moment(0, 0), 0
         self._is_fused = False
-        self._sizes: dict[int, int] = {}
-        self._gradients: dict[int, bool] = {}  # whether they are of a layer
+        self._sizes: dict[int, int] = {}  # bytes of each storage, by its key
+        self._gradients: dict[int, bool] = {}  # complete ones, by their storage: whether they are of a decoder layer
         for name, weight in weights.items():
             self._sizes[_storage_key(weight)] = 0
             if weight.requires_grad:
@@ -50,7 +53,7 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # What the host reads of tensors without values: numbers that no path depends on.
+        # `item()` of a tensor without values: any number will do, as no branch depends on it.
         if function is aten._local_scalar_dense.default and args[0].is_meta:
             return 1.0 if args[0].dtype.is_floating_point else 1
         result = (
@@ -62,7 +65,7 @@ class Meter(TorchDispatchMode):
         return result
 
     def fused(self, function: Callable[..., A]) -> Callable[..., A]:
-        """Return a function that is compiled into one kernel, of which only the results are in memory."""
+        """Return a function whose memory is counted as if it were one compiled kernel: only that of its results."""
 
         def call_fused(*args: Any) -> A:
             self._is_fused = True
@@ -95,7 +98,7 @@ class Meter(TorchDispatchMode):
             self._others -= size
 
     def _note_gradient(self, weight: nn.Parameter, is_inner: bool) -> None:
-        # The first gradient of a weight is complete here; a later one would be added to it.
+        # Called when a gradient of a weight is complete: the first time it is counted, later ones are added to it.
         gradient = weight.grad
         assert gradient is not None
         key = _storage_key(gradient)
@@ -117,9 +120,13 @@ class Meter(TorchDispatchMode):
 
 @contextmanager
 def measure_block(weights: Mapping[str, nn.Parameter]) -> Iterator[Meter]:
-    """Yield a meter of all that is done within the block with a model of these weights, by name."""
+    """Yield a meter that counts the memory of what the block does with a model of these weights, by name.
+
+    Within the block attention, RMSNorm and compiled functions are replaced by functions that allocate what the kernels
+    of a device would.
+    """
     meter = Meter(weights)
-    # On the meta device torch computes these by many operators, where devices have a kernel.
+    # On the meta device torch computes these by many operators, for which devices have one kernel.
     kernels: list[tuple[Any, str, Any]] = [
         (F, "scaled_dot_product_attention", _plan_attention),
         (F, "rms_norm", _rms_norm),
@@ -139,7 +146,7 @@ def measure_block(weights: Mapping[str, nn.Parameter]) -> Iterator[Meter]:
 
 
 class _Attention(torch.autograd.Function):
-    """What kernels of attention hold: for the gradient their inputs, the result, and one number a row."""
+    """Allocates what kernels of attention do, and keeps inputs, result and one number a row for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -156,7 +163,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _Norm(torch.autograd.Function):
-    """What the kernel of RMSNorm holds: its input, and one number a row."""
+    """Allocates what the kernel of RMSNorm does, and keeps its input and one number a row for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -178,7 +185,7 @@ def _plan_attention(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tens
 
 
 def _grouped_product(a: Tensor, b: Tensor, offs: Tensor, **_: Any) -> Tensor:
-    """Return the products of experts, of any dtype; torch knows only bfloat16 shapes."""
+    """Return the result of a grouped product of any dtype; on the meta device torch supports only bfloat16."""
     rows = (len(offs), a.shape[0]) if a.dim() == b.dim() == 2 else (a.shape[-2],)
     return a.new_empty(*rows, b.shape[-1])
 
@@ -189,44 +196,44 @@ def _storage_key(tensor: Tensor) -> int:
 
 
 class PlannedExperts(nn.Module):
-    """One rank's experts of a layer, on the meta device, with the tensors of `forge_titan.policy.TitanExperts` and of
-    TorchTitan's `AllToAllTokenDispatcher`. It stands instead of transformers' experts and has their weights' names.
+    """One rank's experts of a layer on the meta device, which allocate what TorchTitan's do.
 
-    Tokens are taken to be divided equally: a rank receives as many rows as it sends.
+    It has the tensors of `forge_titan.policy.TitanExperts` and of TorchTitan's `AllToAllTokenDispatcher`, replaces the
+    experts of a transformers model and has the names of their weights. A rank receives as many rows as it sends: tokens
+    are assumed to be divided equally.
 
     Args:
-        experts: transformers', of all ranks.
+        experts: the module of transformers with the experts of all ranks.
         degree: number of ranks that divide the experts between them; must divide their number.
-        has_grouped_kernel: all experts are one kernel, as on a GPU in bfloat16; otherwise each is computed by itself.
+        has_grouped_kernel: one kernel computes all experts, as on a GPU in bfloat16; otherwise each is computed alone.
     """
 
     def __init__(self, experts: nn.Module, degree: int, has_grouped_kernel: bool) -> None:
         super().__init__()
         gate_up: Tensor = experts.get_parameter("gate_up_proj")
         down: Tensor = experts.get_parameter("down_proj")
-        self.count = len(gate_up) // degree
-        self.degree = degree
+        self.count, self.degree = len(gate_up) // degree, degree
         self.has_grouped_kernel = has_grouped_kernel
         # Not views: those would hold the weights of all ranks.
         self.gate_up_proj = nn.Parameter(gate_up.new_empty(self.count, *gate_up.shape[1:]))
         self.down_proj = nn.Parameter(down.new_empty(self.count, *down.shape[1:]))
 
     def forward(self, hidden: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
-        """[tokens, width] in and out; experts and gates are [tokens, k]."""
+        """Return a result of the shape of `hidden`, [tokens, width]; `experts` and `gates` are [tokens, k]."""
         tokens, k = experts.shape
         routes = torch.zeros(tokens, self.count * self.degree, dtype=torch.bool, device=hidden.device)
         order = experts.reshape(-1).argsort(stable=True)
-        scores = gates.reshape(-1)[order]
-        rows = order // k
-        received, places = self._dispatch_rows(hidden, rows)
+        scores, rows = gates.reshape(-1)[order], order // k
+        # Tensors are deleted when TorchTitan's are.
+        received, order_received = self._dispatch_rows(hidden, rows)
         computed = self._compute_experts(received)
         del received
 
         if self.degree > 1:
-            ranked = computed.new_empty(computed.shape)
-            ranked[places] = computed
-            computed = _Exchange.apply(ranked)
-            del ranked
+            by_rank = computed.new_empty(computed.shape)
+            by_rank[order_received] = computed
+            computed = _Exchange.apply(by_rank)
+            del by_rank
 
         # The scores are multiplied in float32, whatever the dtype of the passes.
         weighted = (computed.to(torch.float32) * scores[:, None]).to(computed.dtype)
@@ -236,15 +243,14 @@ class PlannedExperts(nn.Module):
         return result
 
     def _dispatch_rows(self, hidden: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows that this rank's experts compute, [tokens * k, width], and their places before they were
-        sorted."""
+        """Return the rows that this rank's experts compute, [tokens * k, width], and their indices as received."""
         sent = hidden[rows]
         if self.degree == 1:
             return sent, rows
         received = _Exchange.apply(sent)
-        places = torch.empty_like(rows)
-        # What was sent lives until the rows are sorted by expert.
-        return received[places], places
+        order_received = torch.empty_like(rows)
+        # `sent` is kept until the rows are sorted by expert.
+        return received[order_received], order_received
 
     def _compute_experts(self, x: Tensor) -> Tensor:
         if self.has_grouped_kernel:
@@ -259,7 +265,7 @@ class PlannedExperts(nn.Module):
 
 
 class _Exchange(torch.autograd.Function):
-    """An all-to-all of equal parts, forward and backward: its result is a new tensor."""
+    """An all-to-all of equal parts, forward and backward: allocates a new tensor of the same shape."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -271,7 +277,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def divide_experts(model: nn.Module, degree: int, has_grouped_kernel: bool) -> None:
-    """Leave one rank's experts in each mixture of a transformers model on the meta device; see `PlannedExperts`."""
+    """Replace the experts in each mixture of a transformers model by those of one rank; see `PlannedExperts`."""
     for module in list(model.modules()):
         experts = getattr(module, "experts", None)
         if isinstance(experts, nn.Module):

@@ -1,4 +1,4 @@
-"""The passes of a trainer over tensors without memory: its own code, any model, any number of ranks."""
+"""Run a trainer's own code on the meta device, for any model and number of ranks, and add up the memory of a rank."""
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,15 +31,18 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Weight:
-    """One weight of a rank, before FSDP divides it: its number of elements, and whether it trains.
+    """One weight of a rank, before FSDP divides it.
 
-    elements: those that are left by tensor and expert parallelism.
-    spread: ranks of expert parallelism that divide it; FSDP has that many times fewer ranks to divide it additional.
-    is_resharded: it is in no layer, and yet gathered only while it computes.
+    Args:
+        elements: number of elements on this rank, after tensor and expert parallelism.
+        is_inner: it is in a decoder layer.
+        trains: it has a gradient.
+        spread: number of ranks of expert parallelism that divide it; FSDP divides it over that many times fewer ranks.
+        is_resharded: it is in no layer, but is gathered only while it is used, as layers are.
     """
 
     elements: int
-    is_inner: bool  # of a decoder layer
+    is_inner: bool
     trains: bool
     spread: int = 1
     is_resharded: bool = False
@@ -47,12 +50,13 @@ class Weight:
 
 @dataclass(frozen=True)
 class Passes:
-    """What the passes of one micro-batch hold on one rank.
+    """What the forward and backward pass of one micro-batch hold on one rank.
 
-    weights: by name.
-    peaks: see `Meter`, with gradients in the dtype of the passes.
-    itemsize: bytes of an element in the passes.
-    layers: number of decoder layers.
+    Args:
+        weights: by name.
+        peaks: as of `Meter`, with gradients in the dtype of the passes.
+        itemsize: bytes of an element in the passes.
+        layers: number of decoder layers.
     """
 
     weights: Mapping[str, Weight]
@@ -62,7 +66,7 @@ class Passes:
 
     @property
     def elements(self) -> int:
-        """Return elements of all weights, of which only tensor parallelism has divided some."""
+        """Return the number of elements of all weights, divided by tensor parallelism only."""
         return sum(weight.elements * weight.spread for weight in self.weights.values())
 
 
@@ -80,14 +84,19 @@ def run_passes(
     learns: bool = True,
     backend: Backend = "fsdp",
 ) -> Passes:
-    """Run the forward and backward passes of an update without memory.
+    """Run the forward and backward pass of one micro-batch on the meta device, and return what they hold.
 
     Args:
         model: a folder with config.json; weights are not read.
         batch: of all data ranks; the first pack of the first rank is run.
-        device_type: "cpu", or a GPU's.
+        loss: of the algorithm.
+        head: of the model.
+        lora: settings of adapters; None to train all weights.
+        parallelism: degrees; None for data parallelism only.
+        world_size: number of ranks.
+        device_type: that the code is run for: "cpu" or the type of a GPU.
         learns: whether there is a backward pass.
-        backend: with "titan" mixtures of experts compute as TorchTitan's do; the rest is taken to be alike.
+        backend: with "titan" mixtures of experts compute as TorchTitan's do; the other modules are assumed to be alike.
 
     Raises:
         ValueError: a model or degrees that the trainer rejects.
@@ -117,9 +126,9 @@ def run_passes(
                 del value
             del output
 
-        # TorchTitan divides an embedding that is not the head too by itself.
-        is_tied = not any(name.endswith("lm_head.weight") for name in weights)
-        resharded = () if backend != "titan" or is_tied else ("embed_tokens.weight",)
+        # TorchTitan shards an embedding on its own, unless it is the head as well.
+        is_untied = any(name.endswith("lm_head.weight") for name in weights)
+        resharded = ("embed_tokens.weight",) if backend == "titan" and is_untied else ()
         described = {
             name: Weight(
                 tensor.numel(),
@@ -135,7 +144,7 @@ def run_passes(
 
 @contextmanager
 def ranks_of(parallelism: Parallelism, world_size: int) -> Iterator[Ranks]:
-    """Yield the first of that many ranks, without the others: their collectives return at once."""
+    """Yield the first of `world_size` ranks in a fake process group, where collectives return at once."""
     if world_size == 1:
         yield Ranks(0, 1, META, None)
         return
@@ -165,7 +174,7 @@ def _build_meta(
 
     if gradient_checkpointing:
         with warnings.catch_warnings():
-            # Its new name is not in all versions of transformers that are supported, and a plan need not say so.
+            # This method is deprecated, but not all supported versions of transformers have its successor.
             warnings.simplefilter("ignore", FutureWarning)
             built.gradient_checkpointing_enable({"use_reentrant": False})
 
@@ -173,7 +182,7 @@ def _build_meta(
     degrees = Parallelism(tensor_parallel_degree=ranks.tensor.size, context_parallel_degree=ranks.context.size)
     degrees.check(built.config)
 
-    # Adapters are real, as they are drawn from their names: here they lose their values.
+    # Adapters are made with values, which are drawn by their names: move them to the meta device too.
     if lora is not None:
         add_adapters(built, lora)
         policy.to(META)
@@ -184,12 +193,15 @@ def _build_meta(
 
 
 FLOAT = 4  # bytes: gradients are summed in float32
-ITEMSIZE = {"float32": 4, "bfloat16": 2}
+ITEMSIZE = {"float32": 4, "bfloat16": 2}  # bytes
 
 
 @dataclass(frozen=True)
 class TrainerMemory:
-    """Bytes of a rank's parts at the moment when they are the most together."""
+    """Bytes that a rank holds at a moment, by what they are.
+
+    gathered: weights that FSDP has gathered from other ranks, and its buffers. moment: its name.
+    """
 
     weights: int
     gradients: int
@@ -200,7 +212,7 @@ class TrainerMemory:
 
     @property
     def total(self) -> int:
-        """Return all of it, on the device."""
+        """Return the sum of all bytes."""
         return sum(value for value in asdict(self).values() if isinstance(value, int))
 
 
@@ -214,17 +226,17 @@ def trainer_memory(
     gloo: bool = False,
     learns: bool = True,
 ) -> TrainerMemory:
-    """Return the peak of a rank of a trainer.
+    """Return the memory of a trainer's rank at the moment when it needs the most.
 
     Args:
-        shards: ranks that divide the weights between them; None: one process without a mesh.
-        micro_batches: of an update.
-        gloo: the collectives are gloo's, which sums gradients in a copy.
+        passes: of one micro-batch.
+        shards: number of ranks over which FSDP divides the weights; None for one process without FSDP.
+        micro_batches: number in an update; more than 2 are as 2.
+        gloo: the collectives are those of gloo, which sums gradients in a copy.
         learns: whether it has gradients and an optimiser; a reference model has none.
     """
-    # What is there at every moment: this rank's part of weights and state, and of gradients once they are summed.
-    itemsize = ITEMSIZE[settings.weights_dtype]
-    parts = shards or 1
+    # Held at every moment: this rank's part of weights and state, and of gradients once they are summed.
+    itemsize, parts = ITEMSIZE[settings.weights_dtype], shards or 1
     trained = [weight for weight in passes.weights.values() if weight.trains and learns]
     elements = sum(weight.elements for weight in passes.weights.values())
     learned = sum(weight.elements for weight in trained)
@@ -234,7 +246,7 @@ def trainer_memory(
     state = sum(state_bytes(weight, settings, optimizer) * weight.spread for weight in trained) // parts
     update = max((update_bytes(weight, settings, optimizer, parts) for weight in trained), default=0)
 
-    # The sum of gradients is what becomes of it, unless it is added to an earlier one or cast.
+    # The summed gradient is kept without a copy, unless it is added to an earlier one or cast.
     copied = FLOAT if micro_batches > 1 or itemsize != FLOAT else 0
     size = passes.itemsize
     inner = sum(weight.elements for weight in passes.weights.values() if weight.is_inner)
@@ -251,8 +263,8 @@ def trainer_memory(
             moments.append(TrainerMemory(weights, complete, state, most, 0, _next_phase(sum(moment))))
             continue
 
-        # FSDP2: the layer that is computed and the next one are gathered in the dtype of the passes, all that is in no
-        # layer stays so, and gradients are whole until their layer is complete.
+        # FSDP2 gathers the layer that is computed and the next one in the dtype of the passes, keeps gathered what is
+        # in no layer, and has undivided gradients of a layer until all of them are complete.
         complete_layers = moment.layers // (size * learned_layer) if learned_layer else 0
         current = moment.layers - complete_layers * size * learned_layer
         reduced = gradients if micro_batches > 1 else complete_layers * sharded_layer * itemsize // parts
@@ -274,7 +286,7 @@ def trainer_memory(
                 )
             )
 
-    # What is in no layer is summed when the backward pass is over: the embedding and the head, the largest weights.
+    # Gradients of weights in no layer, embedding and head, are summed after the backward pass. They are the largest.
     if shards is not None and trained:
         root = learned - learned_inner
         last = min(first for first, _ in passes.peaks.values())
@@ -289,24 +301,26 @@ def trainer_memory(
 
 
 def _count_sharded(weights: Iterable[Weight]) -> int:
-    """Return elements of these weights before any rank but tensor-parallel ones divides them."""
+    """Return the number of elements of these weights, divided by tensor parallelism only."""
     return sum(weight.elements * weight.spread for weight in weights)
 
 
 def state_bytes(weight: Weight, settings: PassSettings, optimizer: OptimizerSettings) -> int:
-    """Return the bytes of AdamW's state of a weight, see `forge.training.optimizers`."""
+    """Return the bytes of AdamW's state of a weight, before FSDP divides it; see `forge.training.optimizers`."""
+    # Two moments; for weights in bfloat16 with float32 moments also the part of a weight that is rounded off.
     dtype = optimizer.optimizer_dtype or settings.weights_dtype
     remainder = 2 if (settings.weights_dtype, dtype) == ("bfloat16", "float32") else 0
     return weight.elements * (2 * ITEMSIZE[dtype] + remainder)
 
 
 def update_bytes(weight: Weight, settings: PassSettings, optimizer: OptimizerSettings, parts: int) -> int:
-    """Return the bytes that the update of one weight holds for a moment on a rank."""
+    """Return the temporary bytes on a rank while the optimiser updates one weight, divided over `parts` ranks."""
     dtype = optimizer.optimizer_dtype or settings.weights_dtype
     if dtype == settings.weights_dtype:
         return 0  # fused
-    singles = FLOAT * ((settings.weights_dtype == "bfloat16") * 2 + (dtype == "bfloat16") * 2)
-    return weight.elements * weight.spread * singles // parts
+    # In float32: weight and gradient if they are in bfloat16, and both moments if they are.
+    copies = (settings.weights_dtype == "bfloat16") * 2 + (dtype == "bfloat16") * 2
+    return weight.elements * weight.spread * FLOAT * copies // parts
 
 
 def _next_phase(gradients: int) -> str:

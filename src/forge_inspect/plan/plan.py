@@ -14,22 +14,22 @@ from forge.recipes.schema import RecipeConfig, TrainingRecipe
 from .components import ComponentPlan, engine_plan, kind_of, reward_plan, trainer_plan
 from .devices import GB, Machines
 
-REWARD_REMEDY = (
+REWARD_ADVICE = (
     "the reward fits with a lower batch_tokens of its models, dtype bfloat16, or fewer models: each of its processes "
     "has all of them"
 )
-FACTORS = (2, 4, 8)  # times as many ranks; degrees, which stay within a host
-SHORTEST = 512  # tokens of a pack: less would hold few whole answers
+FACTORS = (2, 4, 8)  # times as many ranks; also degrees of parallelism, which stay within a host
+SHORTEST = 512  # tokens of a pack: a shorter one would hold few complete answers
 Settings = dict[str, str | int]  # by dotted keys
-Change = Callable[[Settings], TrainingRecipe]  # the configuration with other settings; ValueError: they do not fit it
+Change = Callable[[Settings], TrainingRecipe]  # returns the configuration with other settings; ValueError: invalid ones
 
 
 @dataclass
 class Plan:
     """The plan of a configuration.
 
-    devices: GPUs that the configuration asks for, including judges and verifiers. notes: what to know, or to
-    change.
+    model: its name. machines: the devices that the plan is for. devices: number of GPUs that the configuration asks
+    for, including those of judges and verifiers. notes: sentences on what does not fit, and what would.
     """
 
     model: str
@@ -52,22 +52,22 @@ def make_plan(
     Args:
         folder: with the model's config.json.
         name: of the model.
-        find: the folder with the config.json of another model, by its name.
-        change: the configuration with other settings, for what would fit.
+        find: returns the folder with the config.json of another model, by its name.
+        change: returns the configuration with other settings, to search for some that fit.
 
     Raises:
         ValueError: a model, or degrees of parallelism, that the trainer rejects.
     """
     plan = Plan(name, machines, sum(gpus_needed(cfg).values()))
     services = [setting.removeprefix("services.") for setting in cfg.placements()]
-    further = {
+    additional = {
         service: folder_of(cfg, service, folder, find)
         for service in services
         if kind_of(service) in ("trainer", "critic", "ref_model", "generator")
         and service not in {"trainer", "generator", *cfg.idle}
     }
-    trainers = ["trainer", *(service for service in further if kind_of(service) != "generator")]
-    folders = {"trainer": folder, "generator": folder, **further}
+    trainers = ["trainer", *(service for service in additional if kind_of(service) != "generator")]
+    folders = {"trainer": folder, "generator": folder, **additional}
     plan.components += [trainer_plan(cfg, folders[service], service, machines) for service in trainers]
 
     if isinstance(cfg, RecipeConfig):
@@ -78,7 +78,7 @@ def make_plan(
             rewards = reward_plan(cfg, folder, machines, find)
             plan.components += [rewards] if rewards is not None else []
         except FileNotFoundError as error:
-            # An ensemble names its models in a file that an earlier program writes.
+            # An ensemble names its models in a file that `forge weaver fit` writes.
             plan.notes.append(f"the reward's models are not in this plan: {error}")
 
     if machines.type == "cpu" or not plan.components[0].with_gpus:
@@ -89,20 +89,25 @@ def make_plan(
         if not component.fits:
             is_reward = component.name == "reward"
             plan.notes.append(
-                REWARD_REMEDY if is_reward else find_fix(cfg, folders[component.name], component, machines, change)
+                REWARD_ADVICE if is_reward else find_fix(cfg, folders[component.name], component, machines, change)
             )
 
     return plan
 
 
 def folder_of(cfg: TrainingRecipe, service: str, own: Path, find: Callable[[str], Path]) -> Path:
-    """Return the folder of the model that a service holds: the run's own where nothing names another.
+    """Return the folder with the config.json of the model that a service holds.
+
+    Args:
+        service: such as "critic" or "models.rival.trainer".
+        own: the folder of the run's model, which is returned if no setting names another for the service.
+        find: returns the folder of a model by its name.
 
     Raises:
-        ValueError: a model whose configuration cannot be read.
+        ValueError: the configuration of a model cannot be read.
     """
     names = cfg.others()
-    # A critic or reference that is named serves all policies; else each starts as its policy.
+    # A setting for the critic or the reference holds for all policies; without it each starts as its policy.
     keys = {"critic": ["critic.model"], "ref_model": ["grpo.reference", "distill.teacher"]}.get(kind_of(service), [])
     if service.startswith("models."):
         keys = [*keys, f"models.{service.split('.')[1]}.model"]
@@ -111,7 +116,11 @@ def folder_of(cfg: TrainingRecipe, service: str, own: Path, find: Callable[[str]
 
 
 def find_fix(cfg: TrainingRecipe, folder: Path, component: ComponentPlan, machines: Machines, change: Change) -> str:
-    """Return the first change with which a component fits, the cheapest first, in one sentence."""
+    """Return a sentence on the cheapest change with which a component fits, or that none of those tried suffices.
+
+    Args:
+        folder: with the config.json of the component's model.
+    """
     name = component.name
     is_engine = kind_of(name) == "generator"
     planned: Callable[..., ComponentPlan] = engine_plan if is_engine else trainer_plan
@@ -122,9 +131,11 @@ def find_fix(cfg: TrainingRecipe, folder: Path, component: ComponentPlan, machin
         except ValueError:  # the model cannot be divided so
             continue
         if changed.fits:
-            words = " and ".join(f"{key} {value}" for key, value in settings.items())
-            sequences = f"{changed.sequences} sequences of full length at once"
-            return f"the {name} fits with {words}: {sequences if is_engine else f'{changed.total / GB:.1f} GB'}"
+            change_text = " and ".join(f"{key} {value}" for key, value in settings.items())
+            result = f"{changed.total / GB:.1f} GB"
+            if is_engine:
+                result = f"{changed.sequences} sequences of full length at once"
+            return f"the {name} fits with {change_text}: {result}"
 
     if is_engine:
         return f"the {name} fits with none of: more GPUs (vLLM), fewer generator.slots, a shorter generator.max_seq_len"
@@ -134,7 +145,7 @@ def find_fix(cfg: TrainingRecipe, folder: Path, component: ComponentPlan, machin
 
 
 def trainer_changes(cfg: TrainingRecipe, name: str) -> Iterator[Settings]:
-    """Yield settings with which a trainer, critic or reference model may fit."""
+    """Yield changes of settings, the cheapest first, with which a trainer, critic or reference model may fit."""
     first: Settings = {}
     if not cfg.training.gradient_checkpointing and kind_of(name) != "ref_model":
         # The cheapest fix, and a part of the others where it is not enough.
@@ -158,7 +169,7 @@ def trainer_changes(cfg: TrainingRecipe, name: str) -> Iterator[Settings]:
 
 
 def engine_changes(cfg: TrainingRecipe, folder: Path, name: str) -> Iterator[Settings]:
-    """Yield settings with which two sequences of full length may fit a generator."""
+    """Yield changes of settings, the cheapest first, with which two sequences of full length may fit a generator."""
     assert isinstance(cfg, RecipeConfig)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
@@ -179,7 +190,11 @@ def engine_changes(cfg: TrainingRecipe, folder: Path, name: str) -> Iterator[Set
 
 
 def section_of(service: str) -> str:
-    """Return the section that places a service."""
+    """Return the section of the configuration that places a service.
+
+    >>> section_of("trainer"), section_of("models.rival.trainer")
+    ('services.trainer', 'models.rival.trainer')
+    """
     return service if service.startswith("models.") else f"services.{service}"
 
 

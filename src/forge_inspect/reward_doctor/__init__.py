@@ -1,4 +1,4 @@
-"""Examines a reward before a run pays with it: answers that should earn nothing, and calls that should not fail."""
+"""Examine a reward before a run uses it: with answers that should earn nothing, and calls that should not fail."""
 
 from .examine import Examination, Finding, examine
 

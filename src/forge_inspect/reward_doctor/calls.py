@@ -1,4 +1,4 @@
-"""Calls of a reward in a separate process, with a limit of time: it may hang or crash, and its caller stays."""
+"""Calls of a reward in a separate process with a time limit: if it hangs or crashes, the caller continues."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ START = 60.0  # seconds for the imports of the reward's module
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt of the data with its target and row."""
+    """A prompt of the data with its target (None for no target) and the other columns of its row."""
 
     prompt: str
     target: str | None
@@ -31,7 +31,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a call: rewards, one of each response, or an error in one line."""
+    """Result of a call: a reward for each response (None if it was not scored), or an error in one line."""
 
     rewards: tuple[float | None, ...] = ()
     error: str = ""
@@ -39,15 +39,18 @@ class Outcome:
 
     @property
     def reward(self) -> float | None:
-        """Return that of the only response; None if it was not scored, or the call failed."""
+        """Return the reward of the first response; None if it was not scored, or the call failed."""
         return self.rewards[0] if self.rewards else None
 
 
 class RewardProcess:
-    """Calls a reward, `package.module:name`, and ends its process where it takes too long.
+    """Calls a reward in a process of its own, which is killed if a call takes too long.
+
+    A context manager: on exit the process is ended.
 
     Args:
-        limit: seconds of a call.
+        name: of the reward, `package.module:name`.
+        limit: seconds that a call may take.
     """
 
     def __init__(self, name: str, limit: float) -> None:
@@ -61,19 +64,21 @@ class RewardProcess:
         self.end()
 
     def call(self, case: Case, responses: Sequence[str], target: str | None = None) -> Outcome:
-        """Score a group of responses.
+        """Score a group of responses to a prompt, in a new process if there is none.
 
         Args:
-            target: instead of the case's.
+            target: replaces the target of the case, unless it is None.
         """
         if self._process is None:
             self._start_process()
-        began = time.monotonic()
+        target = case.target if target is None else target
+        request = Prompt(case.prompt, (), 0, dict(case.row)), list(responses), target
+        start = time.monotonic()
         rewards, error = (), f"no answer within {self.limit:g} s"
 
+        # The pipe breaks if the process ends before or while it computes.
         try:
-            target = case.target if target is None else target
-            self._pipe.send((Prompt(case.prompt, (), 0, dict(case.row)), list(responses), target))
+            self._pipe.send(request)
             if self._pipe.poll(self.limit):
                 rewards, error = self._pipe.recv()
             else:
@@ -83,10 +88,10 @@ class RewardProcess:
             error = f"its process ended with {self._process.exitcode}"
             self.end()
 
-        return Outcome(rewards, error, time.monotonic() - began)
+        return Outcome(rewards, error, time.monotonic() - start)
 
     def end(self) -> None:
-        """End the process with all that it has started."""
+        """Kill the process and all processes that it has started; the next call starts a new one."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -100,15 +105,15 @@ class RewardProcess:
         self._process = context.Process(target=_serve_requests, args=(self.name, other_end))
         self._process.start()
         other_end.close()
-        # Its start is not a part of the first call.
+        # Wait until it has started, so that the time is no part of the first call.
         if self._pipe.poll(START):
-            with suppress(EOFError):  # it has ended by itself: the call says so
+            with suppress(EOFError):  # it has already ended: the call reports that
                 self._pipe.recv()
 
 
 def _serve_requests(name: str, pipe: Connection) -> None:
-    """Answer requests until there are no more."""
-    os.setsid()  # a group, so that what the reward starts ends with it
+    """Answer the requests that come through a pipe until it is closed; the function of the process."""
+    os.setsid()  # a process group of its own, so that processes which the reward starts end with it
     reward = Reward([load_reward(name)], None)
     reward.setup()
     pipe.send(None)
@@ -118,7 +123,7 @@ def _serve_requests(name: str, pipe: Connection) -> None:
             request = pipe.recv()
             try:
                 scores = await reward.score(*request)
-            except Exception as error:  # whatever user code raises is what is looked for
+            except Exception as error:  # whatever the reward raises is a finding
                 pipe.send(((), f"{type(error).__name__}: {error}"[:300]))
             else:
                 pipe.send((tuple(score.reward for score in scores), ""))

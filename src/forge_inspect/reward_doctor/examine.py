@@ -1,4 +1,4 @@
-"""The examination of a reward: probes of several rows, what they earn, and what that says."""
+"""The examination of a reward: answers to several rows of data are scored, and odd scores become findings."""
 
 import argparse
 import random
@@ -16,20 +16,21 @@ from forge.rewards.rules import load_reward
 from . import probes
 from .calls import Case, Outcome, RewardProcess
 
-ROWS = 12  # rows that are probed: each takes some 80 calls
+ROWS = 12  # rows that are tried: each takes some 80 calls
 WRONG = 4  # targets of other rows that are tried as wrong answers to one
 SLOW = 1.0  # seconds of a median call, above which rewards are slower than most rollouts of a small model
-# Of the distance between wrong and right: an answer that is worth more than this is paid as right.
+# On a scale where the mean wrong answer earns 0 and the mean right one 1: from PAID on an answer is paid as right, and
+# one that is ABOVE the median wrong answer earns something.
 PAID = 0.75
 ABOVE = 0.05
-# The kinds of errors by what their text starts with.
+# Kind and verb of the finding for an error, by the start of the error's text.
 ERRORS = {"no answer within": ("hangs", "hangs"), "its process ended": ("ends", "ends its process")}
-# A fault fails the examination; a doubt may be meant; a note is for reading.
+# A fault fails the examination; a doubt may be intended; a note is for information.
 Severity = Literal["fault", "doubt", "note"]
 
 
 class Finding(NamedTuple):
-    """Something that a reward does: its kind is a word, such as "constant" or "raises", the text what happens."""
+    """Something that a reward does: `kind` is a word such as "constant" or "raises", `text` says what happens."""
 
     severity: Severity
     kind: str
@@ -43,11 +44,15 @@ class Finding(NamedTuple):
 
 @dataclass
 class Examination:
-    """What was seen of a reward.
+    """Result of an examination.
 
     Args:
-        right, wrong: mean rewards of right answers, in the form that earns most, and of other rows' answers.
-        seconds: of calls that answered.
+        rows: number of rows that were tried.
+        findings: the most severe first.
+        calls: number of calls of the reward.
+        right: mean reward of right answers, in the form that earns most; None if none was scored.
+        wrong: mean reward of the answers of other rows, in the same form; None if none was scored.
+        seconds: that each call without an error took.
     """
 
     rows: int
@@ -64,13 +69,13 @@ class Examination:
 
 
 def examine_reward(args: argparse.Namespace) -> None:
-    """Print what was found about a reward: `forge doctor reward`."""
+    """Examine a reward and print the findings, for the command `forge doctor reward`; exit with 1 if one is a fault."""
     if not args.reward or not args.data:
         raise ValueError("which reward, on which rows? forge doctor reward package.module:name --data FILE")
     target_field = None if args.target_field in ("null", "none", "") else args.target_field
     form = PromptFormat(None, "{question}", target_field, args.prompt_field, args.target_pattern)
     cases: list[Case] = []
-    load_reward(args.reward)  # a wrong name is one line here, and a traceback in its process
+    load_reward(args.reward)  # a wrong name is an error in one line here, and would be a traceback in its process
     for row in islice(map(with_ground_truth, open_rows(args.data, split="train")), ROWS):
         prompt, target = form.render(row)
         cases.append(Case(prompt, target or None, plain_columns(row, None, [])))
@@ -88,13 +93,16 @@ def examine_reward(args: argparse.Namespace) -> None:
 def examine(name: str, cases: Sequence[Case], *, limit: float = 10.0) -> Examination:
     """Examine a reward on rows of data.
 
+    It scores right answers in several forms, answers of other rows, and answers that should earn nothing; then the same
+    answers again, in another order, and without a target; last answers that may make it hang or crash.
+
     Args:
-        name: `package.module:name`, or one of this library's rewards.
-        cases: rows of the data it is for; the first `ROWS` are used, and need targets for most of what is tried.
-        limit: seconds of a call.
+        name: `package.module:name`, or the name of one of this library's rewards.
+        cases: rows of the data that the reward is for; the first `ROWS` are used. Most trials need their targets.
+        limit: seconds that a call may take.
 
     Raises:
-        ValueError: there are fewer than two rows, or the reward cannot be called with them at all.
+        ValueError: there are fewer than two rows, or the reward cannot be called with the first one.
     """
     if len(cases) < 2:
         raise ValueError(f"an examination needs two rows or more, got {len(cases)}")
@@ -103,7 +111,7 @@ def examine(name: str, cases: Sequence[Case], *, limit: float = 10.0) -> Examina
 
 
 class Earned(NamedTuple):
-    """What an answer to a row earned."""
+    """An answer to a row, and the reward that it earned."""
 
     reward: float
     answer: str
@@ -113,42 +121,54 @@ class _Examiner:
     def __init__(self, cases: Sequence[Case], process: RewardProcess) -> None:
         self.cases, self.process = cases, process
         self.result = Examination(len(cases))
-        self.errors: dict[str, Finding] = {}  # one of each kind of error
+        self.errors: dict[str, Finding] = {}  # the first of each kind of error
         self.targets = list(dict.fromkeys(case.target for case in cases if case.target))
-        self.typical = 0.0  # what wrong answers earn
+        self.typical = 0.0  # median reward of wrong answers
 
     def run(self) -> Examination:
         first = self.process.call(self.cases[0], [self.cases[0].target or "1"])
         if first.error:
             raise ValueError(f"the reward cannot be called with the first row: {first.error}")
 
-        # First what right and wrong answers earn: all others are compared with these. Last what may end the process.
+        # What right and wrong answers earn: all other rewards are compared with these.
         self.try_answers()
+
+        # Answers that should earn no more than wrong ones.
         self.try_constants()
         self.try_unearned()
+
+        # Calls whose rewards should be the same, or none.
         self.leave_out_target()
         self.repeat()
         self.reorder()
+
+        # Last, as the process may not survive it.
         self.try_hostile()
 
-        if self.result.seconds and (typical := median(self.result.seconds)) > SLOW:
-            self.add("note", "slow", f"a call takes {typical:.2f} s")
+        if self.result.seconds and (median_seconds := median(self.result.seconds)) > SLOW:
+            self.add("note", "slow", f"a call takes {median_seconds:.2f} s")
         self.result.findings += self.errors.values()
         self.result.findings.sort(key=lambda finding: ("fault", "doubt", "note").index(finding.severity))
 
         return self.result
 
     def score(self, case: Case, responses: Sequence[str], probe: str, target: str | None = None) -> Outcome:
-        """Call the reward; an error is a finding, one of each kind."""
+        """Call the reward and count the call; an error becomes a finding, one of each kind.
+
+        Args:
+            probe: names the answers in the finding.
+            target: replaces the target of the case, unless it is None.
+        """
         outcome = self.process.call(case, responses, target)
         self.result.calls += 1
-        if outcome.error:
-            kind, verb = next((ERRORS[start] for start in ERRORS if outcome.error.startswith(start)), ("raises",) * 2)
-            # One of each exception: hostile answers tend to raise the same.
-            finding = Finding("fault", kind, f"{verb} on {probe}: {outcome.error}")
-            self.errors.setdefault(outcome.error.split(":")[0], finding)
-        else:
+        if not outcome.error:
             self.result.seconds.append(outcome.seconds)
+            return outcome
+
+        kind, verb = next((ERRORS[start] for start in ERRORS if outcome.error.startswith(start)), ("raises", "raises"))
+        # One of each exception, which is named before the colon: hostile answers tend to raise the same.
+        finding = Finding("fault", kind, f"{verb} on {probe}: {outcome.error}")
+        self.errors.setdefault(outcome.error.split(":")[0], finding)
         return outcome
 
     def add(self, severity: Severity, kind: str, text: str) -> None:
@@ -156,7 +176,14 @@ class _Examiner:
         self.result.findings.append(Finding(severity, kind, text))
 
     def earn(self, answers: Callable[[Case], Mapping[str, str]], probe: str = "{}") -> dict[str, list[Earned]]:
-        """Return what the answers to each row earn, by their names; without those that are not scored."""
+        """Score answers to each row, and return what was earned in all rows, by the name of the answer.
+
+        Answers that are not scored are left out.
+
+        Args:
+            answers: returns the answers to a row, by name.
+            probe: how a finding about an error calls the answer; "{}" stands for its name.
+        """
         earned: dict[str, list[Earned]] = defaultdict(list)
         for case in self.cases:
             for name, answer in answers(case).items():
@@ -166,12 +193,12 @@ class _Examiner:
         return earned
 
     def try_answers(self) -> None:
-        """What right and wrong answers earn, and forms of the right one that earn nothing."""
+        """Measure what right and wrong answers earn; find that they earn the same, or that a form is not paid."""
         forms = self.earn(lambda case: probes.right_forms(case.target) if case.target else {}, "a right answer ({})")
         best = max(forms, key=lambda form: _mean_score(forms[form]), default="plain")
 
         def wrong_answers(case: Case) -> dict[str, str]:
-            """Wrong answers are plausible ones, in the form in which a right one would be paid."""
+            # Plausible ones: targets of other rows, in the form in which a right answer is paid.
             targets = [target for target in self.targets if target != case.target]
             drawn = random.Random(case.prompt).sample(targets, min(WRONG, len(targets)))
             return {f"an answer of another row, {target}": probes.right_forms(target)[best] for target in drawn}
@@ -187,22 +214,22 @@ class _Examiner:
             text += "tell them apart, or expects a form that was not tried"
             self.add("fault" if right < wrong else "doubt", "blind", text)
 
+        if not self._separates_answers():
+            return
         for form, rows in forms.items():
-            missed = (
-                [earned for earned in rows if not self._is_paid(earned.reward)] if self._separates_answers() else []
-            )
+            missed = [earned for earned in rows if not self._is_paid(earned.reward)]
             # In a few rows the form may change what the answer is.
             if len(missed) > len(self.cases) / 2:
                 reward, answer = missed[0]
                 self.add("note", "form", f"a right answer in the form {form!r} earns {reward:.3f}: {answer[-60:]!r}")
 
     def try_constants(self) -> None:
-        """Answers that are the same whatever is asked."""
+        """Find answers that earn something although they are the same whatever the prompt is."""
         right, wrong = self.result.right, self.result.wrong
         distance = 1.0 if right is None or wrong is None else max(right - wrong, 0.0) or 1.0
 
         def constant_answers(case: Case) -> dict[str, str]:
-            """Return the target of some row may be a constant by itself."""
+            # Those that contain this row's target may rightly earn something.
             known = [text for text in probes.CONSTANTS if case.target and text.strip() and case.target in text]
             return {f"the constant answer {text!r}": text for text in probes.CONSTANTS if text not in known}
 
@@ -215,7 +242,7 @@ class _Examiner:
                 self.add("doubt", "constant", text + f"wrong answers {self.typical:.3f}")
 
     def try_unearned(self) -> None:
-        """Answers that most rows pay as right, and should not: lists, copies of the prompt, orders to a judge."""
+        """Find answers that many rows pay as right and should not: lists, copies of the prompt, orders to a judge."""
         for kind, answers in probes.UNEARNED.items():
 
             def unearned_answers(case: Case, answers: probes.Answers = answers) -> dict[str, str]:
@@ -224,16 +251,18 @@ class _Examiner:
 
             for name, rows in self.earn(unearned_answers).items():
                 paid = [earned for earned in rows if self._is_paid(earned.reward)]
-                # One row may be right by accident.
+                # In one row, or a quarter of them, it may be right by accident.
                 if len(paid) > max(1, len(rows) / 4):
                     answer = paid[0].answer
                     text = f"{name} earns what a right one does in {len(paid)} of {len(rows)} rows: {answer[:80]!r}"
                     self.add("fault" if kind == "injection" else "doubt", kind, text)
 
     def leave_out_target(self) -> None:
-        """Rows without a target: nothing is known, and a number says otherwise."""
+        """Find that a row with an empty target is scored: nothing is known about its answers, so none should be."""
         case = self.cases[0]
-        for name, response in (("an answer", "12"), ("an empty answer", "")) if case.target else ():
+        answers = (("an answer", "12"), ("an empty answer", "")) if case.target else ()
+        for name, response in answers:
+            # Not by `score`: to raise is no fault here.
             self.result.calls += 1
             reward = self.process.call(case, [response], "").reward
             if reward is not None:
@@ -241,7 +270,7 @@ class _Examiner:
                 self.add("fault" if self._is_paid(reward) else "doubt", "target", text)
 
     def repeat(self) -> None:
-        """The same call again: a reward that samples or counts differs in nearly all of three."""
+        """Find that the same answers earn different rewards in three calls, as those of a reward that samples do."""
         for case in self.cases[:4]:
             answers = list(probes.right_forms(case.target or "1").values())[:3]
             outcomes = [self.score(case, answers, "the same answers again") for _ in range(3)]
@@ -251,21 +280,21 @@ class _Examiner:
                 return
 
     def reorder(self) -> None:
-        """A group in the other order, and its members one by one."""
+        """Find that rewards depend on the order of a group's answers, or on whether an answer is in a group."""
         case = self.cases[0]
         group = list(dict.fromkeys([*probes.right_forms(case.target or "1").values(), *self._other_answers(case)[:3]]))
-        plain = self.score(case, group, "a group").rewards
-        if not plain:
+        rewards = self.score(case, group, "a group").rewards
+        if not rewards:
             return
-        moved = self.score(case, group[::-1], "a group in another order").rewards
-        if moved and moved != plain[::-1]:
+        reversed_rewards = self.score(case, group[::-1], "a group in another order").rewards
+        if reversed_rewards and reversed_rewards != rewards[::-1]:
             self.add("fault", "order", "rewards of a group depend on the order of its answers")
-        # That a reward compares the answers of a group may be meant.
-        elif tuple(self.score(case, [answer], "one answer").reward for answer in group) != plain:
+        # That a reward compares the answers of a group may be intended.
+        elif tuple(self.score(case, [answer], "one answer").reward for answer in group) != rewards:
             self.add("note", "group", "answers earn something else in a group than alone")
 
     def try_hostile(self) -> None:
-        """Answers that take long or confuse parsers: errors and time-outs are found by `score`."""
+        """Find hostile answers that are paid; that they hang or raise is found by `score`."""
         for case in self.cases[:2]:
             for name, answer in probes.make_hostile(case).items():
                 reward = self.score(case, [answer], name).reward
@@ -281,7 +310,7 @@ class _Examiner:
         return right is not None and wrong is not None and right - wrong > 0.1 * max(abs(right), abs(wrong), 1e-6)
 
     def _is_paid(self, reward: float) -> bool:
-        """Return whether this is what right answers earn, of a reward that tells them apart."""
+        """Return whether a reward is about that of right answers; False if right and wrong ones earn the same."""
         right, wrong = self.result.right or 0.0, self.result.wrong or 0.0
         return self._separates_answers() and reward >= wrong + PAID * (right - wrong)
 

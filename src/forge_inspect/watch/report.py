@@ -30,7 +30,7 @@ POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inli
 
 
 def report_ended_run(folder: Path, state: str) -> None:
-    """Write the report of a run that ends, and say where it is."""
+    """Write the report of a run that ends, and log where it is."""
     write_report(folder, state)
     log.info("look at it: forge watch %s, or %s", folder.parent, folder / "report.html")
 
@@ -39,7 +39,7 @@ def write_report(folder: Path, state: str | None = None) -> None:
     """Write report.html from the files of a run.
 
     Args:
-        state: of the run, if the caller still holds its lock; None reads it from the folder.
+        state: of the run, if the caller still holds its lock; None to read it from the folder.
     """
     view = RunView(folder)
     # The answers of the first and of the last evaluation of each set.
@@ -78,7 +78,7 @@ def write_report(folder: Path, state: str | None = None) -> None:
 
 
 def _sample_rollouts(view: RunView) -> list[Fields]:
-    """Return rollouts from the whole run, grouped."""
+    """Return up to `MAX_ROLLOUTS` rollouts: whole groups, at even distances in the run."""
     count = view.rollouts({"page": "0"})["all"]
     rows: dict[int, Fields] = {}
     starts = range(0, count, max(1, count // 12)) if count else ()
@@ -92,6 +92,6 @@ def _sample_rollouts(view: RunView) -> list[Fields]:
 
 
 def _inline_script(name: str) -> str:
-    """Return a script without its imports and exports: all of them become one."""
+    """Return the text of a script without imports and exports, as all scripts are joined into one."""
     text = (PAGE / name).read_text()
     return re.sub(r"^import .*\n|^export (?=(?:async )?(?:function|const|let) )", "", text, flags=re.MULTILINE)

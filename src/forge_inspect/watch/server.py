@@ -20,12 +20,12 @@ from forge_inspect.runs import file_signature, list_differences, read_state, sum
 from .report import CHARTS, PAGE, SCRIPTS, STYLES
 from .views import Fields, RunView, to_json_value
 
-READ = (CONFIG, MARK, ROLLOUTS, HELD_OUT, TRACE, FINISHED, ENDED, "lock")  # files of a run's folder
+READ = (CONFIG, MARK, ROLLOUTS, HELD_OUT, TRACE, FINISHED, ENDED, "lock")  # files of a run's folder that are read
 DEPTH = 3  # levels of folders that are searched for runs
 MAX_VIEWS = 16  # runs whose numbers are kept in memory
 MAX_ERROR = 500  # characters of an error
 KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
-# Texts of rollouts are shown in the page: it may load and send nothing but to this server.
+# The page shows texts of rollouts, which are not trusted: it may only send requests to this server.
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -38,15 +38,14 @@ Query = Any  # aiohttp's multi-dict of the parameters
 
 
 class Watch:
-    """Shows the runs below `root`.
+    """The server of a page that shows the runs below the folder `root`.
 
     Args:
-        key: the API key that clients must send, see `forge_http.web`.
+        key: the API key that clients must send; None for none, see `forge_http.web`.
     """
 
     def __init__(self, root: Path, key: str | None = None) -> None:
-        self.root = root.resolve()
-        self.key = key
+        self.root, self.key = root.resolve(), key
         self._views: dict[Path, RunView] = {}  # the most recently used ones at the end
         self._summaries: dict[Path, tuple[object, Fields]] = {}
         # One thread: views are not shared, and the event loop stays free.
@@ -54,12 +53,11 @@ class Watch:
 
     @asynccontextmanager
     async def listen(self, listener: socket.socket) -> AsyncIterator[str]:
-        """Serve on a socket of `forge_http.web.bind_socket` within the block; yields the address."""
+        """Serve on a socket of `forge_http.web.bind_socket` within the block, and yield the address of the page."""
         app = web.Application(middlewares=[_errors_as_json, guard_requests(listener.getsockname()[0], self.key)])
         # The files are read once: they are part of the program, and no path of a request reaches the disk.
         for name in ("index.html", *SCRIPTS, *STYLES, CHARTS):
-            kind = KINDS[Path(name).suffix]
-            body = (PAGE / name).read_bytes()
+            kind, body = KINDS[Path(name).suffix], (PAGE / name).read_bytes()
             app.router.add_get("/" if name == "index.html" else f"/{name}", partial(_serve_file, body, kind))
 
         for path, method in {
@@ -95,7 +93,7 @@ class Watch:
         return path
 
     def view(self, name: str) -> RunView:
-        """Return a run with all data that was added since the last request."""
+        """Return the view of a run by its path below `root`, with all data that is in its files now."""
         folder = self.folder(name)
         view = self._views.pop(folder, None) or RunView(folder)
         view.refresh()
@@ -105,14 +103,15 @@ class Watch:
         return view
 
     def _list_runs(self, _: Query) -> list[Fields]:
-        """Return the list of runs; links are not followed."""
+        """Return an entry for each run below `root`; links are not followed."""
         folders = []
-        for folder, names, files in os.walk(self.root):
+        for folder, subfolders, files in os.walk(self.root):
             path = Path(folder)
             if CONFIG in files and is_inside(path, self.root):
                 folders.append(path)
+            # `os.walk` does not enter the folders that are removed from this list.
             if CONFIG in files or len(path.relative_to(self.root).parts) == DEPTH:
-                names.clear()
+                subfolders.clear()
         return [
             {"run": (name := str(path.relative_to(self.root))), "name": path.name if name == "." else name}
             | self._summarise_run(path)
@@ -120,7 +119,7 @@ class Watch:
         ]
 
     def _summarise_run(self, path: Path) -> Fields:
-        """Return a run's entry in the list. A damaged run does not hide the others."""
+        """Return a run's entry in the list, with the state "damaged" if it cannot be read."""
         version = file_signature(path)
         known_version, entry = self._summaries.get(path, (None, {"step": 0}))
         try:
@@ -135,9 +134,8 @@ class Watch:
         return entry
 
     async def _answer_request(self, method: Callable[[Query], Json], request: web.Request) -> web.Response:
-        query = request.query
         body = await asyncio.get_running_loop().run_in_executor(
-            self._thread, lambda: json.dumps(method(query), allow_nan=False).encode()
+            self._thread, lambda: json.dumps(method(request.query), allow_nan=False).encode()
         )
         return web.Response(body=body, content_type="application/json", headers=HEADERS)
 
@@ -150,7 +148,7 @@ async def _serve_file(body: bytes, kind: str, _: web.Request) -> web.Response:
 async def _errors_as_json(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Return errors as JSON, with the reason."""
+    """Answer a request with what `handler` returns, or with {"error": reason} if it raises."""
     try:
         return await handler(request)
     except web.HTTPException as error:
@@ -162,12 +160,12 @@ async def _errors_as_json(
 
 
 def error_line(error: Exception) -> str:
-    """Format an error as one line of bounded length."""
+    """Return the message of an error as one line of at most `MAX_ERROR` characters."""
     return " ".join(str(error).split())[:MAX_ERROR]
 
 
 def is_inside(folder: Path, root: Path) -> bool:
-    """Return whether no file of a run that is read is a link out of `root`."""
+    """Return whether the files of a run that are read are all below `root`, also if they are links."""
     try:
         return all((folder / name).resolve().is_relative_to(root) for name in READ)
     except (OSError, RuntimeError):  # a link to itself

@@ -1,5 +1,7 @@
-"""Views of a run's folder for the page, read as its files grow. All contents are data: a damaged line or message is
-skipped."""
+"""Views of a run's folder for the page, read as its files grow.
+
+The contents of the files are not trusted: a damaged line or batch is skipped.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +26,24 @@ if TYPE_CHECKING:
 
 # Columns of the index that is kept in memory.
 INDEX = ("step", "group", "sample", "branch", "reward", "advantage", "version", "length", "finish", "dropped", "policy")
-NUMBERS = ("step", "group", "reward", "advantage", "version", "length")  # that can be filtered by a range
+NUMBERS = ("step", "group", "reward", "advantage", "version", "length")  # columns that can be filtered by a range
 PAGE = 50  # rollouts of a page
 BINS = 20  # of a histogram
 PREVIEW = 160  # characters of a text in a list
-MAX_BATCHES = 8  # batches that are kept
+MAX_BATCHES = 8  # batches of rollouts that are kept in memory
 
 Fields = dict[str, Any]  # an object of JSON
 
 
 class RunView:
-    """One run. `version` changes when a resumed run has removed rows: clients must then discard what they have."""
+    """The data of one run for the page.
+
+    Attributes:
+        version: changes when a resumed run has removed rows: clients must then discard the rows that they have.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.version = 0
+        self.folder, self.version = folder, 0
         self.refresh()
 
     def refresh(self) -> None:
@@ -47,8 +52,7 @@ class RunView:
         version = mark.stat().st_ino if mark.is_file() else 0
         if version != self.version or not hasattr(self, "rows"):  # a resumed run replaces the file
             self.version = version
-            self._metrics = Lines(mark)
-            self._trace = Lines(self.folder / TRACE)
+            self._metrics, self._trace = Lines(mark), Lines(self.folder / TRACE)
             self.rows: list[dict[str, float]] = []
             self.events: list[Fields] = []
             self.answers = Answers(self.folder / HELD_OUT)
@@ -79,22 +83,26 @@ class RunView:
             self._table = pa.concat_tables([*before, pa.Table.from_batches(parts)]).combine_chunks()
 
     def about(self) -> Fields:
-        """Return settings, alerts, and the account of tokens of a run with agents."""
+        """Return the run's summary, settings, alerts, and the account of tokens ("" for a run without agents)."""
         try:
-            own_settings = {key: to_json_value(value) for key, value in read_settings(self.folder).items()}
+            settings = {key: to_json_value(value) for key, value in read_settings(self.folder).items()}
         except (ValueError, OSError):  # config.yaml is damaged
-            own_settings = {}
+            settings = {}
+        alerts = [*folder_alerts(self.folder), *list_alerts(self.rows, settings)]
         return {
-            "settings": own_settings,
-            "alerts": [
-                alert._asdict() for alert in (*folder_alerts(self.folder), *list_alerts(self.rows, own_settings))
-            ],
+            "settings": settings,
+            "alerts": [alert._asdict() for alert in alerts],
             "account": account_text(token_account(self.rows)),
             **summarise_run(self.folder),
         }
 
     def curves(self, after: int = 0, max_rows: int | None = None) -> Fields:
-        """Return metrics by name, a value or null for each row from `after` on; above `max_rows` a part of the rows."""
+        """Return the metrics: `columns`, by name a value or null for each row, and the number of all rows.
+
+        Args:
+            after: index of the first row to return.
+            max_rows: if there are more rows, return every n-th one.
+        """
         rows = self.rows[after:]
         rows = rows[:: max(1, math.ceil(len(rows) / max_rows))] if max_rows else rows
         names = sorted({name for row in rows for name in row})
@@ -102,21 +110,28 @@ class RunView:
         return {"version": self.version, "rows": len(self.rows), "columns": columns}
 
     def lanes(self, after: int = 0, max_events: int = 200_000) -> Fields:
-        """Return events of the trace from number `after` on, the last `max_events`; names of processes always."""
+        """Return the events of the trace from index `after` on, and the number of all events.
+
+        If there are more than `max_events`, the last ones are returned, after all events that name processes.
+        """
         events = self.events[after:]
-        names = [e for e in self.events if e.get("ph") == "M"] if len(events) > max_events else []
-        return {
-            "version": self.version,
-            "events": len(self.events),
-            "found": to_json_value([*names, *events[-max_events:]]),
-        }
+        names: list[Fields] = []
+        if len(events) > max_events:
+            names = [event for event in self.events if event.get("ph") == "M"]  # metadata, in Chrome's trace format
+        found = to_json_value([*names, *events[-max_events:]])
+        return {"version": self.version, "events": len(self.events), "found": found}
 
     def rollouts(self, query: Mapping[str, str]) -> Fields:
-        """Return a page of the selected rows, and the distribution of their rewards.
+        """Return a page of the rollouts that a query selects, and a histogram of the rewards of all that it selects.
 
         Args:
-            query: `<name>_min` and `<name>_max` of `NUMBERS`; `reason`: "trained", "dropped" or a reason; `text` that
-                prompt, response or target contain; `sort` and `down`; `page` from 0.
+            query: `<name>_min` and `<name>_max` for the columns `NUMBERS`; `reason`: "trained", "dropped" or a reason
+                why rollouts were dropped; `text` that prompt, response or target must contain; `sort`, one of
+                `NUMBERS`, and `down` = "1" for descending order; `page` from 0.
+
+        Returns:
+            `total` of the selected rollouts, `all`, `rows` of the page, `histogram` (None without rewards), and all
+            `reasons` for which rollouts were dropped.
 
         Raises:
             ValueError: a value is not a number, or an unknown column.
@@ -133,8 +148,7 @@ class RunView:
         numbers = {name: table[name].to_numpy() for name in NUMBERS}
         for name, values in numbers.items():
             for bound, holds in (("min", np.greater_equal), ("max", np.less_equal)):
-                limit = query.get(f"{name}_{bound}")
-                if limit:
+                if limit := query.get(f"{name}_{bound}"):
                     keep &= holds(values, float(limit))
 
         # Reasons are shown as choices, so all rows count, not only the selected ones.
@@ -147,8 +161,7 @@ class RunView:
         elif reason:
             keep &= pc.fill_null(pc.equal(table["dropped"], reason.encode()), False).to_numpy()
 
-        text = query.get("text")
-        if text:
+        if text := query.get("text"):
             keep &= self._search_text(text)
         selected = np.flatnonzero(keep)
         sort = query.get("sort") or "step"
@@ -167,16 +180,16 @@ class RunView:
             counts, edges = np.histogram(rewards, BINS)
             histogram = {"counts": counts.tolist(), "edges": edges.tolist()}
 
-        # Only a page of texts is read from the file: the table has the numbers only.
+        # Texts are read from the file, for this page only: the table has none.
         index = table.take(pa.array(page)).to_pylist() if len(page) else []
         rows = [{"row": int(number), **to_json_value(line)} for number, line in zip(page, index, strict=True)]
         for row in rows:
             batch, offset = self._locate_row(row["row"])
             row |= {name: (convert_cell(batch[name], offset) or "")[:PREVIEW] for name in TEXT}
-            # The text of the policy's own tokens, special ones included; empty where a letter is spread over tokens.
+            # The text of the sampled tokens, with special ones; empty if one has a part of a character only.
             pieces = zip(convert_cell(batch["texts"], offset), convert_cell(batch["mask"], offset), strict=False)
-            written = "".join(piece for piece, own in pieces if own)
-            row["written"] = "" if "\ufffd" in written else written[:PREVIEW]
+            sampled = "".join(piece for piece, is_sampled in pieces if is_sampled)
+            row["written"] = "" if "\ufffd" in sampled else sampled[:PREVIEW]
 
         return {
             **{"total": len(selected), "all": len(table), "rows": rows, "histogram": histogram},
@@ -184,14 +197,14 @@ class RunView:
         }
 
     def rollout(self, row: int) -> Fields:
-        """Return all fields of a rollout. IndexError: there is no such row."""
+        """Return all fields of the rollout with this index. IndexError: there is no such row."""
         if not 0 <= row < self._firsts[-1]:
             raise IndexError(f"there are {self._firsts[-1]} rollouts, and this is number {row}")
         batch, offset = self._locate_row(row)
         return {"row": row, **{name: convert_cell(batch[name], offset) for name in batch.schema.names}}
 
     def group(self, row: int) -> list[Fields]:
-        """Return the rollouts of the same prompt and step, this one among them."""
+        """Return the rollouts with the same prompt and step as the one with this index, this one included."""
         rollout = self.rollout(row)
         assert self._table is not None
         same_step = self._table["step"].to_numpy() == rollout["step"]
@@ -199,7 +212,7 @@ class RunView:
         return [self.rollout(int(number)) for number in np.flatnonzero(same_step & same_prompt)]
 
     def _locate_row(self, row: int) -> tuple[pyarrow.RecordBatch, int]:
-        """Return the batch of a row, and the row's offset in it."""
+        """Return the batch that contains the row with this index, and the row's offset in it."""
         number = int(np.searchsorted(self._firsts, row, side="right")) - 1
         if number not in self._read:
             if len(self._read) >= MAX_BATCHES:
@@ -211,7 +224,7 @@ class RunView:
         return self._read[number], row - self._firsts[number]
 
     def _search_text(self, text: str) -> np.ndarray:
-        """Return which rows contain a text, ignoring case."""
+        """Return whether each row contains a text, ignoring case, [rows] bool."""
         import pyarrow.compute as pc
 
         assert self._table is not None
@@ -225,10 +238,10 @@ class RunView:
 
 
 def check_array(array: pyarrow.Array) -> pyarrow.Array:
-    """Check that the offsets of an array are valid; return it with text as bytes, which may not be valid UTF-8.
+    """Return an array whose offsets are valid, with texts as bytes, as they may not be valid UTF-8.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: the array is damaged.
     """
     import pyarrow as pa
 
@@ -241,15 +254,15 @@ def check_array(array: pyarrow.Array) -> pyarrow.Array:
 
 
 def convert_cell(array: pyarrow.Array, index: int) -> Any:
-    """Convert a cell to JSON."""
+    """Return the cell with this index as a value for JSON. ValueError: the array is damaged."""
     return to_json_value(check_array(array.slice(index, 1))[0].as_py())
 
 
 def to_json_value(value: Any) -> Any:
-    """Convert a value to JSON: NaN to null, and other types to text.
+    """Return a value that JSON can hold: None for NaN and infinity, and the text of types that JSON does not know.
 
-    >>> to_json_value(float("nan")) is None
-    True
+    >>> to_json_value({"reward": float("nan"), "path": Path("runs")})
+    {'reward': None, 'path': 'runs'}
     """
     if isinstance(value, float):
         return round_number(value) if math.isfinite(value) else None
@@ -263,7 +276,7 @@ def to_json_value(value: Any) -> Any:
 
 
 def round_number(number: float) -> float:
-    """Round to seven significant digits, as the page needs no more.
+    """Return a number rounded to seven significant digits: the page needs no more.
 
     >>> round_number(0.123456789)
     0.1234568
@@ -276,7 +289,7 @@ VERDICTS = {"right": True, "wrong": False, "unknown": None}
 
 
 class Answers:
-    """The answers of a growing file, by set and step. Damaged lines are skipped."""
+    """The answers of evaluations in a growing file, by set and step. Damaged lines are skipped."""
 
     def __init__(self, path: Path) -> None:
         self._lines = Lines(path)
@@ -303,7 +316,7 @@ class Answers:
         if not self._rows:
             return {"sets": [], "set": "", "steps": [], "step": None, "total": 0, "all": 0, "rows": []}
 
-        # What does not exist is ignored: an old address of the page still shows something.
+        # An unknown set or verdict is ignored, so that an old address of the page still shows something.
         sets = sorted(self._rows)
         name = query["set"] if query.get("set") in sets else sets[0]
         steps = sorted(self._rows[name])
