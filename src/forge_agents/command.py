@@ -45,7 +45,7 @@ CHUNK = 1 << 16  # bytes that are read at once
 MAX_RUNS = 1024  # programs at once, each of which has a thread that waits for it
 TAIL = 1 << 16  # bytes of each output that are returned
 LIMITS = {"NOFILE": 4096, "FSIZE": 1 << 30, "CORE": 0, "MEMLOCK": 1 << 20, "MSGQUEUE": 0}  # of a process
-# Prints "confined" if it runs as the user nobody in an empty task folder.
+# Prints "confined" if it runs as an unprivileged user in an empty task folder.
 PROBE = ("/bin/sh", "-c", 'test "$(id -u)" = 65534 && test -z "$(ls /task)" && echo confined')
 # The files and folders of the system that programs need, where they exist. None of those in /etc has a secret.
 SYSTEM = (
@@ -143,13 +143,13 @@ class CommandRunner:
             folder = self._scratch.path / str(self._number) / "task"
 
         # What the placeholders of the command stand for. A confined program reaches the gateway, on any host, at the
-        # same port of its own loopback, from which connections are forwarded.
+        # same port of its loopback, from which connections are forwarded.
         values = {"url": url or "", "key": key, "model": model, "task": task_text}
         values["folder"] = INNER_FOLDER if self.level == "namespaces" else str(folder)
         if gateway is not None:
             values["url"] = f"http://127.0.0.1:{gateway[1]}{urlsplit(values['url']).path}"
 
-        # The network "gateway" without a port to forward is no network at all.
+        # The network "gateway" without a port to forward gives no access to any network.
         settings, request = self._sandbox_settings(command, values, folder)
         settings["network"] = "gateway" if url is None else command.network
         settings["port"] = None if gateway is None else gateway[1]

@@ -52,7 +52,7 @@ Auxiliary = Literal["drop", "train"]
 
 @dataclass(frozen=True)
 class SessionRecord:
-    """What a closed session has recorded.
+    """The record of a closed session.
 
     runs: the turns of each policy.
     delivered: the ids of the turns that a client has received.

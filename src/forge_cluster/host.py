@@ -48,7 +48,7 @@ class Daemon:
 
     Args:
         gpus: names of the accelerators that runs may use.
-        secret: of the run; whoever has it may run any program as this user.
+        secret: of the run; a client that has it may run any program as this user.
         address: the address that it listens at.
         port: likewise; 0 for a free one.
     """
@@ -350,7 +350,7 @@ def _file_has(path: str, content: str) -> bool:
 
 
 def routable_address() -> str:
-    """Return an address by which other machines reach this one: that of its name, or of the default route's interface.
+    """Return an address by which other machines reach this one: its name's, or the default route's interface's.
 
     Raises:
         OSError: this machine has only the loopback address.

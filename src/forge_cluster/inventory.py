@@ -73,7 +73,7 @@ def count_gpus() -> tuple[str, ...]:
     """Return the names of the visible GPUs, without importing torch or opening a GPU in this process.
 
     Raises:
-        RuntimeError: torch could not count them, in a process of its own.
+        RuntimeError: torch could not count them, in a separate process.
     """
     program = "import json; from forge.runtime.inventory import visible_gpus; print(json.dumps(visible_gpus()))"
     process = subprocess.run(

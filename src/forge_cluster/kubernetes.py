@@ -215,7 +215,7 @@ class KubernetesJob:
     def create(self) -> list[str]:
         """Create the Kubernetes objects of this job in the cluster, and return what was created, as "KIND NAME".
 
-        The cluster is that of kubectl's configuration, or of the pod in which this runs.
+        The cluster is the one in kubectl's configuration, or the one of the pod in which this runs.
 
         Raises:
             ImportError: the package kubernetes is not installed.

@@ -101,7 +101,7 @@ def _parse_description(reply: Message) -> tuple[Inventory, str | None]:
 
 @cache
 def _hosts_loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of the connections to hosts, in a thread of its own.
+    """Return the event loop of the connections to hosts, in a separate thread.
 
     So a lease does not end when the controller's main loop is busy for long.
     """

@@ -69,7 +69,7 @@ class SlurmJob:
         commands: the arguments of the command of each run; an array has a task for each run.
         folder: the working directory of the run.
         runs: the folder of all runs, which all nodes see.
-        time: limit of the job as sbatch takes it; None for that of the partition.
+        time: limit of the job as sbatch takes it; None for the partition's limit.
         options: additional options of sbatch without the dashes, such as "partition=gpu".
         setup: shell lines before the run, to load modules or an environment.
         forge: the shell command that starts the program `forge` on the nodes.

@@ -86,7 +86,7 @@ class Alias(InspectLoader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Restore the module's specification, which the import system has replaced by that of the other name."""
+        """Restore the module's specification, which the import system has replaced by the other module's."""
         module.__spec__ = self._spec
 
     def get_source(self, fullname: str) -> str:

@@ -118,7 +118,7 @@ TRL = {
     "neftune_noise_alpha": "unsupported, omit it",
 }
 VERL = {
-    # Whole paths, whose last part alone means something else in other libraries.
+    # Whole paths, whose last part by itself means something else in other libraries.
     "data.train_files": "dataset.path",
     "data.val_files": "eval.path",
     "data.prompt_key": "dataset.prompt_field",

@@ -104,7 +104,7 @@ _store: VersionStore | None = None
 
 
 def default_store() -> VersionStore:
-    """Return the store of this run: that of a parent process, or a new one that is removed when this process ends.
+    """Return the store of this run: the parent process's, or a new one that is removed when this process ends.
 
     The address of a parent's store is in the environment; if this process is older than the store, it is found by the
     ids of the parent processes.

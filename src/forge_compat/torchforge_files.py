@@ -26,8 +26,8 @@ MAX_ROUNDS = 100  # substitutions in one text: more are a key that refers to its
 def resolve_all(values: dict[str, Json]) -> dict[str, Json]:
     r"""Return nested values with the interpolations resolved in all texts, and without `hf://` at their starts.
 
-    `${key}` is the value of another key, `${oc.env:NAME,default}` that of an environment variable, and `\${key}` the
-    text `${key}`.
+    `${key}` is the value of another key, `${oc.env:NAME,default}` the value of an environment variable, and `\${key}`
+    the text `${key}`.
 
     Raises:
         ValueError: an interpolation names a key or variable that does not exist, refers to itself, or adds up texts.
@@ -198,7 +198,7 @@ def _override_key(values: dict[str, Json], override: str) -> None:
 
 
 def leaf_values(prefix: str, values: Mapping[str, Json]) -> Iterator[tuple[str, Json]]:
-    """Yield each value that is no section, with its dotted path after `prefix`.
+    """Yield each value that is not a section, with its dotted path after `prefix`.
 
     >>> list(leaf_values("", {"a": {"b": 1}, "c": 2}))
     [('a.b', 1), ('c', 2)]
@@ -315,7 +315,7 @@ def _finish_rl(converted: Converted, values: Mapping[str, Json]) -> None:
     if key:
         # In torchforge the batch size is the number of answers on each rank, here the number of prompts of all ranks.
         episodes = check_whole(_value_at(values, key), key)
-        # Number of ranks with a batch of their own; -1 for those that the other degrees of parallelism leave.
+        # Number of ranks with a separate batch; -1 for those that the other degrees of parallelism leave.
         parts = _value_at(values, "replay_buffer.dp_size")
         if parts == -1:
             others = ("data_parallel_replicate", "tensor_parallel", "pipeline_parallel", "context_parallel")

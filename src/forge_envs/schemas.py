@@ -81,7 +81,7 @@ class Parameters:
         )
 
     def mismatch(self, arguments: Arguments) -> str:
-        """Return what is wrong with the arguments of a call, for the policy; "" if they are right.
+        """Return an error message for the policy about the arguments of a call; "" if they are right.
 
         Null for an optional parameter counts as no value, since models often write it for parameters with a default.
 

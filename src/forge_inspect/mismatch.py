@@ -38,7 +38,7 @@ from forge.types import Episode
 
 COLUMNS = ("step", "dropped", "tokens", "mask", "versions", "engine_logprobs", "logprobs")
 SEQUENCES = 8  # compared at most: enough for a mean, and few enough for a large model on a CPU
-TOKENS = 2048  # of all compared sequences together, unless the first alone is longer
+TOKENS = 2048  # of all compared sequences together, unless the first one is longer by itself
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class SampledTokens:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """What a comparison needs of a run's folder.
+    """The parts of a run directory that a comparison needs.
 
     settings: the configuration by dotted keys. start: the folder of the model that training started with. checkpoint:
     the saved weights of the compared version, None for version 0. step: the step that trained on the sequences.

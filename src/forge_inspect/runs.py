@@ -42,7 +42,7 @@ def _is_locked(folder: Path) -> bool:
     path = folder / "lock"
     if not path.is_file():
         return False
-    # A shared lock is refused while the run holds its exclusive one; closing the file releases it.
+    # A shared lock cannot be taken while the run holds its exclusive one; closing the file releases it.
     with path.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -16,7 +16,7 @@ _CALCULUS = frozenset([r"\sum", r"\prod", r"\int", r"\lim"])
 
 # Relations whose sides may be exchanged.
 _SYMMETRIC = frozenset(["=", r"\neq", r"\perp", r"\parallel", r"\sim", r"\equiv", r"\approx"])
-# A letter before one of these words starts a sentence, and is no label of a choice.
+# A letter before one of these words starts a sentence, and is not the label of a choice.
 _CONTINUED = word_set("and or nor not but is isn minus plus times divided squared cubed maybe perhaps wrong incorrect")
 _PERCENT = (("percent", 1),)
 
@@ -84,7 +84,7 @@ def are_equal(answer: str, target: str, tolerance: float) -> bool | None:
 
 
 def split_choice(text: str) -> tuple[str, Sequence[Token]]:
-    """Return the letter of a choice and the tokens of the text after it; "" and () for a text that is no choice.
+    """Return the letter of a choice and the tokens of the text after it; "" and () for a text that is not a choice.
 
     Choices are B, (B), "B) 12", "B. 12" and "option B".
 
@@ -297,7 +297,7 @@ def _equation_gives(equation: Value, target: Value, tolerance: float) -> bool | 
 
 
 def _calculus_tree(value: Value) -> Tree | None:
-    """Return a tree for the symbolic comparison: that of an expression, or the LaTeX of a sum, an integral or a limit.
+    """Return a tree for the symbolic comparison: SymPy's of an expression, or the LaTeX of a sum, integral or limit.
 
     None for a value that is neither.
     """
@@ -318,7 +318,7 @@ def _same_expression(answer: Value, target: Value, tolerance: float) -> bool | N
     assert answer.tree is not None
     assert target.tree is not None
     answer_number, target_number = _exact_number(answer), _exact_number(target)
-    # A target that is one number needs a value: a calculation such as 2 + 2 is no result, and letters are variables.
+    # A target that is one number needs a value: a calculation such as 2 + 2 is not a result, and letters are variables.
     is_value = is_numeric(answer.tree) or (target.tree[0] == "decimal" and not has_names(answer.tree))
     if target_number is not None and (answer.computed or not is_value):
         return False

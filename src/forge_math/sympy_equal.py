@@ -132,9 +132,9 @@ def are_equal(kind: str, answer: Tree, target: Tree, tolerance: float) -> bool:
 def _agree_at_points(kind: str, answer: Expression, target: Expression, margin: float) -> bool:
     """Return whether two expressions agree at all points, within a relative margin.
 
-    Equations and inequalities agree if they differ by the same factor at all points; that of inequalities is positive.
+    Equations and inequalities agree if they differ by the same factor at all points, a positive one for inequalities.
     """
-    # A function without a definition, f(x), stands for a variable of its own for each of its arguments.
+    # A function without a definition, f(x), stands for a separate variable for each of its arguments.
     calls = sorted(answer.atoms(AppliedUndef) | target.atoms(AppliedUndef), key=str)
     names = {call: sympy.Symbol(f"value of {call}") for call in calls}
     answer, target = answer.subs(names), target.subs(names)

@@ -96,8 +96,7 @@ class CodeVerifier:
         Args:
             targets: the targets of all problems.
         """
-        forgeable_problems = 0
-        problems = 0
+        forgeable_problems = problems = 0
         for target in targets:
             with suppress(ValueError):  # invalid tests are reported when they are used
                 forgeable_problems += any(map(forgeable, self._cases(target or "")))

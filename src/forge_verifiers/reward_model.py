@@ -33,7 +33,7 @@ class RewardModel(ModelVerifier[float]):
       with the special tokens that the tokenizer adds; or, with a chat template, all that it renders.
     - with `as_pair`, as cross-encoders: as two texts, which the tokenizer joins.
 
-    If the model has a linear head named `score`, the logit is that of the row's last token, computed in float32, even
+    If the model has a linear head named `score`, the logit is the row's last token's, computed in float32, even
     if this is the padding token, for which transformers would use the token before it.
 
     Args:

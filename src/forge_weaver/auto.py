@@ -17,8 +17,8 @@ from .table import ScoreTable
 
 # With one or two verifiers more rates are unknown than their agreement determines (Dawid & Skene 1979).
 MIN_VERIFIERS = 3
-# With fewer verifiers, a full covariance can explain the scores without the classes. On 105 subsets of three to nine real
-# verifiers the mixture would have lost .04 of the selection on average and .36 at most.
+# With fewer verifiers a full covariance can explain the scores without the classes. On 105 subsets of three to nine
+# real verifiers the mixture would have lost .04 of the selection on average and .36 at most.
 MIN_FOR_COVARIANCE = 6
 # Shrinkage of the second try with `one_right`, beyond the best one on RewardMATH (.02: a selection of .517). Its .417
 # is still above the rank mean's .271.

@@ -274,7 +274,7 @@ class Online(BinnedDawidSkene):
         elif self.mute:
             self.muted[v] = True
             message += "; it is muted"
-            # Sums so far judged the other verifiers by this one among others: start anew.
+            # Sums so far judged the other verifiers by this one among others: reset them.
             self.watch = np.zeros_like(self.watch)
 
         self.report.alarms.append(f"{names[v]}: {message}")
@@ -285,7 +285,7 @@ class _Line:
     """Regression of each verifier's score x on the probability q by the others, from the sums of `_sum_moments`.
 
     Regressing on a calibrated probability has the same slope as regressing on the truth: the mean score of right
-    responses less that of wrong ones.
+    responses less the mean of wrong ones.
 
     Attributes, each [verifiers]:
         n: number of responses.

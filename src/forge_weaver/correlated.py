@@ -141,7 +141,7 @@ class CorrelatedMixture(Aggregator):
         if balance is not None:
             r, _ = fit_subset(np.ones(len(x), dtype=bool), balance)
         else:
-            # A single start can be far off under extreme balances: the likeliest of several initialises the full fit.
+            # A single start can be far off under extreme balances: the best of several initialises the full fit.
             subset, candidates = thin_problems(problem), []
             for balance in STARTS:
                 _, prior = fit_subset(subset, balance)

@@ -126,7 +126,7 @@ def distil(
             reader = RewardModel(aside, **reading)
         rows = [reader.row(table.prompts[i], table.responses[i][j]) for i, j in indices]
 
-        # Responses that do not fit are left out, so the prompts are split anew, with the same seed.
+        # Responses that do not fit are left out, so the prompts are split again, with the same seed.
         fits = np.array([0 < len(row.ids) <= reader.model.max_tokens for row in rows])
         indices, rows = indices[fits], [row for row, fit in zip(rows, fits, strict=True) if fit]
         train, calibrate, test = _divide_responses([table.prompts[i] for i in indices[:, 0]], seed)
@@ -172,7 +172,7 @@ def distil(
 def _new_classifier(model: str | Path, folder: Path, seed: int) -> None:
     """Save the model to `folder` with a head of one class: its own, or a new one initialised from the seed.
 
-    The head of a decoder reads the last token before the padding, so padding gets a token of its own if it has none.
+    The head of a decoder reads the last token before the padding, so padding gets a separate token if it has none.
     """
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     torch.manual_seed(seed)

@@ -142,7 +142,7 @@ class ScoreTable:
         """
         if self.labels is None:
             raise ValueError("the table has no labels to keep")
-        # An empty list would become an array of floats, which is no index.
+        # An empty list would become an array of floats, which is not an index.
         indices = np.arange(len(self))[np.asarray(problems, dtype=None if len(problems) else int)]
         labels = np.full_like(self.labels, np.nan)
         labels[indices] = self.labels[indices]
@@ -160,7 +160,7 @@ class ScoreTable:
         )
 
     def with_verifier(self, name: str, scores: np.ndarray) -> ScoreTable:
-        """Return a table with one more verifier, a family of its own, whose scores are [problems, responses]."""
+        """Return a table with one more verifier, in a new family, whose scores are [problems, responses]."""
         return dataclasses.replace(
             self,
             scores=np.concatenate([self.scores, scores[:, :, None]], axis=2),

@@ -246,7 +246,7 @@ class Generator(ForgeActor):
         finally:
             self.updating -= 1
 
-        # The engine itself states with which weights it decodes: what was asked for is no proof.
+        # The engine itself states with which weights it decodes: the requested version does not prove it.
         if self.engine.version <= version and (self.engine.version, self.engine.identity) != (version, digest):
             difference = describe_difference(self.store, version, self.engine.version, self.weights_key)
             raise StaleWeights(

@@ -84,7 +84,7 @@ class ReferenceModel(ForgeActor):
         """Leave the process group."""
         from ..training.distributed import leave_ranks
 
-        if self.context.world_size > 1:  # otherwise the group is that of a trainer in the same process
+        if self.context.world_size > 1:  # otherwise the group belongs to a trainer in the same process
             leave_ranks()
 
     @endpoint

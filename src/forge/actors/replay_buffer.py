@@ -40,7 +40,7 @@ class ReplayBuffer(ForgeActor):
             equal (no signal). Others replace them; the limit ends the search if the policy solves everything, or
             nothing.
         batch_size: rollouts of one training step; None admits any number.
-        steps: training steps of the run; no rollout beyond them is admitted. None is no limit.
+        steps: training steps of the run; no rollout beyond them is admitted. None admits all.
         start: the version that is served at the start.
         keep_dropped: maximum number of dropped groups that are kept for `take_dropped`, the first ones.
         keep_outcomes: whether the rewards of groups are kept for `take_outcomes`.

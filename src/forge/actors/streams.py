@@ -12,7 +12,7 @@ from ..types import Completion, Sampling
 
 WAIT = 1.0  # seconds that `next` waits for new tokens
 MOST = 4096  # log-probabilities that one call returns: a caller can do nothing else while it unpickles them
-FORGOTTEN = 60.0  # seconds after which a stream that nobody reads is closed
+FORGOTTEN = 60.0  # seconds after which a stream without a reader is closed
 
 
 class StreamLost(LookupError):

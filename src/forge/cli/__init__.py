@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     try:
         args.run(args)
-    except KeyboardInterrupt:  # commands with handlers of their own raise it only at a second SIGINT
+    except KeyboardInterrupt:  # commands that handle SIGINT raise it only at the second
         print("forge: SIGINT: stopped", file=sys.stderr)
         raise SystemExit(128 + signal.SIGINT) from None
 

@@ -161,7 +161,7 @@ def read_file(path: Path) -> dict[str, Json]:
 
 def _set_value(values: dict[str, Json], cls: type, name: str, text: str) -> None:
     """Set the dotted key `name` in the plain data of a configuration to the value that `text` stands for.
-    ConfigError: a part of the key is no section."""
+    ConfigError: a part of the key is not a section."""
     path = name.split(".")
     if _find_type(cls, path) is None and _find_type(cls, ["services", *path]) is not None:
         path = ["services", *path]

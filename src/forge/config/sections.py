@@ -315,7 +315,7 @@ def _sections_with(section: type[Section], name: str) -> list[str]:
 
 def _describe_form(section_key: str, hint: Type, value: object = None) -> str:
     """Return the end of an error message that shows how a section is written, with its required key or its first one;
-    "" if the setting is no section.
+    "" if the setting is not a section.
 
     Args:
         value: what was given instead of the section.

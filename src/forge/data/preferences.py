@@ -66,7 +66,7 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
             template, options = self._set_fields.get("chat_template", True), self._set_fields.get("chat_options")
             self._chat = ChatFormat(self.tokenizer, template, options, section.thoughts)
         elif section.thoughts != "keep":
-            raise ValueError(f"thoughts is of conversations, and {self._fields[0]} is no list of messages: omit it")
+            raise ValueError(f"thoughts is of conversations, and {self._fields[0]} is not a list of messages: omit it")
         elif self._prompt_field is not None or "prompt_template" in self._set_fields:
             names = ("prompt_template", "prompt_field", "chat_template", "system_prompt", "chat_options")
             self._format = PromptFormat(self.tokenizer, **{name: self.settings[name] for name in names})

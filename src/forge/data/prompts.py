@@ -287,7 +287,7 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
         text, target = self._format.render(row)
         columns = plain_columns(row, self.settings.columns, self.settings.required_columns)
 
-        # The answer to a conversation ends at the tokens of its own template, even if other prompts are plain text.
+        # The answer to a conversation ends at the tokens of the chat template, even if other prompts are plain text.
         if self._format.is_conversation(row):
             messages, chat = self._format.dialogue(row)
             text, ids = self._format.rendered(messages, chat)

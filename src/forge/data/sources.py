@@ -112,7 +112,7 @@ class SampledRows(StoredRows):
     def state(self) -> Position:
         """Return the state of the sampler, and the row of each sample whose outcome it does not know yet."""
         drawn = {str(index): row for index, row in self._drawn.items()}
-        # A copy by JSON: the sampler goes on drawing while a checkpoint is written, and what is not JSON fails here
+        # A copy by JSON: the sampler continues to draw while a checkpoint is written, and what is not JSON fails here
         # instead of at resume.
         return {"sampler": json.loads(json.dumps(self.sampler.state_dict())), "drawn": drawn}
 

@@ -153,7 +153,7 @@ def token_ids(row: Row, name: str, tokenizer: PreTrainedTokenizerBase) -> list[i
     """Return the token ids that a row holds in the field `name`.
 
     Raises:
-        ValueError: the field is missing, is no list of integers, or has one outside the tokenizer's vocabulary.
+        ValueError: the field is missing, is not a list of integers, or has one outside the tokenizer's vocabulary.
     """
     ids = row.get(name)
     size = len(tokenizer)

@@ -34,10 +34,11 @@ def without_thoughts(text: str, prompt: object = "") -> str:
 
 
 def possible_answers(text: str, prompt: object = "") -> Iterator[str]:
-    """Yield the texts that may be the answer of a response, the likeliest first, for readers that recognise an answer.
+    """Yield the texts that may be the answer of a response, the most probable first.
 
     The first is `without_thoughts`. A marker may also be a part of the answer, such as a string in a JSON object, so
     there follow the whole text, unless the prompt opened a thought, and the text after each of the first markers.
+    The caller takes the first text that it recognises as an answer.
     """
     yield without_thoughts(text, prompt)
     if not (isinstance(prompt, str) and _OPENED.search(prompt[-40:])):

@@ -272,7 +272,7 @@ class Turns:
 
         Args:
             later: the messages that follow the turn.
-            continued: whether the text goes on to the start of the assistant's next turn.
+            continued: whether the text continues to the start of the assistant's next turn.
         """
         messages = [*conversation[:turn], self._writer.marked(conversation[turn]), *later]
         return after_mark(self._render(messages, add_generation_prompt=continued))

@@ -259,7 +259,7 @@ class EmbeddedEngine:
             weights = weight_bytes(self.config, self.dtype)
             logits = 4 * settings.slots * self.config.vocab_size * 4  # float32, with three copies that sampling makes
             if settings.captures(self.config, self.device.type):
-                logits *= 2  # logits of captured steps have memory of their own
+                logits *= 2  # logits of captured steps have separate memory
             limit = free - weights - logits - int(settings.prefix_cache_mb * 1e6) - MARGIN
             source = f"this device has {free / 1e9:.1f} GB left, and the engine"
 

@@ -18,7 +18,7 @@ MAX_GRAPHS = 64  # the most recently used ones are kept: each has its own copy o
 
 
 class Drawn(NamedTuple):
-    """What a decode step draws for B rows."""
+    """The tokens and log-probabilities that a decode step draws for B rows."""
 
     tokens: Tensor  # (B,)
     logprobs: Tensor  # (B,), of these tokens

@@ -41,7 +41,7 @@ class RowState:
         requests = [row.request for row in placed.values()]
         samplings = [request.sampling for request in requests]
 
-        # The stop tokens of each sample, padded to the longest list by -1, which is no token.
+        # The stop tokens of each sample, padded to the longest list by -1, which is not a token.
         width = max(self.stops.shape[1], *(len(request.stops) for request in requests))
         if width > self.stops.shape[1]:
             self.stops = torch.nn.functional.pad(self.stops, (0, width - self.stops.shape[1]), value=-1)

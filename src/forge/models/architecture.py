@@ -1,4 +1,4 @@
-"""What a transformers config says of a model's layers: their attention, and which are mixtures of experts."""
+"""The layers of a model by its transformers config: their attention, and which are mixtures of experts."""
 
 from __future__ import annotations
 

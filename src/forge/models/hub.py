@@ -34,7 +34,7 @@ def check_model_name(model: object) -> None:
 def is_hub_id(name: str) -> bool:
     """Return whether a name is `owner/model`, with or without `@revision`, and cannot mean a local folder.
 
-    A misspelt folder is no hub id either: a name in a folder that exists, or one that starts like a path.
+    A misspelt folder is not a hub id either: a name in a folder that exists, or one that starts like a path.
 
     >>> is_hub_id("owner/model")
     True

@@ -68,7 +68,7 @@ def engine_layout(config: PreTrainedConfig) -> dict[str, tuple[FusedPart, ...]]:
     """Return the plain tensors that are fused into each parameter of an engine, in the order of rows, by its name.
 
     The names of matrices and their biases end in `.weight` and `.bias`, of norms in `norm`. With tied embeddings there
-    is no head. The config is one of `forge.models.FAMILIES`.
+    is not a head. The config is one of `forge.models.FAMILIES`.
     """
     C, D = config.hidden_size, head_size(config)
     H, K = config.num_attention_heads, config.num_key_value_heads
@@ -138,7 +138,7 @@ def _expert_layout(engine: str, mlp: str, config: PreTrainedConfig) -> dict[str,
 def split_experts(named_tensors: Iterable[tuple[str, Tensor]], first: int = 0) -> Iterator[tuple[str, Tensor]]:
     """Yield (plain name, tensor) for the tensors of a transformers model, which stacks the experts of a layer.
 
-    Each expert comes as tensors of its own; other tensors are unchanged.
+    Each expert comes as separate tensors; other tensors are unchanged.
 
     Args:
         first: the number of the first expert of a stack.

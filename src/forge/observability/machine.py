@@ -36,7 +36,7 @@ def measure_usage(process: str) -> Usage:
     now, cpu = time.time(), time.process_time()
     before, spent = _last
     _last = now, cpu
-    if cpu < spent:  # this process was forked since then, so its CPU clock started anew
+    if cpu < spent:  # this process was forked since then, so its CPU clock started again at 0
         spent = 0.0
     try:
         memory = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -176,7 +176,7 @@ class Clock:
 
     @contextmanager
     def within(self, name: str) -> Iterator[None]:
-        """Count the time of a block for this phase, including that of nested phases."""
+        """Count the time of a block for this phase, nested phases included."""
         # Without a clock, nested phases count nothing: each second belongs to one phase.
         token = _clock.set(None)
         began = time.perf_counter()

@@ -45,7 +45,7 @@ class Run:
         steps: number of training steps, for the progress bar.
         overwrite: remove an earlier run of this name.
         resume: the checkpoint that the run resumes from: records after it are removed, whatever `overwrite` is. None:
-            the run starts anew.
+            the run starts at step 0.
         start: the step of that checkpoint.
         peak: TFLOP/s of one device, see `forge.models.flops`; None if unknown.
 

@@ -97,7 +97,7 @@ def train(
 
     hooks = Hooks(on_step, on_rollouts)
 
-    # A loop may have a configuration of its own, such as one with several policies that train.
+    # A loop may have its own configuration, such as one with several policies that train.
     config_type = getattr(recipe, "config", RLConfig)
     return _run_recipe(
         _recipe_of(recipe), config_type, "rl", values, hooks, model, dataset, eval_dataset, name, resume, settings

@@ -78,7 +78,7 @@ class RunState:
             await self.dataset.observe.route(await self.buffer.take_outcomes.route())
 
     async def resume(self, record: Run) -> None:
-        """Restore the checkpoint that the run resumes from; do nothing if it starts anew.
+        """Restore the checkpoint that the run resumes from; do nothing if it starts at step 0.
 
         The dataset returns the samples again that the buffer had not seen. Samples that it no longer remembers are
         counted in the metric `dropped/forgotten`.

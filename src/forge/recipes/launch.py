@@ -126,7 +126,7 @@ def run_recipe(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None
 
     Args:
         recipe: `async def recipe(cfg, job)`.
-        resume: "auto" or the run's folder: continue from its last checkpoint; None: start anew.
+        resume: "auto" or the run's folder: continue from its last checkpoint; None: start at step 0.
         hooks: a user's functions, which the run calls.
 
     Raises:
@@ -146,7 +146,7 @@ def run_recipe(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None
             closing.callback(signal.signal, signal.SIGUSR1, before)
 
         try:
-            # Locked before the folder is read, so that of two starts at the same time only one resumes it.
+            # Locked before the folder is read: if two launchers start at the same time, only one resumes it.
             closing.callback(RunLock(folder).close)
             start = find_start(cfg, resume)
             if start.finished:

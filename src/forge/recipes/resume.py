@@ -108,7 +108,7 @@ def find_start(cfg: TrainingRecipe, resume: str | None) -> Start:
 
     Args:
         resume: the run's folder: continue from its newest checkpoint; "auto": likewise if the folder exists; None:
-            start anew.
+            start at step 0.
 
     Raises:
         ConfigError: there is no undamaged checkpoint to resume from, the folder holds another run, or its newest

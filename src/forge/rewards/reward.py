@@ -95,7 +95,7 @@ class FunctionVerifier:
         name = self.names[0]
         count = len(answers.responses)
 
-        # What is no list of the right length is an error of the function, and not a missing score.
+        # A value that is not a list of the right length is an error of the function, and not a missing score.
         if not hasattr(returned, "__len__") or isinstance(returned, str | Mapping):
             with self._name_answer(answers):
                 raise BadScore(
@@ -365,7 +365,7 @@ async def scored_by(verifier: Verifier, call: RewardCall, answers: Answers) -> S
 
 
 def extras_of(score: object) -> dict[str, float]:
-    """Return the finite numbers in a mapping, without its score; {} if the score is no mapping.
+    """Return the finite numbers in a mapping, without its score; {} if the score is not a mapping.
 
     >>> extras_of({"score": 1.0, "length": 3})
     {'length': 3.0}

@@ -52,7 +52,7 @@ class Scores:
 
         Args:
             outcomes: for each response its numbers, one a name (or the number itself if there is one name). None or an
-                exception leaves it unscored, and so does what is no number or not finite.
+                exception leaves it unscored, and so does a value that is not a finite number.
             names: number of names.
         """
         scores = cls(np.full((len(outcomes), names), np.nan))
@@ -109,8 +109,7 @@ class Verifier(Protocol):
     names: tuple[str, ...]  # one column each
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
-        """Return [responses, names] scores of the responses to one prompt; NaN with a reason for one that cannot be
-        scored."""
+        """Return [responses, names] scores of the responses to one prompt; NaN with a reason where one is missing."""
 
 
 async def collect_scores(calls: Sequence[Awaitable[float | Sequence[float] | None]], names: int) -> Scores:

@@ -110,7 +110,7 @@ def method_of(marked: EndpointProperty[Any, Any]) -> tuple[Callable[..., Any], b
     if not getattr(method, _CONCURRENT, False):
         return method, marked._explicit_response_port
     # `concurrent_endpoint` wraps the method, and the wrapper always has a port: if the signatures are equal, the method
-    # has a port of its own.
+    # has a separate port.
     original: Callable[..., Any] = inspect.unwrap(method)
     return original, inspect.signature(method) == inspect.signature(original)
 

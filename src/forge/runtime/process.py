@@ -37,7 +37,7 @@ def end_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> Non
 
 
 class Activity(NamedTuple):
-    """What a process does at one moment.
+    """The activity of a process at one moment.
 
     Attributes:
         cpu_seconds: CPU time that it has used since its start.

@@ -58,7 +58,7 @@ def without_secrets(value: Json, name: str = "") -> Json:
         name: the dotted name of the value, of which each part is read; empty if it has none.
     """
     *sections, last = name.split(".")
-    # A text named `environment` may be the name of a simulated world, which is no secret.
+    # A text named `environment` may be the name of a simulated world, which is not a secret.
     is_place = any(map(_is_place, sections)) or (_is_place(last) and (last == "env" or not isinstance(value, str)))
     if value is None or (isinstance(value, str) and not value):
         return value
@@ -78,7 +78,7 @@ def without_secrets(value: Json, name: str = "") -> Json:
     if is_place or any(map(is_secret, sections)):
         return MASK
     if is_secret(last) and not isinstance(value, bool):
-        # A special token, such as <pad> or [PAD], is no secret.
+        # A special token, such as <pad> or [PAD], is not a secret.
         return value if re.fullmatch(r"<[^<>\s]+>|\[[A-Z]+\]", str(value)) else MASK
     return mask_secrets(value) if isinstance(value, str) else value
 

@@ -211,7 +211,7 @@ def to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, 
     """
     if device.type == "cpu":
         return dict(tensors)
-    # One buffer of bytes has all tensors, each at an offset of its own.
+    # One buffer of bytes has all tensors, each at a different offset.
     offsets = dict[str, int]()
     size = 0
     for name, tensor in tensors.items():

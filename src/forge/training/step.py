@@ -243,7 +243,7 @@ def token_losses(loss: Loss, inputs: Inputs) -> Tensor:
 
 
 class TokenRecord:
-    """What a step computes for single tokens, those that a batch numbers in `recorded`, over all ranks.
+    """Values of single tokens in a step, those that a batch numbers in `recorded`, over all ranks.
 
     By name: `logprobs` and `ratio` (to the policy that sampled) in the first epoch; `entropy`, `clip_fraction` and
     `correction_fraction`, means over epochs; `loss`, the token's part of the step's loss. NaN: the token was not

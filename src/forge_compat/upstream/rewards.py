@@ -36,7 +36,7 @@ class MathReward:
         return self.partial_credit if written in ANSWER.sub("", response) else 0.0
 
     def _to_float(self, text: str) -> float | None:
-        """Return the number in a text with spaces, commas or dollar signs; None if it is no number."""
+        """Return the number in a text with spaces, commas or dollar signs; None if it is not a number."""
         try:
             return float(DECORATION.sub("", text))
         except (TypeError, ValueError):

@@ -365,7 +365,7 @@ class LocalServer:
         return server
 
     async def stop(self) -> None:
-        """Send SIGTERM to the server's process group, and SIGKILL after at most 5 s to what is left of it."""
+        """Send SIGTERM to the server's process group, and SIGKILL after at most 5 s to its remaining processes."""
         for signal_number in (signal.SIGTERM, signal.SIGKILL):
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal_number)

@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> None:
     from forge.recipes.rl_config import RLConfig
     from forge.runtime.controller import forked_processes
 
-    # The given model replaces that of the configuration, which may have been made from scratch.
+    # The given model replaces the configuration's, which may have been made from scratch.
     options = ["--config", args.suite, "--model", args.model, "--from_scratch", "null", *args.overrides]
     cfg = load(RLConfig, options)
     if args.answers is not None:

@@ -72,7 +72,7 @@ def plan_file(config: str, overrides: list[str], gpus: str | None) -> tuple[Any,
 
     def change_settings(settings: dict[str, Any]) -> Any:
         changes = [argument for key, value in settings.items() for argument in (f"--{key}", str(value))]
-        # Checked as that of a run, except for packages and files that this machine need not have.
+        # Checked like the configuration of a run, except for packages and files that this machine need not have.
         with run_elsewhere():
             return load(config_type, ["--config", config, *overrides, *changes])
 

@@ -65,7 +65,7 @@ class Meter(TorchDispatchMode):
         return result
 
     def fused(self, function: Callable[..., A]) -> Callable[..., A]:
-        """Return a function whose memory is counted as if it were one compiled kernel: only that of its results."""
+        """Return a function whose memory is counted as if it were one compiled kernel: only its results are counted."""
 
         def call_fused(*args: Any) -> A:
             self._is_fused = True

@@ -44,7 +44,7 @@ class Outcome:
 
 
 class RewardProcess:
-    """Calls a reward in a process of its own, which is killed if a call takes too long.
+    """Calls a reward in a separate process, which is killed if a call takes too long.
 
     A context manager: on exit the process is ended.
 
@@ -105,7 +105,7 @@ class RewardProcess:
         self._process = context.Process(target=_serve_requests, args=(self.name, other_end))
         self._process.start()
         other_end.close()
-        # Wait until it has started, so that the time is no part of the first call.
+        # Wait until it has started, so that the first call does not include that time.
         if self._pipe.poll(START):
             with suppress(EOFError):  # it has already ended: the call reports that
                 self._pipe.recv()
@@ -113,7 +113,7 @@ class RewardProcess:
 
 def _serve_requests(name: str, pipe: Connection) -> None:
     """Answer the requests that come through a pipe until it is closed; the function of the process."""
-    os.setsid()  # a process group of its own, so that processes which the reward starts end with it
+    os.setsid()  # a new process group, so that processes which the reward starts end with it
     reward = Reward([load_reward(name)], None)
     reward.setup()
     pipe.send(None)

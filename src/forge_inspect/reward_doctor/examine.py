@@ -262,7 +262,7 @@ class _Examiner:
         case = self.cases[0]
         answers = (("an answer", "12"), ("an empty answer", "")) if case.target else ()
         for name, response in answers:
-            # Not by `score`: to raise is no fault here.
+            # Not by `score`: to raise is not a fault here.
             self.result.calls += 1
             reward = self.process.call(case, [response], "").reward
             if reward is not None:
@@ -291,7 +291,7 @@ class _Examiner:
             self.add("fault", "order", "rewards of a group depend on the order of its answers")
         # That a reward compares the answers of a group may be intended.
         elif tuple(self.score(case, [answer], "one answer").reward for answer in group) != rewards:
-            self.add("note", "group", "answers earn something else in a group than alone")
+            self.add("note", "group", "answers earn something else in a group than one at a time")
 
     def try_hostile(self) -> None:
         """Find hostile answers that are paid; that they hang or raise is found by `score`."""
@@ -310,7 +310,7 @@ class _Examiner:
         return right is not None and wrong is not None and right - wrong > 0.1 * max(abs(right), abs(wrong), 1e-6)
 
     def _is_paid(self, reward: float) -> bool:
-        """Return whether a reward is about that of right answers; False if right and wrong ones earn the same."""
+        """Return whether a reward is about as high as a right answer's; False if right and wrong ones earn the same."""
         right, wrong = self.result.right or 0.0, self.result.wrong or 0.0
         return self._separates_answers() and reward >= wrong + PAID * (right - wrong)
 

@@ -19,7 +19,7 @@ _PHRASE = re.compile(
 )
 # "Option (B) is correct"; the group is the letter.
 _CHOSEN = re.compile(r"\b(?:[Oo]ption|[Cc]hoice)\s[*_(]{0,4}([A-J])[*_)]{0,4}\sis\s(?:the\s)?(?:correct|right|best)\b")
-# Where a stated answer ends: punctuation, a bracket, or a word that goes on to explain it.
+# Where a stated answer ends: punctuation, a bracket, or a word that starts an explanation.
 _PHRASE_END = re.compile(r"[.!](?:\s|$)|[,;](?=\s)|\s\(|\s(?:because|since|as|so|which|when|if)\s", re.IGNORECASE)
 # After an answer: words that offer another one or take this one back.
 _INSTEAD = re.compile(

@@ -141,7 +141,7 @@ class JsonMatch:
         form: the reward of an object without any right value, in [0, 1).
 
     Raises:
-        ValueError: `form` is outside [0, 1), or a target is no JSON object.
+        ValueError: `form` is outside [0, 1), or a target is not a JSON object.
     """
 
     form: float = 0.2

@@ -63,7 +63,7 @@ class LoadBalancer:
             del self._drained[id(replica)]
 
     def close(self, error: Callable[[], BaseException]) -> None:
-        """Refuse all waiting and future requests with the exception that `error()` returns: the service has ended."""
+        """Reject all waiting and future requests with the exception that `error()` returns: the service has ended."""
         self._closed = error
         for _, waiter in self._queue:
             if not waiter.done():

@@ -217,6 +217,6 @@ def foreign_hint(name: str) -> str:
 
 # Return another library's verb of this name, bound to a handle or endpoint; None if no package provides it.
 def _foreign_verb(owner: object, name: str) -> Callable[..., Pending[Value]] | None:
-    # Asked last: none of these names is reserved, and a component may have an endpoint `get_metrics` of its own.
+    # Asked last: none of these names is reserved, and a component may define its own endpoint `get_metrics`.
     points = () if name.startswith("_") or name == "hint" else entry_points(group=FOREIGN, name=name)
     return partial(next(iter(points)).load(), owner) if points else None

@@ -110,7 +110,7 @@ class Placement:
             return Hosts()
 
         # Replicas of one process share `host_count` hosts in turn: each entry of the list is one host. A replica of
-        # several processes has `host_count` hosts of its own, which are one entry.
+        # several processes has `host_count` separate hosts, which are one entry.
         if options.procs == 1:
             position, size = number % options.host_count, 1
         else:

@@ -195,7 +195,7 @@ def _is_from_own_user(handle: int) -> bool:
     except OSError:  # it was closed already, or no descriptor is left
         return False
 
-    # The other end of a connection within this machine has a row of its own. Fields: 1 its address, 2 ours, 3 the state
+    # The other end of a connection within this machine has a separate row. Fields: 1 its address, 2 ours, 3 the state
     # (01 is ESTABLISHED), 7 the user.
     ports = (f":{remote[1]:04X}", f":{local[1]:04X}")
     users = {row[7] for row in rows if row[1].endswith(ports[0]) and row[2].endswith(ports[1]) and row[3] == "01"}

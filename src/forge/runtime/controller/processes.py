@@ -54,7 +54,7 @@ class ProcessGroup:
     Attributes:
         members: the replicas in these processes (`Replica`); when a process is lost, all of them are.
         starting: number of replicas that are being built. Importing large libraries can hold the interpreter for
-            seconds, so that silence is no sign of a hang meanwhile.
+            seconds, so that silence does not indicate a hang meanwhile.
         dead: why the processes are lost or stopped; None while they live.
     """
 
@@ -271,7 +271,7 @@ def _prepare_process(
         settings: environment variables of forge.
         extra: environment variables of the user, which take precedence.
         gpus: the devices that it may see, by the address of its host.
-        memory_gb: limit of its private memory, in GB; None is no limit.
+        memory_gb: limit of its private memory, in GB; None does not limit it.
     """
     devices = gpus.get(os.environ.get(HOST, ""), [])
     # An empty CUDA_VISIBLE_DEVICES (the first of VISIBLE) hides all devices. An empty ZE_AFFINITY_MASK hides nothing:

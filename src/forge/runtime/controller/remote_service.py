@@ -57,7 +57,7 @@ class Relay(Actor):
         try:
             if _loop is None:
                 return await calling
-            # Monarch runs actors on a loop of its own, and a service belongs to the loop of the run.
+            # Monarch runs actors on a separate loop, and a service belongs to the loop of the run.
             self._calls[call_id] = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(calling, _loop))
             return await self._calls[call_id]
         except BaseException as error:
@@ -82,7 +82,7 @@ class RemoteService(Handle):
     """The handle of a service outside of the controller's process; its verbs are awaited in `async def` endpoints.
 
     Args:
-        call_timeout: seconds until a call without a limit of its own raises CallTimeout.
+        call_timeout: seconds until a call without its own limit raises CallTimeout.
         relay: the controller's `Relay` actor, which makes the calls.
     """
 

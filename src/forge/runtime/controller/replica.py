@@ -145,7 +145,7 @@ class Replica:
         """Call the endpoint of a request that has entered, on every rank; return the values in rank order.
 
         Args:
-            limit: seconds, for a call that a starting replica catches up on; None is what is left of the request's own.
+            limit: seconds, for a call that a starting replica catches up on; None: the remaining time of the request.
 
         Raises:
             CallTimeout: no answer within the limit.
@@ -157,7 +157,7 @@ class Replica:
             timeout = request.time_left if limit is None else limit
             values = await self._ask_ranks(request.endpoint, timeout, "invoke", *message)
         except CallTimeout as error:
-            await self._abandon_request(request)  # nobody waits for its work any longer
+            await self._abandon_request(request)  # its caller has stopped waiting
             raise CallTimeout(f"{request.caller} timed out: {error}") from None
         except asyncio.CancelledError:
             if self.alive:
@@ -218,7 +218,7 @@ class Replica:
             await self.group.stop()
 
     async def _abandon_request(self, request: Request) -> None:
-        """Stop work on a request that nobody waits for any longer.
+        """Stop work on a request whose caller has stopped waiting.
 
         A plain endpoint that has started cannot be stopped: it may run until the component's own `call_timeout`. Then
         the replica counts as hung, because nothing else can run in its thread.
@@ -246,7 +246,7 @@ class Replica:
 
         Args:
             label: name of the message in errors.
-            limit: seconds; None is no limit.
+            limit: seconds; None waits without a limit.
 
         Raises:
             CallTimeout: not all ranks answered within the limit.

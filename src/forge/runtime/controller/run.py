@@ -131,7 +131,7 @@ async def _run_main(main: Pending[T], on_preemption: Callable[[str], None] | Non
         endings: set[asyncio.Future[Any]] = {task, interrupted, failure}
         await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
 
-        # `main` has ended by itself, with a value or an error of its own.
+        # `main` has ended by itself, with a value or an error.
         if task.done() and not isinstance(task.exception(), ForgeError):
             return task.result()
 

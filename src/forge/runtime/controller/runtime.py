@@ -130,8 +130,8 @@ class Runtime:
                 replica.fail(f"its start failed: {error}", blameless=True)
                 if not group.pids:  # not even the first message was answered
                     group.hosts.give_up()
-                # What is left in the processes (torch.distributed, device memory) would disturb the next attempt: they
-                # are killed, unless other components share them and this one leaves nothing.
+                # The state that remains in the processes (torch.distributed, device memory) would disturb the next
+                # attempt: they are killed, unless other components share them and this one leaves nothing.
                 if not group.shared or component.options.heavy or isinstance(error, CallTimeout):
                     group.fail("its start failed")
                 pending = asyncio.ensure_future(replica.stop())

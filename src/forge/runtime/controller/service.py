@@ -226,7 +226,7 @@ class Service(Handle):
             try:
                 if replica.alive:
                     return await replica.serve(request)
-                request.attempts -= 1  # it died before the request was sent: that is no attempt
+                request.attempts -= 1  # it died before the request was sent: that is not an attempt
             except ReplicaDied as died:
                 if replica.alive:
                     raise  # the endpoint itself raised it, about a service that it called

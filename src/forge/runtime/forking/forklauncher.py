@@ -19,7 +19,7 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signa
 def ask_server(connection: socket.socket, address: str, program: str) -> int:
     """Ask the fork server for a process that runs a program as this process would; return its process id.
 
-    Returns 0 if the server refuses, or has ended. The process ends when the connection is closed.
+    Returns 0 if the server cannot fork, or has ended. The process ends when the connection is closed.
 
     Args:
         connection: a new UNIX socket.

@@ -159,7 +159,7 @@ def bound_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class ForkRequest(NamedTuple):
-    """What a launcher asks for: a process like the launcher's own.
+    """A launcher's request for a process: its arguments, environment and files.
 
     Attributes:
         program: name of the module to run as the main program.
@@ -201,7 +201,7 @@ def main(listener: socket.socket) -> None:
 def serve_forks(listener: socket.socket, expected: dict[str, str]) -> tuple[socket.socket, ForkRequest] | None:
     """Fork a process for every connection; return its connection and request in a fork, None in the server at its end.
 
-    The server ends when its standard input does. A refused launcher gets 0 instead of a process id.
+    The server ends when its standard input does. A rejected launcher gets 0 instead of a process id.
 
     Args:
         expected: the `bound_variables` that a request's environment must have.

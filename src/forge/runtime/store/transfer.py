@@ -231,7 +231,7 @@ def publish_together(
         try:
             key_value_store.wait([f"{prefix}/{label}"], timedelta(seconds=timeout))
             data = key_value_store.get(f"{prefix}/{label}")
-        except RuntimeError:  # each kind of store raises a subclass of its own if a rank is late or lost
+        except RuntimeError:  # each kind of store raises a different subclass if a rank is late or lost
             raise IncompleteVersion(
                 f"rank {ranks.rank} waited {timeout:g} s for what rank {label} should put"
             ) from None

@@ -285,7 +285,7 @@ class VersionStore(Store):
         except ValueError as error:
             raise IncompleteVersion(str(error)) from None
 
-        # A trainer that was restarted puts its last version again: with equal values that is no conflict.
+        # A trainer that was restarted puts its last version again: with equal values that is not a conflict.
         if number in versions:
             published = self.manifest(key, number)
             if manifest.digest == published.digest:
