@@ -152,7 +152,7 @@ def _begins_unit(parts: Sequence[Token], start: int) -> bool:
 def _read_unit(parts: Sequence[Token]) -> Unit | None:
     """Return the unit that tokens spell, or None if they spell none."""
     powers: dict[str, int] = {}
-    # The sign of the powers (-1 after "per"), the power of the next unit ("square"), the last unit, the next one's prefix.
+    # The sign of the powers (-1 after "per"), the power of the next unit ("square"), the last unit, the next prefix.
     sign, coming, last, prefix = 1, 1, "", ""
     spelled, index = 0, 0
 
