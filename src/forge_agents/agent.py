@@ -106,7 +106,7 @@ class AgentCommand:
 
     Args:
         command: the program and its arguments.
-        env: environment variables in addition to those of `agent_environment`.
+        env: environment variables in addition to the variables of `agent_environment`.
         files: a folder that is copied into the task folder.
         timeout: seconds after which the program is ended.
         memory_mb: the limit for all its processes together, checked every 50 ms.

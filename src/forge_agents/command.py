@@ -300,7 +300,7 @@ class CommandRunner:
 
 
 def _readable_paths(command: AgentCommand) -> list[str]:
-    """Return the paths that a program may read in addition to the system's: those of its command, and this Python's."""
+    """Return the paths that a program may read in addition to the system's: its command's paths, and this Python's."""
     prefixes = [path for path in (sys.prefix, sys.base_prefix) if os.access(path, os.R_OK | os.X_OK)]
     return [os.path.abspath(path) for path in (*command.readable, *prefixes)]
 

@@ -20,7 +20,7 @@ class SessionSettings:
     max_turn_tokens: the limit for the tokens of one answer; None: as many as the conversation has left.
     seconds: the time from the session's opening on, after which every answer is empty.
     max_open: the number of requests that may be open at once.
-    is_served: whether the clients are those of a server, not of an episode: their sampling settings are used, and an
+    is_served: whether the clients belong to a server, not to an episode: their sampling settings are used, and an
         answer is cancelled when its client disconnects.
     sampling: fields of `forge.types.Sampling` that override the policies' settings, such as in an evaluation.
     """

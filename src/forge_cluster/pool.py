@@ -227,7 +227,7 @@ class Pool:
         return rooms
 
     def _rooms_of(self, kind: Hashable, rooms: dict[str, HostRoom]) -> list[HostRoom]:
-        """Return those of `rooms` that replicas of the service `kind` are on, each once; none if `kind` is None."""
+        """Return the `rooms` that replicas of the service `kind` are on, each once; none if `kind` is None."""
         if kind is None:
             return []
         allocations = [

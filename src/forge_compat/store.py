@@ -209,7 +209,7 @@ async def wait(key: str, min_version: int = 0, *, timeout: float = 300.0) -> int
 
 
 async def initialize(num_storage_volumes: int = 1, strategy: object = None, mesh: object = None) -> None:
-    """Make the store of the run, as its first use would; the arguments are those of TorchStore and not used.
+    """Make the store of the run, as its first use would; the arguments are TorchStore's, and not used.
 
     Raises:
         RuntimeError: this process was started by a controller that has no store.

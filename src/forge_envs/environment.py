@@ -72,7 +72,7 @@ class Step:
         the same as a reward of 0.
     terminated: whether the task has ended.
     truncated: whether something else has ended the episode, such as a limit. The rewards so far count in both cases.
-    tools: the tools' schemas in OpenAI's format; only those of the reset's step are used.
+    tools: the tools' schemas in OpenAI's format; only the tools of the reset's step are used.
     rewritten: whether `messages` replace the whole conversation, so that a new branch of the episode starts.
     info: for the record of the episode.
     """

@@ -47,7 +47,7 @@ async def rollout(
         task: what the environment's `reset` gets.
         dialogue: converts between messages and tokens.
         seed: the environment's seed.
-        sample: the number of this episode among those of the same task; with `seed` it determines the turns' seeds.
+        sample: the number of this episode of the same task; with `seed` it determines the turns' seeds.
         max_turns: the limit for the policy's turns.
         max_tokens: the limit for the tokens of each branch, which include its prompt.
         max_turn_tokens: the limit for the tokens of one turn; None: as many as the branch has left.
@@ -168,7 +168,7 @@ class _Played:
         max_turn_tokens: int | None,
         sampling: dict[str, Any],
     ) -> str:
-        """Play the episode, and return why it ended; the arguments are those of `rollout`.
+        """Play the episode, and return why it ended; takes the arguments of `rollout`.
 
         Raises:
             InfrastructureError: the environment failed or timed out.

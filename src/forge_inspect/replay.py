@@ -375,7 +375,7 @@ class Replay(Loop):
             raise ReplayDiffers(f"step {entry.step}: {difference}")
 
     async def run(self) -> None:
-        """Compute the steps, and log that they equal those of the run."""
+        """Compute the steps, and log that they equal the run's steps."""
         await super().run()
         log.info("steps %d to %d equal the run's, bit for bit", min(self.schedule.steps), self.until)
 

@@ -119,7 +119,7 @@ def minimise_loss(moments: np.ndarray, pi: float, *, converged: bool, seed: int,
     responses and column 1 right ones.
 
     Args:
-        moments: [2 * verifiers, 2 * verifiers] fraction of the responses with both verdicts, rows as those of mu.
+        moments: [2 * verifiers, 2 * verifiers] fraction of the responses with both verdicts, rows like the rows of mu.
         pi: fraction of right responses.
         converged: run until nothing moves, at most 50,000 steps; otherwise the published 1,000.
         seed: of the start, which is multiplied by one random number.

@@ -67,7 +67,7 @@ def make_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     for module in MODULES:
         module.add_to(commands)
 
-    # If a known command is called, only its module is imported: importing those of all extensions takes seconds.
+    # If a known command is called, only its module is imported: importing all extensions' takes seconds.
     points = {point.name: point.value for point in entry_points(group=GROUP)}
     called = words[0] if words else None
     if called in points or called in commands.choices:

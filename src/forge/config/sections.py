@@ -37,7 +37,7 @@ class UnknownKey(ConfigError, TypeError):
 
 
 class _OneLineErrors(ModelMetaclass):
-    """Turns the errors of sections that Python code constructs into one line, as those of files.
+    """Turns the errors of sections that Python code constructs into one line, like errors of files.
 
     It has to be a metaclass, since pydantic raises its ValidationError, a report of several lines, after `__init__` and
     the validators have run.

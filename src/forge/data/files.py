@@ -164,7 +164,7 @@ def open_rows(path: str | Rows, *, split: str, subset: str | None = None) -> Seq
 def open_stream(path: str, *, split: str, subset: str | None = None) -> IterableDataset:
     """Return the rows of a file, a folder or a hub id as a stream, which reads them when they are needed.
 
-    The arguments are those of `open_rows`. A malformed row raises when it is read.
+    Takes the arguments of `open_rows`. A malformed row raises when it is read.
     """
     file = _local_path(path)
     if file is None or file.is_dir():

@@ -207,7 +207,7 @@ def split_batch(batch: Batch, *, ranks: int, max_tokens: int, at_least: int = 1)
 
     Args:
         ranks: number of data-parallel ranks.
-        max_tokens: maximum tokens of one micro-batch; those of a shared prompt count once.
+        max_tokens: maximum tokens of one micro-batch; tokens of a shared prompt count once.
         at_least: minimum number of micro-batches for each rank.
 
     Raises:
@@ -276,7 +276,7 @@ def _rewards_of_tokens(episodes: Sequence[Episode]) -> np.ndarray | None:
         if len(rewards) < len(branches):
             return None
 
-        # The reward of a branch includes those of the branches after it, so its own part is the difference.
+        # The reward of a branch includes the rewards of the branches after it, so its own part is the difference.
         for branch, remaining in zip(branches, -np.diff([*rewards, 0.0]), strict=True):
             row = np.zeros(len(branch.tokens), np.float32)
             turn_rewards = ((turn.end, turn.reward) for turn in branch.turns)

@@ -1,7 +1,7 @@
 """Console output: log lines, and a progress bar on a terminal or progress lines in a log.
 
 The library logs through loggers below `forge`. `configure_logging` gives them one handler, in the controller and in
-every process that it starts: messages go to stderr as `forge: message`, those of `forge.run` to stdout without prefix.
+every process that it starts: messages go to stderr as `forge: message`, `forge.run` prints to stdout without prefix.
 """
 
 import asyncio

@@ -99,7 +99,7 @@ class RolloutLog:
         self._size = path.stat().st_size if path.exists() else 0
 
     def pick(self, groups: Sequence[Group]) -> list[Group]:
-        """Return those of a step's groups that are recorded, in the order of the data; none once the file is full."""
+        """Return the recorded ones of a step's groups, in the order of the data; none once the file is full."""
         if self.groups == 0 or self._size >= self._max_bytes:
             return []
         recorded = groups if self.groups == "all" else groups[: self.groups]
@@ -354,7 +354,7 @@ def held_out_lines(step: int, samples: Sequence[Sample], episodes: Sequence[Epis
     reward, correct, tokens (number that were sampled) and finish. `reward` and `correct` are null if unknown.
 
     Args:
-        samples: the problem of each answer; those of one problem are the same object, one after the other.
+        samples: the problem of each answer; answers to one problem are adjacent, with the same object.
         episodes: the answers.
         name: of the set; "" for the section `eval` itself.
     """

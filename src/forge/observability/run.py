@@ -240,7 +240,7 @@ class Run:
         self._rollouts = RolloutLog(path, lambda data: self._write_log(ROLLOUTS, data), groups, max_bytes, spell)
 
     def pick(self, groups: Sequence[Group]) -> list[Group]:
-        """Return those of a step's groups whose tokens are recorded."""
+        """Return the groups of a step whose tokens are recorded."""
         return [] if self._rollouts is None else self._rollouts.pick(groups)
 
     def log_rollouts(
@@ -251,7 +251,7 @@ class Run:
         trained: Mapping[str, np.ndarray] | None = None,
         dropped: Sequence[tuple[str, Group]] = (),
     ) -> None:
-        """Append the rollouts of a step to rollouts.arrow; the arguments are those of `RolloutLog.add`."""
+        """Append the rollouts of a step to rollouts.arrow; takes the arguments of `RolloutLog.add`."""
         with phase("log_rollouts"):
             if self._rollouts is not None:
                 self._rollouts.add(step, groups, batch, trained, dropped)

@@ -114,7 +114,7 @@ def sft(
     on_step: OnStep | None = None,
     **settings: Any,
 ) -> Result:
-    """Fine-tune a model on demonstrations, and return the run's results. The arguments are those of `train`."""
+    """Fine-tune a model on demonstrations, and return the run's results. Takes the arguments of `train`."""
     from . import sft as recipe
 
     values = {"eval": {"accuracy": False}}
@@ -134,7 +134,7 @@ def dpo(
     on_step: OnStep | None = None,
     **settings: Any,
 ) -> Result:
-    """Train a model by DPO on pairs of answers, and return the run's results. The arguments are those of `train`."""
+    """Train a model by DPO on pairs of answers, and return the run's results. Takes the arguments of `train`."""
     from . import dpo as recipe
 
     return _run_recipe(

@@ -237,9 +237,9 @@ async def start_generator(
 
     Args:
         model: folder of the model.
-        options: of their placement; None: those of `services.generator`.
+        options: of their placement; None: the options of `services.generator`.
         store: holds the weights that the trainer publishes; None: the weights never change.
-        **settings: arguments of `forge.actors.Generator`, such as those of sampling.
+        **settings: arguments of `forge.actors.Generator`, such as `temperature`.
     """
     if store is not None:
         settings["store"] = await share_store(store)
@@ -330,7 +330,7 @@ async def start_reference(
 
     Args:
         temperature: at which they are computed.
-        options: of its placement; None: those of `services.ref_model`.
+        options: of its placement; None: the options of `services.ref_model`.
     """
     passes = {name: cfg.training[name] for name in ("seq_len", "dtype", "weights_dtype")}
     sharded = cfg.placement("trainer")["procs"] > 1 or cfg.trainer.backend == "titan"

@@ -35,7 +35,7 @@ def prepare_run(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], dict
     """Check all that a run needs, and open its folder.
 
     Returns:
-        The folder of its model, the held-out items of `eval`, those of `eval.sets` by the set's name, and the run.
+        The folder of its model, the held-out items of `eval`, the items of `eval.sets` by the set's name, and the run.
 
     Raises:
         ValueError, OSError, ImportError: the fault, in one line.

@@ -97,7 +97,7 @@ class Loop:
 
         Args:
             version: of the weights in training.
-            recorded_groups: those of the groups whose tokens are recorded.
+            recorded_groups: the groups whose tokens are recorded.
             parts: has `reference` and `critic` of another policy; None: the run's own components.
         """
         parts = parts or self.parts

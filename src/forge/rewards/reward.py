@@ -333,7 +333,7 @@ class Reward:
         completions: Sequence[Completion] | None = None,
     ) -> list[bool | None]:
         """Return whether each response is right, as the accuracy function says; None where it gives no score. The
-        arguments are those of `score`. ValueError: there is no accuracy function."""
+        arguments are the same as `score`'s. ValueError: there is no accuracy function."""
         if self.accuracy is None:
             raise ValueError("nothing says which responses are right: set reward.accuracy, or eval.problems to 0")
         answers = Answers.from_texts(prompt, responses, target, completions)

@@ -144,7 +144,7 @@ def give_advantage(episode: Episode, advantage: float | Sequence[float]) -> None
     """Set the advantage of an episode and its branches, in place.
 
     Args:
-        advantage: one number for all of its tokens, or one for each trained token, first those of the branches.
+        advantage: one number for all of its tokens, or one for each trained token, first the branches' tokens.
 
     Raises:
         ValueError: there are not as many numbers as trained tokens, or one is not finite.

@@ -63,7 +63,7 @@ class RankTokens(NamedTuple):
     experts: [local, layers, k], the experts to replay; None: route freely.
     real: number of local tokens that are not padding.
     counts: number of states that each rank reads.
-    order: [trained], for each token with mask True the index of its state among those of all ranks, rank after rank.
+    order: [trained], for each token with mask True the index of its state in the states of all ranks, rank after rank.
     """
 
     tokens: Tensor

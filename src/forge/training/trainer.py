@@ -118,7 +118,7 @@ class PolicyTrainer:
             ratio_max_deviation) of the first epoch; on_policy, the share of tokens sampled by the version in training;
             and engine_difference, the mean |log ratio| between engine and trainer on those, under equal weights, in
             sequences that this version sampled whole (engine_difference_across_updates: in the others). For a mixture
-            of experts also those of `experts.load_metrics`; its `router_aux_loss` is not a part of the loss.
+            of experts also the metrics of `experts.load_metrics`; its `router_aux_loss` is not a part of the loss.
 
         Raises:
             FloatingPointError: the loss or gradient of an update is not finite. That update is not applied; earlier

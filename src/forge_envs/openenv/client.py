@@ -68,7 +68,7 @@ class Session:
         self.lost = False
 
     async def reset(self, **parameters: Json) -> Reply:
-        """Start an episode; the parameters are those of the environment's reset, such as seed= and episode_id=."""
+        """Start an episode; the parameters are the ones of the environment's reset, such as seed= and episode_id=."""
         return Reply.read(await self._send_request("reset", "observation", parameters))
 
     async def step(self, action: Mapping[str, Json]) -> Reply:

@@ -60,7 +60,7 @@ class ComponentPlan:
 
     @property
     def total(self) -> float:
-        """Return the bytes that a process needs, on a GPU with those of its driver."""
+        """Return the bytes that a process needs, on a GPU with its driver's bytes."""
         return sum(self.parts.values()) + (CONTEXT if self.with_gpus else 0)
 
     @property

@@ -205,7 +205,7 @@ class PlannedExperts(nn.Module):
     Args:
         experts: the module of transformers with the experts of all ranks.
         degree: number of ranks that divide the experts between them; must divide their number.
-        has_grouped_kernel: one kernel computes all experts, as on a GPU in bfloat16; otherwise each is computed alone.
+        has_grouped_kernel: one kernel computes all experts, as on a GPU in bfloat16; otherwise each has its own.
     """
 
     def __init__(self, experts: nn.Module, degree: int, has_grouped_kernel: bool) -> None:

@@ -18,7 +18,7 @@ def confine_and_run(settings: Settings, run: Callable[[int], None], setup: int) 
     """Confine this process, run the program in it, and exit.
 
     Args:
-        settings: those of `forge_sandbox.worker.Worker`.
+        settings: arguments of `forge_sandbox.worker.Worker`.
         run: runs the program and exits the process; its argument is `setup`.
         setup: a descriptor, to which `BEGUN` is written, or the error if confinement fails.
     """

@@ -154,5 +154,5 @@ class Placement:
 
 
 def procs_of(options: Options) -> int:
-    """Return the number of processes that a replica with these options lives in, those of its share included."""
+    """Return the number of processes that a replica with these options lives in, its share's processes included."""
     return options.share_procs if options.share is not None else options.procs

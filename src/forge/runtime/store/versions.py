@@ -65,7 +65,7 @@ class VersionStore(Store):
 
     @classmethod
     def create(cls, keep: int = 2) -> VersionStore:
-        """Return a new, empty store, which is removed when this process ends; also remove those of dead processes."""
+        """Return a new, empty store, which is removed when this process ends; also remove stores of dead processes."""
         sweep_folders()
         scratch = Scratch(PREFIX, memory_folder())
         store = cls(scratch.path, keep)
