@@ -192,8 +192,8 @@ class RowStream(ABC, Generic[T, C]):
             log.warning("left out: %s%s", error, last_note)
 
     def held_out(self, n: int) -> list[T]:
-        """Return n items for evaluation, the same at every call: the first rows of the split in stored order, or distinct
-        questions of a task's test split.
+        """Return n items for evaluation, the same at every call: the first rows of the split in stored order, or
+        distinct questions of a task's test split.
 
         Raises:
             ValueError: there are fewer than n, without those that are too long.
