@@ -185,7 +185,7 @@ class _Auditor:
         groups = counted.total() - counted["unscored_episodes"]
         unlisted = max(0, groups - len(dropped)) if self.by_schedule else counted["forgotten"]
 
-        # As many as the buffer admits are being generated, and it holds as many.
+        # The buffer holds at most the groups of `max_policy_age + 1` steps, and as many are being generated.
         in_flight = 2 * self.batch_size * (int(self.settings.get("async.max_policy_age") or 0) + 1)
         self.result.counts |= {
             "groups trained": len(trained),
@@ -194,9 +194,12 @@ class _Auditor:
         }
         if len(missing) > in_flight + unlisted:
             self.fault_if(missing, f"{len(missing)} prompts were neither trained nor dropped")
-        early = [group for group in missing if group < max(trained) - in_flight - len(dropped)]
-        if len(early) > unlisted:
-            self.fault_if(early, "prompts that were handed out long before the end never came back")
+
+        # Groups are handed out in order, so what is missing far before the last trained one cannot be in flight.
+        lost = [group for group in missing if group < max(trained) - in_flight - len(dropped)]
+        if len(lost) > unlisted:
+            self.fault_if(lost, "prompts that were handed out long before the end never came back")
+
         for reason, number in sorted(Counter(dropped.values()).items()):
             self.result.counts[f"groups dropped: {reason}"] = number
             if number > counted[reason]:

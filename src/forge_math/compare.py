@@ -269,9 +269,10 @@ def _same_name(name: Value, target: Value) -> bool:
 
 
 def _equation_gives(equation: Value, target: Value, tolerance: float) -> bool | None:
-    """Return whether an equation gives the target: its last side agrees with it, and the others are names or equal.
+    """Return whether an equation gives the target; None if that could not be decided.
 
-    In an approximate equation, such as pi/2 ≈ 1.57, any side may agree with the target.
+    The last side must agree with the target, and each side before it must be a name or equal to the target too. In an
+    approximate equation, such as pi/2 ≈ 1.57, one side that agrees is enough, if the sides are close to each other.
     """
     if not set(equation.ends) <= EQUALITIES:
         return False
@@ -289,7 +290,8 @@ def _equation_gives(equation: Value, target: Value, tolerance: float) -> bool | 
         value = compute_value(side.tree) if side.tree is not None and not side.unit else None
         expected = _exact_number(target)
         if value is not None and expected is not None:
-            verdicts.append(value in (expected[0], expected[0] / 100 if expected[1] else expected[0]))
+            number, is_percentage = expected
+            verdicts.append(value == number or (is_percentage and value == number / 100))
         else:
             verdicts.append(_same_values(side._replace(computed=False), target, tolerance))
 

@@ -249,7 +249,10 @@ def _remove_dollars(text: str) -> str:
 
 
 def _unwrap_commands(text: str) -> str:
-    """Return a text with commands of fonts, colours and boxes replaced by their content, words of text between NULs."""
+    """Return a text without the commands of fonts, colours and boxes: their content replaces them.
+
+    The content of text commands, such as `\\text{...}`, is enclosed in NUL characters, so that it stays one word.
+    """
     pieces: list[str] = []
     end = 0
     for command in _WRAPPER.finditer(text):

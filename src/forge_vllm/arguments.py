@@ -136,7 +136,7 @@ def check_options(options: Iterable[str]) -> None:
     arguments = {field.name for field in dataclasses.fields(import_args())} if options else set()
     for name in options:
         if name in SETTINGS:
-            raise ValueError(f"generator.vllm.{name} is set by {SETTINGS[name]}")
+            raise ValueError(f"generator.vllm.{name} cannot be set: set {SETTINGS[name]} instead")
         if name in FIXED:
             raise ValueError(f"generator.vllm.{name} is set by the engine, which depends on it")
         if name not in arguments:

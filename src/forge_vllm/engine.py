@@ -104,7 +104,7 @@ class VLLMEngine:
         prompt = check_prompt(prompt_ids, self.config.vocab_size, self.max_seq_len)
         check_request(sampling, priority, self.config.vocab_size)
         if sampling.schedule:
-            raise ValueError("schedule is of the embedded engine: vLLM swaps weights without regard to it")
+            raise ValueError("vLLM has no schedule of weight swaps: omit `schedule`, or use the embedded engine")
         if sampling.grammar.lstrip().startswith("{"):
             raise ValueError("vLLM takes a grammar in Lark, not llguidance's JSON: see forge_agents.grammar")
         if sampling.stop and not self._reads_texts:

@@ -107,7 +107,13 @@ class PublishedWeaver(Aggregator):
 
 
 def published_loss(mu: np.ndarray, moments: np.ndarray, pi: float) -> float:
-    """Return the value at mu of the objective that `minimise_loss` minimises; arguments and mu as there."""
+    """Return the published objective, which `minimise_loss` minimises.
+
+    Args:
+        mu: the point, [2 * verifiers, 2], as `minimise_loss` returns it.
+        moments: [2 * verifiers, 2 * verifiers] second moments.
+        pi: fraction of right responses.
+    """
     residual, marginal, sums = _loss_terms(mu, moments, np.array([1 - pi, pi]))
     return float((residual**2).sum() + (marginal**2).sum() + SUM_WEIGHT * (sums**2).sum())
 

@@ -133,7 +133,7 @@ def test_max_policy_age_limits_rollouts_admitted_ahead(age: int):
     asyncio.run(main())
 
 
-def test_buffer_without_advance_admits_by_sampled_version():
+def test_buffer_that_is_never_advanced_admits_by_newest_sampled_version():
     async def main():
         buffer = ReplayBuffer(batch_size=2, max_policy_age=1)
         for i in range(4):

@@ -65,7 +65,7 @@ def test_time_and_output_limits_apply_per_call(sandbox):
     assert score(sandbox, chatter, long) == 19 / 20
 
 
-def test_mixed_case_kinds_are_scored_together(sandbox):
+def test_stdin_and_function_cases_of_one_problem_are_scored(sandbox):
     cases = [
         {"stdin": "4", "stdout": "16"},
         {"call": "f(3)", "value": "9"},

@@ -46,7 +46,7 @@ if __name__ == "__main__":
     ("options", "message"),
     [
         ({"tensor_paralel_size": 2}, "not an argument of vLLM's engine; did you mean tensor_parallel_size"),
-        ({"max_num_seqs": 2}, "generator.vllm.max_num_seqs is set by generator.slots"),
+        ({"max_num_seqs": 2}, "generator.vllm.max_num_seqs cannot be set: set generator.slots instead"),
         ({"logprobs_mode": "raw_logprobs"}, "generator.vllm.logprobs_mode is set by the engine"),
     ],
 )

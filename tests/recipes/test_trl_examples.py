@@ -78,7 +78,7 @@ def test_trl_page_examples_keep_rewards_and_are_shorter():
 
 
 @pytest.mark.parametrize("number", range(3), ids=["grpo", "sft", "dpo"])
-def test_our_side_of_each_trl_diff_runs(number: int, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_forge_code_of_each_trl_diff_runs(number: int, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     name = ["grpo", "sft", "dpo"][number]
     results: list[Result] = []

@@ -83,7 +83,7 @@ def test_yaml_without_indentation_raises_unknown_key(tmp_path, page):
 
 
 @pytest.mark.parametrize("algorithm", ["sapo", "reinforce"])
-def test_documented_clip_settings_raise_for_other_algorithms(tmp_path, algorithm):
+def test_clip_settings_raise_for_algorithms_without_clipping(tmp_path, algorithm):
     path = tmp_path / "grpo_math.yaml"
     path.write_text("model: m\ndataset: {path: rows.jsonl}\ngrpo: {clip_low: 0.2, clip_high: 0.28}\n")
     words = ["--config", str(path), "--algorithm", algorithm]

@@ -156,7 +156,7 @@ def test_skipped_groups_do_not_change_gradient(algorithm, aggregation):
     assert gradients[0][2] == pytest.approx(gradients[1][2], rel=1e-5)
 
 
-def test_batch_baselines_give_expected_advantages():
+def test_batch_mean_baselines_are_subtracted_across_groups():
     mean = (1 + 0 + 1 + 1 + 0 + 0.5) / 6
     found = credit.learnable_episodes(groups(), ReinforceLoss())
     assert [e.advantage for e in found] == pytest.approx([r - mean for r in (0.0, 0.5, 1.0, 1.0, 1.0, 0.0)])

@@ -167,7 +167,7 @@ def test_scalar_head_on_emulated_device_matches_cpu(head: str, mild: dict[str, P
     np.testing.assert_allclose(values, expected, rtol=0, atol=LOGPROBS)
 
 
-def test_reference_on_emulated_device_matches_cpu(mild: dict[str, Path]):
+def test_reference_logprobs_on_emulated_device_match_cpu(mild: dict[str, Path]):
     batch = example(0, LENGTHS)
     expected = reference(mild["qwen3"]).logprobs(batch)
     with emulated() as emulation:

@@ -11,7 +11,9 @@ from ..observability import Reduce, record_metric
 from ..types import Completion, Sampling
 
 WAIT = 1.0  # seconds that `next` waits for new tokens
-MOST = 4096  # log-probabilities that one call returns: a caller can do nothing else while it unpickles them
+MAX_LOGPROBS = (
+    4096  # about as many log-probabilities one call returns: a caller can do nothing else while it unpickles them
+)
 FORGOTTEN = 60.0  # seconds after which a stream without a reader is closed
 
 
@@ -48,8 +50,8 @@ class Streams:
     async def next(self, number: int) -> list[tuple[int, Completion]]:
         """Return new tokens of a stream as (sample, piece) pairs, at most one piece of each sample.
 
-        It waits a second for tokens, and returns about MOST of them, the oldest first. The last piece of a sample has a
-        `finish`.
+        It waits a second for tokens, and returns pieces with about MAX_LOGPROBS log-probabilities, oldest first. The
+        last piece of a sample has a `finish`.
 
         Raises:
             StreamLost: there is no such stream here.
@@ -112,16 +114,17 @@ class _Stream:
         return list(pieces.items())
 
     def _take_some(self) -> dict[int, Completion]:
-        """Remove and return unread tokens, by sample: as many as have about MOST log-probabilities."""
+        """Remove and return unread tokens by sample, the oldest first, up to about MAX_LOGPROBS log-probabilities."""
         pieces: dict[int, Completion] = {}
-        budget = MOST  # log-probabilities
+        budget = MAX_LOGPROBS
         while self.pieces and budget > 0:
             sample = next(iter(self.pieces))  # the one that waits longest
             piece = self.pieces.pop(sample)
             size = len(piece.token_ids)
-            width = 1 + max(map(len, piece.top_logprobs), default=0)  # log-probabilities of a token
-            count = min(size, max(1, budget // width))
-            budget -= max(1, count) * width
+            logprobs_per_token = 1 + max(map(len, piece.top_logprobs), default=0)
+            # At least one token, so that every call makes progress; a piece may be empty and only say the finish.
+            count = min(size, max(1, budget // logprobs_per_token))
+            budget -= max(1, count) * logprobs_per_token
             pieces[sample] = slice_completion(piece, 0, count)
             if count < size:
                 self.pieces[sample] = slice_completion(piece, count, size)

@@ -170,7 +170,7 @@ def encode_document(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         ValueError: the text is empty, or the tokenizer has no eos token.
     """
     if not text.strip():
-        raise ValueError("the text is empty")
+        raise ValueError("the text is empty, so it has no token to train on")
     if tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no eos token to end a text with")
     tokens = with_one_bos(list(tokenizer(text)["input_ids"]), tokenizer)

@@ -116,9 +116,9 @@ class RolloutLog:
         """Append the rollouts that a step trained, and those dropped since the last one.
 
         Args:
-            groups: from `pick`; with `batch`, those whose tokens are numbered by its `recorded`.
+            groups: the groups that `pick` returned; with `batch`, exactly the groups whose tokens it records.
             batch: the batch that was trained, with token-level advantages.
-            trained: the trainer's numbers by the names of `TRAINER`, each [recorded].
+            trained: values of the trainer for each recorded token, [recorded], by the column names in `TRAINER`.
             dropped: (reason, group) of each dropped group, of which at most the configured number is written.
         """
         import pyarrow as pa

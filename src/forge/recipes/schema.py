@@ -205,7 +205,11 @@ class TrainingRecipe(Section):
         return False
 
     def check_reward(self) -> None:
-        """Check that what the recipe's reward names exists. ValueError: it does not."""
+        """Check that the functions and files which the recipe's reward names exist.
+
+        Raises:
+            ValueError: one does not exist.
+        """
 
     def reach(self, config: Any) -> int:
         """Return the maximum number of tokens of a trained sequence, for a model with this transformers config."""

@@ -9,7 +9,10 @@ _runs_elsewhere = ContextVar("runs_elsewhere", default=False)
 
 @contextmanager
 def run_elsewhere() -> Iterator[None]:
-    """Within the block, configurations are for runs on other machines: `are_needed` is False."""
+    """Do not require optional packages on this machine within the block: `are_needed` returns False.
+
+    For commands that check a configuration whose run happens on other machines.
+    """
     token = _runs_elsewhere.set(True)
     try:
         yield

@@ -131,7 +131,10 @@ def build_policy(
 
 
 def precision_context(ranks: Ranks, dtype: torch.dtype) -> AbstractContextManager[object]:
-    """Return the context of a forward pass in `dtype`: autocast in one process; FSDP2 has its own mixed precision."""
+    """Return the context manager of a forward pass in `dtype`.
+
+    Autocast in one process; under FSDP2, which has its own mixed precision, a context that does nothing.
+    """
     mixed = dtype != torch.float32 and ranks.mesh is None
     return torch.autocast(ranks.device.type, dtype) if mixed else nullcontext()
 

@@ -83,34 +83,34 @@ def rank_tokens(batch: Batch, lag: int, ranks: Ranks) -> RankTokens:
     context, sequence, device = ranks.context, ranks.sequence, ranks.device
     # The pack of all ranks: the batch with each shared prefix once, padded.
     tree = find_prefixes(prefix_ids(batch), batch.lengths)
-    surplus = count_padding(len(tree.source), sequence.size, device)
-    lengths = tree.lengths + [1] * surplus  # padding: untrained sequences of one token
-    parents = tree.parents + [-1] * surplus
-    tokens = F.pad(torch.from_numpy(batch.tokens[tree.source]), (0, surplus))
-    positions = F.pad(torch.from_numpy(tree.positions), (0, surplus))
+    padding = count_padding(len(tree.source), sequence.size, device)
+    lengths = tree.lengths + [1] * padding  # padding: untrained sequences of one token
+    parents = tree.parents + [-1] * padding
+    tokens = F.pad(torch.from_numpy(batch.tokens[tree.source]), (0, padding))
+    positions = F.pad(torch.from_numpy(tree.positions), (0, padding))
 
     local = tokens.chunk(sequence.size)[sequence.rank]
-    first = sequence.rank * len(local)  # index of this rank's first token in the pack
-    real = min(max(len(tree.source) - first, 0), len(local))
+    first_index = sequence.rank * len(local)  # of this rank's tokens, in the pack
+    real_count = min(max(len(tree.source) - first_index, 0), len(local))
 
     # Each trained token is scored by a state, an index of the pack, which one of the ranks has.
     trained = np.flatnonzero(batch.mask)
     state_indices = torch.from_numpy(tree.index[trained - lag])
     rank_of_state = state_indices // len(local)
-    by_rank = rank_of_state.argsort(stable=True)
+    by_rank = rank_of_state.argsort(stable=True)  # the order of the ranks' states, gathered rank after rank
     local_reads = (rank_of_state == sequence.rank).nonzero()[:, 0]
     columns = {
         "tokens": local,
         "gathered": tokens.chunk(context.size)[context.rank],
         "positions": positions.chunk(context.size)[context.rank],
-        "state_indices": state_indices[local_reads] - first,
+        "state_indices": state_indices[local_reads] - first_index,
         "labels": torch.from_numpy(batch.tokens[trained])[local_reads],
         "order": torch.empty_like(by_rank).scatter_(0, by_rank, torch.arange(len(by_rank))),  # the inverse of by_rank
     }
 
     if batch.experts is not None:
-        experts = torch.from_numpy(batch.experts[tree.source[first : first + real]]).long()
-        columns["experts"] = F.pad(experts, (0, 0, 0, 0, 0, len(local) - real), value=UNKNOWN_EXPERT)
+        experts = torch.from_numpy(batch.experts[tree.source[first_index : first_index + real_count]]).long()
+        columns["experts"] = F.pad(experts, (0, 0, 0, 0, 0, len(local) - real_count), value=UNKNOWN_EXPERT)
 
     # All tensors go to the device in one copy, including an accelerator's mask.
     runs = None if type_of(device) == "cpu" else Runs.from_lengths(lengths, parents)
@@ -123,7 +123,9 @@ def rank_tokens(batch: Batch, lag: int, ranks: Ranks) -> RankTokens:
         layout = PackedLayout.masked(TreeMask(runs, *(on_device.pop(name) for name in ("first", "end", "position"))))
 
     counts = torch.bincount(rank_of_state, minlength=sequence.size).tolist()
-    return RankTokens(layout=layout, experts=on_device.pop("experts", None), real=real, counts=counts, **on_device)
+    return RankTokens(
+        layout=layout, experts=on_device.pop("experts", None), real=real_count, counts=counts, **on_device
+    )
 
 
 def count_padding(tokens: int, ranks: int, device: torch.device) -> int:

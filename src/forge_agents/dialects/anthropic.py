@@ -73,7 +73,7 @@ class AnthropicEvents(ItemWriter):
         return fields.server_sent(AnthropicDialect().error(error), "error")
 
     def begin_item(self, kind: str) -> bytes:
-        """Return the event that starts a block without text."""
+        """Return the event that starts an empty block: of text if `kind` is "content", else of thinking."""
         if kind == "content":
             return self._begin_block(api.TextBlock(type="text", text=""))
         return self._begin_block(api.ThinkingBlock(type="thinking", thinking="", signature=""))
