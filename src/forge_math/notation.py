@@ -249,10 +249,8 @@ def _remove_dollars(text: str) -> str:
 
 
 def _unwrap_commands(text: str) -> str:
-    """Return a text without the commands of fonts, colours and boxes: their content replaces them.
-
-    The content of text commands, such as `\\text{...}`, is enclosed in NUL characters, so that it stays one word.
-    """
+    """Return a text in which the content of font, colour and box commands replaces them.
+    The content of text commands, such as `\\text{...}`, is enclosed in NUL characters."""
     pieces: list[str] = []
     end = 0
     for command in _WRAPPER.finditer(text):

@@ -205,11 +205,7 @@ class TrainingRecipe(Section):
         return False
 
     def check_reward(self) -> None:
-        """Check that the functions and files which the recipe's reward names exist.
-
-        Raises:
-            ValueError: one does not exist.
-        """
+        """Check that the functions and files which the recipe's reward names exist. ValueError: one does not."""
 
     def reach(self, config: Any) -> int:
         """Return the maximum number of tokens of a trained sequence, for a model with this transformers config."""
