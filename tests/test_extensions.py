@@ -69,6 +69,7 @@ def test_core_imports_without_each_extension(tmp_path: Path, extension: str):
 
 
 @pytest.mark.processes
+@pytest.mark.full
 def test_core_trains_without_any_extension(tmp_path: Path):
     env = copy_without(tmp_path, EXTENSIONS)
     done = run_python(env, tmp_path, "-c", IMPORT_CORE)

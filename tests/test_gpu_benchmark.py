@@ -24,6 +24,7 @@ def script(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.full
 def test_failing_benchmark_parts_are_reported_as_failed():
     """Each of four parts, two at once: a figure beyond its limit, an exception, the end of its process, no end."""
     parts = """

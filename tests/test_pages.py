@@ -103,11 +103,7 @@ def test_python_blocks_parse_and_their_imports_exist(block):
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "block",
-    [
-        pytest.param(block, id=block.name, marks=[] if block.page == "README.md" else pytest.mark.full)
-        for block in PYTHON
-        if not block.marked
-    ],
+    [pytest.param(block, id=block.name, marks=pytest.mark.full) for block in PYTHON if not block.marked],
 )
 def test_python_blocks_run(block, tmp_path):
     (tmp_path / "example.py").write_text(block.code)

@@ -52,6 +52,7 @@ def played(engine: EmbeddedEngine, sizes: list, vocab: int) -> tuple[list, int]:
     "name",
     [pytest.param(name, marks=pytest.mark.slow) if name != "odd" else name for name in ("odd", "experts", "tall")],
 )
+@pytest.mark.full
 def test_cache_budget_is_kept_and_tokens_are_identical(tmp_path: Path, name: str):
     save(tmp_path, name)
     vocab = MODELS[name][-1]

@@ -7,6 +7,7 @@ from collections import Counter
 from contextlib import suppress
 
 import httpx
+import pytest
 
 from forge_agents.record import Certificate
 from forge_agents.settings import SessionSettings
@@ -274,5 +275,6 @@ def check(policy, tokenizer, count):
     assert totals["trained"] > 0.5 * totals["sampled"]
 
 
+@pytest.mark.full
 def test_token_account_is_exact_for_hostile_client(forced_policy, bpe):
     check(forced_policy, bpe, 40)

@@ -81,6 +81,7 @@ def test_agent_program_run_is_scored_by_test_command(tmp_path):
     assert all(row.get("episode/infrastructure", 0) == 0 for row in metrics)
 
 
+@pytest.mark.full
 def test_token_account_of_resumed_run_counts_steps_once(tmp_path):
     plays = itertools.count()
     marker = tmp_path / "failed"  # what a closure holds is copied into each run
@@ -155,6 +156,7 @@ def test_invalid_agent_settings_raise(tmp_path, agent, problem):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.full
 def test_run_with_killed_processes_trains_each_token_once(tmp_path):
     numbers = itertools.count()
     victims = {5: "trainer", 40: "generator", 70: "gateway"}

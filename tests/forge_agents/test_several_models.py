@@ -104,6 +104,7 @@ async def uneven(client, sample):
     return {"policy": rewards["policy"] + 10, "rival": rewards["rival"] - 10}
 
 
+@pytest.mark.full
 def test_seats_sharing_a_policy_train_it_on_both_sides(tmp_path, model):
     folder = run(tmp_path, model, uneven, {"rival": {"seat_of": "policy"}})
     assert differs(weights(Path(model)), weights(folder / "model"))
@@ -131,6 +132,7 @@ async def judged(client, sample):
     return float(len(reply.choices[0].message.content) + 10 * len(verdict.choices[0].message.content))
 
 
+@pytest.mark.full
 def test_frozen_model_answers_without_training(tmp_path, model):
     other = {"hidden_size": 32, "layers": 1, "heads": 2, "kv_heads": 1, "max_positions": 96}
     # Other weights and another vocabulary.

@@ -143,6 +143,7 @@ def torchx(tmp_path: Path, scheduler: str, *options: str) -> subprocess.Complete
 
 
 @pytest.mark.processes
+@pytest.mark.full
 def test_slurm_dry_run_prints_valid_script():
     command = [
         *FORGE,

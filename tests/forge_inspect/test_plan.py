@@ -45,6 +45,7 @@ def test_planned_memory_matches_two_micro_batches(tmp_path: Path):
     assert plan(case, model) == pytest.approx(measure(case, model, tmp_path), rel=CLOSE)
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize("case", SHARED, ids=str)
 def test_planned_memory_is_close_to_measured_ranks(case: Case, tmp_path: Path):
@@ -174,6 +175,7 @@ def test_planned_memory_matches_reward_model(kind: str, tmp_path: Path):
     assert activations == pytest.approx(measured_peak(score), rel=CLOSE)
 
 
+@pytest.mark.full
 def test_components_are_planned_with_their_own_models(tmp_path: Path):
     words = ["--algorithm", "ppo", "--critic.model", "Qwen/Qwen3-8B", "--grpo.beta", "0.1"]
     words += ["--grpo.reference", "Qwen/Qwen3-4B", "--services.ref_model.with_gpus", "true"]

@@ -68,6 +68,7 @@ def test_sandbox_hides_kernel_and_cgroup_details(sandbox, level, user):
     assert run(sandbox, "print({line.split(':')[2] for line in open('/proc/self/cgroup')})").stdout == "{'/\\n'}\n"
 
 
+@pytest.mark.full
 def test_limits_hold_where_proc_is_masked():
     """As in containers, which mount something over parts of it: programs have no /proc then."""
     if os.geteuid():

@@ -203,7 +203,9 @@ def test_inconsistent_gguf_header_raises_one_line(start: bytes, tmp_path: Path):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("content", ["[1]", "[" * 100_000], ids=["list", "deep"])
+@pytest.mark.parametrize(
+    "content", [pytest.param("[1]", id="list", marks=pytest.mark.full), pytest.param("[" * 100_000, id="deep")]
+)
 def test_commands_report_invalid_model_in_one_line(content: str, model: Path, tmp_path: Path):
     (model / "config.json").write_text(content)
     words = ["train", "tests/forge_cluster/tiny.yaml", "--model", str(model), "--from_scratch", "null"]
@@ -227,7 +229,11 @@ class Evil(PretrainedConfig):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("load", ["open_tokenizer(folder)", "check_family(folder)", REWARD_MODEL])
+@pytest.mark.parametrize(
+    "load",
+    [pytest.param(load, marks=pytest.mark.full) for load in ("open_tokenizer(folder)", "check_family(folder)")]
+    + [REWARD_MODEL],
+)
 def test_remote_code_is_not_run_even_if_confirmed(load: str, model: Path, tmp_path: Path):
     (model / "evil.py").write_text(EVIL.format(tmp_path / "PWNED"))
     names = {

@@ -39,7 +39,11 @@ def config(folder, task, **more):
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("app", "task"), [("tools", "apps.toys.expressions:Expression"), ("code", "apps.toys.programs:Program")]
+    ("app", "task"),
+    [
+        pytest.param("tools", "apps.toys.expressions:Expression", marks=pytest.mark.full),
+        ("code", "apps.toys.programs:Program"),
+    ],
 )
 def test_tools_and_code_recipes_record_complete_runs(tmp_path, app, task):
     code, output = finish(sys.executable, "-m", f"apps.{app}.main", "--config", config(tmp_path, task))

@@ -159,6 +159,7 @@ def prompts(folder: Path) -> list[tuple[int, int, str, float]]:
         pytest.param(Retire, (3, 7), id="retire twice"),
     ],
 )
+@pytest.mark.full
 def test_resumed_run_with_sampler_draws_same_rows(tmp_path, sampler, ends):
     settings = {
         "dataset": SETTINGS["dataset"] | {"sampler": sampler},

@@ -81,6 +81,7 @@ def test_dpo_run_margins_match_saved_model(tmp_path):
     assert history[-1]["eval/accuracy"] == sum(margin > 0 for margin in margins) / 8
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_exported_reward_model_reproduces_eval_metrics(tmp_path):
     folder = ran("reward_model", tmp_path, "--lora", "{rank: 4, alpha: 8}", "--reward_model.center", "0.1")
@@ -110,6 +111,7 @@ def distilled(processes, tmp_path_factory):
     return ran("distill", folder)
 
 
+@pytest.mark.full
 def test_distillation_run_trains_and_exports_model(distilled):
     history = rows(distilled.parents[1])
     assert [row["step"] for row in history if "eval/accuracy" in row] == [0, 2, 3]

@@ -43,6 +43,7 @@ ROWS = [{"question": word, "answer": word[::-1]} for word in ("abc", "bca", "cab
 
 
 @pytest.mark.processes
+@pytest.mark.full
 def test_raising_reward_shows_only_user_traceback(tmp_path: Path):
     (tmp_path / "rewards.py").write_text(REWARD)
     (tmp_path / "run.yaml").write_text(RUN)

@@ -50,6 +50,7 @@ def folder(processes, tmp_path_factory):
     return folder
 
 
+@pytest.mark.full
 def test_weaver_recipe_writes_consistent_ensemble(folder):
     made = folder / "ensemble"
     table, problems = ScoreTable.load(made / "scores.npz"), read_problems(made / "responses.jsonl")

@@ -126,6 +126,7 @@ def test_shutdown_without_services_is_a_no_op():
 
 
 @pytest.mark.processes
+@pytest.mark.full
 def test_trainer_service_takes_batch_through_route(tmp_path):
     sizes = {"hidden_size": 16, "layers": 1, "heads": 2, "kv_heads": 1, "max_positions": 64}
     model = build_small_model(tmp_path / "model", seed=0, alphabet="abc", **sizes)

@@ -58,6 +58,7 @@ def test_skill_page_math_config_loads_with_its_values(tmp_path):
 
 
 @pytest.mark.processes
+@pytest.mark.full
 def test_skill_page_math_config_trains(tmp_path):
     """With a small model and data in folders that are called as those of the hub."""
     path = math_config(tmp_path)

@@ -95,6 +95,7 @@ for text in [*words, '"a":"', "Bearer ", "key= "]:
 
 
 @pytest.mark.processes
+@pytest.mark.full
 def test_masking_takes_linear_time():
     """Hours, if it were that to its square: the process is ended by its limit of CPU time."""
     done = subprocess.run([sys.executable, "-c", REPEATED], capture_output=True, text=True, check=False)

@@ -76,6 +76,7 @@ def outcomes(
     return conftest.run(2, tmp_path_factory.mktemp("devices"), mild, published, scenarios, main)
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_emulated_devices_train_like_the_cpu(layout: str, outcomes: conftest.Outcome, mild: dict[str, Path]):
@@ -95,6 +96,7 @@ def test_two_emulated_devices_train_like_the_cpu(layout: str, outcomes: conftest
         np.testing.assert_allclose(found["logprobs"], expected["logprobs"], rtol=0, atol=APART * LOGPROBS)
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_tensor_left_in_host_memory_raises(outcomes: conftest.Outcome):
     for found in outcomes("left behind"):

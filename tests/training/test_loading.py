@@ -114,6 +114,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory, written: dict[str, Path], p
     store.close()
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize("name", CASES)
 def test_sharded_loading_gives_the_same_weights(loaded: Any, name: str):

@@ -113,6 +113,7 @@ def test_changed_library_environment_is_not_forked(server: ForkServer, monkeypat
     process.communicate("pass\n")
 
 
+@pytest.mark.full
 def test_killed_fork_server_is_replaced_twice_then_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     server = ForkServer(tmp_path, {})
     for _ in range(2):

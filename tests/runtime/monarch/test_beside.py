@@ -39,6 +39,7 @@ def source_of(path: str) -> str:
     return listing.stdout
 
 
+@pytest.mark.full
 def test_monarch_actors_run_next_to_service():
     assert run_program([str(PLAIN)], 150) == "PLAYED\n"
     assert run_program(["-m", "tests.runtime.monarch.beside", str(PLAIN)], 150) == "PLAYED\nSERVED True True\n"

@@ -58,6 +58,7 @@ def parent_of(pid: int) -> int:
         return int(file.read().rsplit(")", 1)[1].split()[1])
 
 
+@pytest.mark.full
 def test_user_processes_serve_and_outlive_service():
     async def main() -> None:
         async with procs_of(4) as mesh:
@@ -152,6 +153,7 @@ def test_component_error_keeps_user_processes_alive():
     run_within(100, main)
 
 
+@pytest.mark.full
 def test_replicas_fill_job_hosts_and_are_replaced_there():
     async def main() -> None:
         job = ProcessJob({"counter": 2, "joined": 2, "spare": 1})
