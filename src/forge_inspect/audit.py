@@ -195,7 +195,7 @@ class _Auditor:
         if len(missing) > in_flight + unlisted:
             self.fault_if(missing, f"{len(missing)} prompts were neither trained nor dropped")
 
-        # Groups are handed out in order, so what is missing far before the last trained one cannot be in flight.
+        # Groups are handed out in order, so a missing group far before the last trained one cannot be in flight.
         lost = [group for group in missing if group < max(trained) - in_flight - len(dropped)]
         if len(lost) > unlisted:
             self.fault_if(lost, "prompts that were handed out long before the end never came back")
