@@ -290,8 +290,8 @@ def _equation_gives(equation: Value, target: Value, tolerance: float) -> bool | 
         value = compute_value(side.tree) if side.tree is not None and not side.unit else None
         expected = _exact_number(target)
         if value is not None and expected is not None:
-            number, is_percentage = expected
-            verdicts.append(value == number or (is_percentage and value == number / 100))
+            exact, is_percentage = expected
+            verdicts.append(value in (exact, exact / 100 if is_percentage else exact))
         else:
             verdicts.append(_same_values(side._replace(computed=False), target, tolerance))
 

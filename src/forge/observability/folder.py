@@ -131,9 +131,10 @@ class RunLock:
         self._is_new = not self.path.parent.exists()
         deadline = time.monotonic() + patience
         while (handle := self._acquire_lock()) is None:
-            owner = self.path.read_text()
+            owner = self.path.read_text()  # process id of the controller that took the lock
+            # A dead owner's child processes hold the lock until they end, so it is worth waiting. This process can be
+            # the owner if its last run has children left.
             is_alive = owner not in ("", str(os.getpid())) and Path(f"/proc/{owner}").exists()
-            # Wait only if the owner, the controller that took the lock, is dead: its processes end soon.
             if is_alive or time.monotonic() > deadline:
                 raise BlockingIOError(f"{folder} is being run by process {owner}: wait for it, or stop it first")
             time.sleep(0.1)
@@ -143,6 +144,7 @@ class RunLock:
         os.pwrite(handle, str(os.getpid()).encode(), 0)
 
     def _acquire_lock(self) -> int | None:
+        # Returns the descriptor of the locked file, or None if another process holds the lock.
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)

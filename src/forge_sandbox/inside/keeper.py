@@ -168,9 +168,10 @@ class Running:
 
 def _send_reply(control: int, running: Running, status: str) -> None:
     seconds = time.monotonic() - running.began
-    out, error, setup = map(bytes, running.texts.values())
+    out, error, setup = (bytes(running.texts[pipe]) for pipe in (running.out, running.error, running.setup))
 
-    # If confinement has failed, the program was never started: this is the sandbox's fault.
+    # `confine` writes BEGUN to the pipe `setup` just before it executes the program. Without it the program was never
+    # started, which is the sandbox's fault.
     if not setup.startswith(confine.BEGUN) and status != "timeout":
         reason = (setup + b" " + error).decode("utf-8", "replace").strip()
         return wire.send_message(control, {"failed": reason or f"{status} before it started"})
@@ -181,7 +182,7 @@ def _send_reply(control: int, running: Running, status: str) -> None:
         "exit_code": os.waitstatus_to_exitcode(running.ended or 0),
         "seconds": seconds,
         "cpu_seconds": max(children.ru_utime + children.ru_stime, running.cpu),
-        # What `run_command` writes if the command cannot be executed.
+        # After BEGUN, `run_command` writes the name of a command that cannot be executed.
         "missing": setup.removeprefix(confine.BEGUN).decode("utf-8", "replace"),
     }
 

@@ -38,7 +38,7 @@ class Placement(Section):
     env: dict[str, str] = Field(default_factory=dict)
     """Additional environment variables of the processes."""
     memory_gb: Annotated[float, Ge(0.25)] | None = None
-    """Limit on each process's private memory (RLIMIT_DATA), in GB; beyond it, allocating fails there. Without PyTorch
+    """Limit on each process's private memory (RLIMIT_DATA), in GB, beyond which allocating fails. Without PyTorch
     a process needs a fifth of one, and does not start with less."""
     router: Any = "least_loaded"
     """How a replica is chosen for a routed call: `least_loaded`, `round_robin`, `prefix_affine`, or

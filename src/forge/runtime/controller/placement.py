@@ -93,11 +93,12 @@ class Placement:
             ForgeError: the options name a host and the run has no other machines, or no free host is left.
         """
         options = component.options
-        number = index // options.per_process  # of the process: light replicas share one
+        process_index = index // options.per_process  # light replicas share a process
         if options.mesh is not None and options.mesh.mesh is not None:
-            replicas = -(-options.num_replicas // options.per_process)
             gpus = options.gpus_per_proc if options.with_gpus else 0
-            return await self._user.place(component.name, number, options.mesh.mesh, options.procs, replicas, gpus)
+            return await self._user.place(
+                component.name, process_index, options.mesh.mesh, options.procs, options.groups, gpus
+            )
 
         if self.machines is not None and (options.host or options.host_count is not None or options.with_gpus):
             return await self.machines.hosts_of(component, index, service)
@@ -112,7 +113,7 @@ class Placement:
         # Replicas of one process share `host_count` hosts in turn: each entry of the list is one host. A replica of
         # several processes has `host_count` separate hosts, which are one entry.
         if options.procs == 1:
-            position, size = number % options.host_count, 1
+            position, size = process_index % options.host_count, 1
         else:
             position, size = index, options.host_count
         loopback_hosts = self.hosts.setdefault(component.name, [])
