@@ -166,7 +166,7 @@ def test_vllm_processes_end_with_killed_owner(tmp_path: Path) -> None:
     script.write_text(OWNED)
     path = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, str(script), str(tmp_path)]
-    run = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, timeout=100)
+    run = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE)
     assert run.returncode == -signal.SIGKILL
     started = [int(process) for process in run.stdout.split()]
     assert started

@@ -91,7 +91,7 @@ def digest(version: int) -> str:
     return f"digest {version}"
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds} s in vain"
@@ -99,15 +99,17 @@ def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
 
 
 def processes() -> set[int]:
-    """All that descend from this one, but for Python's own helper that follows shared memory."""
+    """All that descend from this one, but for Python's own helper that follows shared memory, and for processes that
+    have ended: vLLM kills its own after 5 s on a busy machine, and does not reap them."""
     children: dict[int, list[int]] = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
             text, command = status.read_text(), (status.parent / "cmdline").read_text()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if "resource_tracker" not in command:
-            children.setdefault(int(text.rpartition(")")[2].split()[1]), []).append(int(status.parent.name))
+        state, parent = text.rpartition(")")[2].split()[:2]
+        if "resource_tracker" not in command and state != "Z":
+            children.setdefault(int(parent), []).append(int(status.parent.name))
     found, todo = set(), [os.getpid()]
     while todo:
         todo += children.get(todo.pop(), [])

@@ -27,5 +27,5 @@ def test_closed_engine_fails_requests_and_ends_processes(subject: Subject) -> No
     assert "closed" in str(engine.update_weights([], 1).exception(5))
     with pytest.raises(RuntimeError, match="closed"):
         engine.release()
-    assert not processes() - subject.others
+    wait_for(lambda: not processes() - subject.others)
     subject.engine = None
