@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..config.plugin import resolve
 from ..system.checksums import CHECKSUMS, DamagedFile, check_files, write_checksums
@@ -40,8 +40,8 @@ def check_family(name: str) -> None:
 
         try:
             repository, revision = split_revision(name)
-            known = {"revision": revision, "local_files_only": not is_hub_reachable()}
-            path = Path(hf_hub_download(repository, "config.json", **known))
+            cached = not is_hub_reachable()
+            path = Path(hf_hub_download(repository, "config.json", revision=revision, local_files_only=cached))
         except Exception:  # `resolve_model` says why
             return
 
@@ -101,8 +101,8 @@ def resolve_model(name: str) -> str:
 
         try:
             repository, revision = split_revision(name)
-            known = {"revision": revision, "local_files_only": not is_hub_reachable()}
-            folder = Path(snapshot_download(repository, allow_patterns=HUB_FILES, **known))
+            settings: dict[str, Any] = {"revision": revision, "local_files_only": not is_hub_reachable()}
+            folder = Path(snapshot_download(repository, allow_patterns=HUB_FILES, **settings))
         except Exception as error:
             raise ValueError(
                 f"model {name} is not a local folder and could not be fetched from the hub ({type(error).__name__}); "
