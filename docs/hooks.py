@@ -243,7 +243,8 @@ def _tutorial(path: Path) -> tuple[str, dict[str, bytes]]:
             text = "".join(output.get("text", data.get("text/plain", "")))
             if output.get("name") == "stderr":  # of the log, what a reader follows
                 text = "".join(line + "\n" for line in text.splitlines() if re.match("step |alert|held-out", line))
-            text = re.sub(r"^(memory, without|Monarch).*\n", "", text, flags=re.MULTILINE)
+            of_start = r"^(memory: |checking model|starting the processes|in the first step|Monarch).*\n"
+            text = re.sub(of_start, "", text, flags=re.MULTILINE)
             if "image/png" in data:
                 name = f"{path.stem}_{number}_{place}.png"
                 images[name] = base64.b64decode("".join(data["image/png"]))

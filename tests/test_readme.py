@@ -4,6 +4,9 @@ import importlib.util
 import re
 import textwrap
 from pathlib import Path
+from types import ModuleType
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -21,10 +24,41 @@ def test_files_named_in_readme_exist():
         assert (ROOT / path).exists(), path
 
 
-def test_configuration_page_is_up_to_date():
-    spec = importlib.util.spec_from_file_location("make_configuration", ROOT / "docs/make_configuration.py")
+def maker_of(name: str) -> ModuleType:
+    """A script of docs/."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/{name}.py")
     maker = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(maker)
+    return maker
+
+
+def test_tables_of_what_was_tested_are_up_to_date():
+    maker = maker_of("make_tested")
+    for path in (maker.PAGE, maker.README):
+        assert path.read_text() == maker.page(path), "run python docs/make_tested.py"
+    for row in maker.tested()["rows"]:
+        assert row.keys() == {*maker.COLUMNS, "shown"}
+        assert row["shown"]
+        assert all((ROOT / path).exists() for path in row["shown"]), row["what"]
+
+
+UNTESTED = re.compile(
+    r"untested|never run\b|not yet run|(?:was|were) not run on|not run on (?:a|several) GPU", re.IGNORECASE
+)
+
+
+@pytest.mark.parametrize(
+    "path", [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md"], ids=lambda path: path.name
+)
+def test_sentences_of_what_is_untested_link_to_the_table(path: Path):
+    maker = maker_of("make_tested")
+    text = "\n".join(part.partition(maker.END)[2] or part for part in path.read_text().split(maker.BEGIN))
+    linked = re.sub(r"\[[^\]]*\]\([^)]*#what-was-tested-on-what\)", "", text)
+    assert [line for line in linked.splitlines() if UNTESTED.search(line)] == []
+
+
+def test_configuration_page_is_up_to_date():
+    maker = maker_of("make_configuration")
     text = maker.PAGE.read_text()
     assert text == maker.page(text), "run python docs/make_configuration.py"
 

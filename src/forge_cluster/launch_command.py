@@ -6,6 +6,7 @@ import argparse
 import importlib
 import itertools
 import json
+import logging
 import os
 import re
 import shlex
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from forge.config.arguments import Arguments
     from forge.recipes.schema import TrainingRecipe
 
+log = logging.getLogger(f"forge.{__name__}")
 TEXT = "start a run on several machines, by Slurm, ssh or Kubernetes"
 Runs = list[tuple[str, list[str]]]  # name and command line of each run
 
@@ -79,6 +81,7 @@ def run(args: argparse.Namespace) -> None:
             cfg = read_config(config_type, arguments)
             if not cfg.checkpoint.every:  # otherwise the job fails, after its time in the queue
                 raise ConfigError("a launched run resumes after a requeue: set checkpoint.every")
+            _report_gpus(cfg, options.nodes, options.gpus_per_node)
             name = f"{cfg.run.name}-{suffix}" if suffix else cfg.run.name
             recipe = [options.recipe, options.config, *overrides, *variant, "--run.name", name, "--resume", "auto"]
             runs.append((name, [sys.executable, "-m", "forge", *recipe]))
@@ -126,6 +129,26 @@ def list_variants(sweeps: Sequence[str], seeds: int | None) -> list[tuple[str, l
         runs.append(("-".join(parts), overrides))
 
     return runs
+
+
+def _report_gpus(cfg: TrainingRecipe, nodes: int, each: int) -> None:
+    """Log a warning if a run uses another number of GPUs than the launcher reserves; none are reserved by ssh, or where
+    a partition gives whole nodes.
+
+    Raises:
+        ValueError: fewer are reserved than the run needs.
+    """
+    from forge.recipes.placement import RAISE, gpus_needed
+
+    needed, reserved = sum(gpus_needed(cfg).values()), nodes * each
+    if needed > reserved > 0:
+        raise ValueError(
+            f"{cfg.run.name} needs {needed} GPUs, and --nodes {nodes} --gpus-per-node {each} reserve {reserved}"
+        )
+    if needed < reserved:
+        log.warning(
+            "%s uses %d of the %d GPUs that are reserved: %s, or lower --nodes", cfg.run.name, needed, reserved, RAISE
+        )
 
 
 def _check_secrets(arguments: Arguments, options: argparse.Namespace) -> None:

@@ -331,7 +331,10 @@ def describe_setting(name: str, python: bool) -> str:
 
     is_key = " " not in here
     if is_key and python and "." in here:
-        here = f"{here.rpartition('.')[2] if '=' not in here else here.split('.', 1)[1]} ({here.split('=')[0]} in YAML)"
+        section, _, key = here.partition(".")
+        # Both sections have `every`, so that the key by itself would not be accepted.
+        argument = f"{section}={{{key!r}: ...}}" if section in ("eval", "checkpoint") else key.rpartition(".")[2]
+        here = f"{argument if '=' not in here else key} ({here.split('=')[0]} in YAML)"
     return f"{library}'s {name} is {here} here" if is_key else f"of {library}'s {name}, here: {here}"
 
 

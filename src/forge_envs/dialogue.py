@@ -66,7 +66,7 @@ class Dialogue:
         @lru_cache(16)
         def chat_format(tools: str) -> ChatFormat:
             tool_options = {"tools": json.loads(tools)} if tools else {}
-            return ChatFormat(tokenizer, template, {**template_options, **tool_options})
+            return ChatFormat(tokenizer, template, {**template_options, **tool_options}, key="episode.template")
 
         self._chat = chat_format
         self.thoughts: Thoughts = thoughts

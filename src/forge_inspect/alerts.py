@@ -10,7 +10,8 @@ from forge.observability.lines import parse_line
 
 from .runs import read_metric_rows, read_settings
 
-WINDOW = 20  # steps that an alert is based on: the mean of fewer varies too much
+WINDOW = 20  # the last steps that an alert is about; a trend needs as many, since the mean of fewer varies too much
+FEWEST = 3  # steps that an alert on rewards needs: a step has few groups, while its tokens and completions are many
 SCARCE = 2.0  # GB of free disk or memory: less than a checkpoint of a small model
 
 AUDIT = "audit.json"  # written at the end of the run
@@ -30,20 +31,27 @@ class Alert(NamedTuple):
 
 
 def list_alerts(rows: Rows, settings: Mapping[str, Any]) -> list[Alert]:
-    """Return the alerts of a run, the most important first; none if it has fewer than `WINDOW` steps.
+    """Return the alerts of a run, the most important first.
+
+    Shares of tokens and completions, lost components and the machine count from the first row, rewards from `FEWEST`
+    steps, held-out accuracy and entropy from `WINDOW`.
 
     Args:
         rows: of metrics.jsonl, in the order of steps, each a number by the name of the metric.
         settings: the configuration by dotted keys, see `forge_inspect.runs.read_settings`.
     """
+    newest = rows[-1] if rows else {}
+    names = sorted({name for row in rows for name in row if name.startswith("restarts/")})
+    services = ", ".join(f"{name.removeprefix('restarts/')} {total_of_metric(rows, name):.0f} times" for name in names)
+
     rows = [row for row in rows if row.get("step", 0) > 0]
-    if len(rows) < WINDOW:
-        return []
     window = rows[-WINDOW:]
-    reward, spread, entropy = (mean_of_metric(window, name) for name in ("reward", "reward/std", "train/entropy"))
+    enough = window if len(rows) >= FEWEST else []
+    reward, spread = (mean_of_metric(enough, name) for name in ("reward", "reward/std"))
+    entropy = mean_of_metric(window, "train/entropy")
     cut, special = (mean_of_metric(window, f"generation/{name}") for name in ("truncated", "special_tokens"))
     difference, clipped = (mean_of_metric(window, f"train/{name}") for name in ("engine_difference", "clip_fraction"))
-    no_signal = mean_of_metric(window, "groups_without_signal")
+    no_signal = mean_of_metric(enough, "groups_without_signal")
     is_solved = mean_of_metric(window, "accuracy") > 0.8
     harder = "The prompts are solved: take harder ones, or stop"
 
@@ -58,7 +66,8 @@ def list_alerts(rows: Rows, settings: Mapping[str, Any]) -> list[Alert]:
         compare = "The reward may expect another format, or targets that responses never equal: compare them"
 
     # A fall of a tenth is beyond the noise of a few hundred held-out problems.
-    held_out = [(row["eval/accuracy"], row["step"]) for row in rows if "eval/accuracy" in row] or [(nan, nan)]
+    held_out = [(row["eval/accuracy"], row["step"]) for row in rows if "eval/accuracy" in row]
+    held_out = held_out if held_out and len(rows) >= WINDOW else [(nan, nan)]
     best, last = max(held_out), held_out[-1][0]
 
     # Entropy that collapses while the reward does not rise: the policy repeats itself and no longer explores.
@@ -70,15 +79,13 @@ def list_alerts(rows: Rows, settings: Mapping[str, Any]) -> list[Alert]:
     trained = len(window) * (settings.get("training.batch_size") or 1)
     unscored = total_of_metric(rows, "dropped/unscored") + total_of_metric(rows, "dropped/unscored_episodes")
 
-    disk, memory = (rows[-1].get(f"machine/{name}_free_gb", nan) for name in ("disk", "memory"))
-    names = sorted({name for row in rows for name in row if name.startswith("restarts/")})
-    services = ", ".join(f"{name.removeprefix('restarts/')} {total_of_metric(rows, name):.0f} times" for name in names)
+    disk, memory = (newest.get(f"machine/{name}_free_gb", nan) for name in ("disk", "memory"))
 
     # Each rule: a condition, the finding and the advice. Unknown numbers are NaN, with which every comparison is False.
     rules: list[tuple[Any, str, str]] = [
         (
             spread == 0 and reward == reward,
-            f"every sample of the last {WINDOW} steps had the reward {reward:.4g}",
+            f"every sample of the last {len(window)} steps had the reward {reward:.4g}",
             compare,
         ),
         (
@@ -111,21 +118,20 @@ def list_alerts(rows: Rows, settings: Mapping[str, Any]) -> list[Alert]:
             "Lower the learning rate, or make fewer updates",
         ),
         # Base models may sample special tokens.
-        # Base models may sample special tokens.
         (
             special > 0.02,
             f"{special:.0%} of the sampled tokens are special ones such as <pad>, which texts do not show",
             "Teach the form of answers first (forge.sft); a higher max_tokens makes more of them",
         ),
         (
-            cut > 0.3 and spread > 0 and not special > 0.02,
+            cut > 0.3 and spread != 0 and not special > 0.02,
             f"{cut:.0%} of the completions were cut at max_tokens",
             "Raise it, or shape the length",
         ),
         # Generators that run ahead of the trainer waste what is dropped.
         (
             bound and old > 0.1 * trained,
-            f"{old:.0f} groups of the last {WINDOW} steps were older than async.max_policy_age = {bound}",
+            f"{old:.0f} groups of the last {len(window)} steps were older than async.max_policy_age = {bound}",
             "Raise it, with a correction, or use fewer generators",
         ),
         (

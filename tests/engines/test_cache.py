@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge.engines import EmbeddedEngine
-from forge.engines.cache import token_bytes
+from forge.engines.cache import make_zeros, token_bytes
 from forge.types import Sampling
 from tests.engines.conftest import drive
 from tests.engines.test_invariance import MODELS, bits, prompt_of, save
@@ -119,3 +121,16 @@ def test_too_small_cache_raises_one_line(tmp_path: Path):
     save(tmp_path, "odd")
     with pytest.raises(ValueError, match=r"generator.cache_gb: .* lower generator.max_seq_len or generator.slots$"):
         EmbeddedEngine(tmp_path, slots=4, device="cpu", max_seq_len=LONGEST, cache_gb=1e-6)
+
+
+def test_zeros_take_memory_as_they_are_written():
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident()
+    zeros = make_zeros((2, 256, 1 << 20), torch.bfloat16, torch.device("cpu"))
+    zeros[:, :16] = 1
+    assert zeros.nbytes == 1 << 30
+    assert resident() - before < 1 << 28
+    assert not zeros[:, 16].any()
+    assert zeros[:, 15].all()

@@ -189,6 +189,26 @@ def test_unsupported_launcher_arguments_raise_one_line(words, named, capsys):
     assert "\n" not in said
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("slurm --nodes 2 --gpus-per-node 8", "uses 2 of the 16 GPUs that are reserved: raise services.trainer.procs"),
+        ("kubernetes --image x --nodes 2 --gpus-per-node 1", ""),
+        ("kubernetes --image x --gpus-per-node 1", "needs 2 GPUs, and --nodes 1 --gpus-per-node 1 reserve 1"),
+        ("ssh --hosts a,b", ""),
+    ],
+)
+def test_reserved_gpus_are_compared_with_the_run(words: str, said: str, caplog: pytest.LogCaptureFixture):
+    launcher, *options = words.split()
+    recipe = ["apps/grpo/qwen3_1_7b.yaml", "--dry-run", "--checkpoint.every", "5"]
+    try:
+        main(["launch", launcher, *recipe, *options])
+        found = caplog.messages
+    except SystemExit as error:
+        found = [str(error.code)]
+    assert [said in text for text in found] == [True] * bool(said)
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_ssh_command_preserves_hostile_folder_and_python(text: str, tmp_path: Path, monkeypatch):

@@ -93,6 +93,28 @@ def test_oversized_plan_names_settings_that_fit(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize(
+    ("config", "gpus", "changes", "note"),
+    [
+        ("grpo/qwen3_1_7b.yaml", "8xH100", "", "6 of the 8 GPUs are not used: raise services.trainer.procs"),
+        ("grpo/qwen3_1_7b.yaml", "2xH100", "", None),
+        ("grpo/tiny.yaml", "H100", "--model Qwen/Qwen3-0.6B", "1 of the 1 GPUs are not used"),
+        ("grpo/qwen3_1_7b.yaml", "A100", "--services.trainer.with_gpus false", None),
+        ("sft/qwen3_8b.yaml", "16xH100", "", "14 of the 16 GPUs"),
+        (
+            *("grpo/qwen3_1_7b.yaml", "2xH100"),
+            "--services.trainer.with_gpus false --services.generator.num_replicas 4",
+            "4 GPUs are asked for, and there are 2",
+        ),
+        ("grpo/qwen3_1_7b.yaml", "cpu", "", "2 GPUs are asked for, and there are 0"),
+    ],
+)
+def test_plan_counts_gpus_that_are_not_used(config: str, gpus: str, changes: str, note: str | None):
+    _, planned = plan_file(f"apps/{config}", changes.split(), gpus)
+    found = [text for text in planned.notes if "GPUs are" in text]
+    assert [text[: len(note or "")] for text in found] == ([] if note is None else [note])
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["apps/sft/qwen3_8b.yaml", "--gpus", "8xT800"], "write a number and a device, as 8xH100"),
@@ -131,6 +153,10 @@ def test_public_model_shapes_have_published_parameter_counts(tmp_path: Path):
 
     cards = {"Qwen/Qwen3-0.6B": 0.6, "Qwen/Qwen3-8B": 8.2, "Qwen/Qwen3-32B": 32.8, "Qwen/Qwen3-30B-A3B": 30.5}
     cards |= {"Qwen/Qwen3-14B": 14.8, "meta-llama/Llama-3.1-8B": 8.0, "meta-llama/Llama-3.1-70B-Instruct": 70.6}
+    cards |= {"Qwen/Qwen2.5-0.5B": 0.494, "Qwen/Qwen2.5-1.5B-Instruct": 1.544, "Qwen/Qwen2.5-3B": 3.086}
+    cards |= {"Qwen/Qwen2.5-Coder-7B-Instruct": 7.616, "Qwen/Qwen2.5-14B": 14.77, "Qwen/Qwen2.5-32B-Instruct": 32.76}
+    cards |= {"Qwen/Qwen2.5-72B": 72.71, "mistralai/Mistral-7B-Instruct-v0.3": 7.248}
+    cards |= {"mistralai/Mistral-Nemo-Instruct-2407": 12.25, "mistralai/Mistral-Small-24B-Instruct-2501": 23.57}
     assert cards.keys() <= PUBLIC.keys()
     for name, billions in cards.items():
         with torch.device("meta"):

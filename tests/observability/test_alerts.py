@@ -60,3 +60,19 @@ def test_each_faulty_metric_raises_one_alert(last: dict[str, float], found: str,
     assert len(only) == 1, only
     assert only[0].finding.startswith(found)
     assert advice in only[0].advice
+
+
+@pytest.mark.parametrize(
+    ("steps", "last", "found"),
+    [
+        (1, {"generation/truncated": 0.9}, ["90% of the completions were cut at max_tokens"]),
+        (2, {"train/engine_difference": 0.4}, ["log-probabilities of engine and trainer differ by 0.4 nats"]),
+        (5, FLAT | {"reward": 0.0}, ["every sample of the last 5 steps had the reward 0"]),
+        (2, FLAT | {"reward": 0.0}, []),
+        (5, {"dropped/unscored": 1.0}, ["5 groups or responses were left out"]),
+        (0, {"machine/disk_free_gb": 0.5, "restarts/generator": 1.0}, ["0.5 GB on the disk", "components were lost"]),
+    ],
+)
+def test_short_run_has_the_alerts_that_need_few_steps(steps: int, last: dict[str, float], found: list[str]):
+    alerts = list_alerts([row | last for row in a_run()[: steps + 1]], SETTINGS)
+    assert [alert.finding[: len(text)] for alert, text in zip(alerts, found, strict=True)] == found

@@ -7,11 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from forge.observability import Run
+from forge.observability.console import report_waiting
 from forge.observability.folder import RunLock, cut_lines
 from forge.observability.metrics import Snapshot
 
@@ -100,3 +102,42 @@ lock.close()
             RunLock(tmp_path / "run", patience=0).close()
         finally:
             os.kill(left, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("steps", "start", "doing"),
+    [([], 0, "starting the processes"), ([0], 0, "in the first step"), ([0, 1], 0, None), ([], 3, "starting the proc")],
+)
+def test_start_is_described_until_the_first_step(tmp_path: Path, steps: list[int], start: int, doing: str | None):
+    run = Run("one", {}, steps=9, root=str(tmp_path), start=start)
+    for step in steps:
+        run.log(step, Snapshot())
+    assert (run.describe_start() or "")[: len(doing or "")] == (doing or "")
+    assert (run.describe_start() is None) == (doing is None)
+
+
+def test_waiting_is_reported_until_it_ends(caplog: pytest.LogCaptureFixture):
+    texts = iter(["opening", "loading", None])
+    with caplog.at_level("INFO", "forge"):
+        report_waiting(lambda: next(texts), interval=0.001)
+        for thread in threading.enumerate():
+            if thread.name == "forge-start":
+                thread.join()
+    assert [message.partition(",")[0] for message in caplog.messages] == ["opening", "loading"]
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "said"),
+    [
+        ([], "no checkpoint was written (checkpoint.every), so it starts again from step 0"),
+        (["step_000001", "step_000002", "step_000003.tmp"], "ended after step 3 and is saved up to step 2: --resume"),
+        (["step_000003"], "ended after step 3 and is saved up to step 3: --resume auto"),
+    ],
+)
+def test_unfinished_run_says_what_is_saved(tmp_path: Path, checkpoints: list[str], said: str):
+    run = Run("one", {}, steps=9, root=str(tmp_path))
+    for step in (1, 2, 3):
+        run.log(step, Snapshot())
+    for name in checkpoints:
+        (Path(run.checkpoints) / name).mkdir(parents=True)
+    assert said in run.describe_saved()

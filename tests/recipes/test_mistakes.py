@@ -43,6 +43,11 @@ TALK = [{"role": "user", "content": "abc"}]
 TABLE: list[tuple[str, dict[str, Any], str]] = [
     ("a misspelt key", {"learning_rat": 1.0}, "unknown setting 'learning_rat'; did you mean 'learning_rate'"),
     ("a name of TRL", {"num_generations": 8}, r"num_generations is n_samples \(grpo.n_samples in YAML\)"),
+    (
+        "several names of TRL and one that nobody has",
+        {"num_generations": 8, "lerning_rate": 1.0, "peft_config": {"r": 16}, "eval_steps": 5},
+        r"did you mean 'learning_rate'\?; TRL's num_generations .* TRL's peft_config is lora .* is eval=\{'every': \.",
+    ),
     ("epochs for passes over the data", {"epochs": 3}, "epochs are passes over each batch here"),
     ("TRL's epsilon", {"epsilon": 0.2}, "TRL's epsilon is clip_low"),
     ("a key of two sections", {"dtype": "bfloat16"}, r"write training=\{'dtype': ...\} or generator="),

@@ -83,6 +83,7 @@ class ChatFormat:
             follow. "keep": each turn stays as it was when it was the last, so that all are trained
             (`forge.data.turns`); "template": the text is the template's, and training a turn that it changes later is
             an error.
+        key: the setting that names the template, for errors.
 
     Attributes:
         turns: where turns end (`forge.data.turns.Turns`).
@@ -97,6 +98,7 @@ class ChatFormat:
         template: bool | str = True,
         options: Mapping[str, Any] | None = None,
         thoughts: Thoughts = "template",
+        key: str = "chat_template",
     ) -> None:
         self.tokenizer, self.options, self.thoughts = tokenizer, dict(options or {}), thoughts
         # A text with braces is itself a template, any other text the path of one.
@@ -106,13 +108,13 @@ class ChatFormat:
                 file = Path(template).expanduser()
                 if len(template) > 4096 or not file.is_file():
                     raise FileNotFoundError(
-                        f"chat_template {template!r:.200} is neither a jinja template nor a file (in {Path.cwd()})"
+                        f"{key} {template!r:.200} is neither a jinja template nor a file (in {Path.cwd()})"
                     )
                 template = read_text(file)
             self.template = template
         elif not tokenizer.chat_template:
             raise ValueError(
-                "the tokenizer has no chat template: use a chat model's, or set chat_template to a jinja template"
+                f"the tokenizer has no chat template: use a chat model's, or set {key} to a jinja template"
             )
 
         self._special = SpecialTokens(tokenizer)

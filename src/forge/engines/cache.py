@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -69,7 +71,7 @@ class KeyValueCache:
         shape = config.num_hidden_layers, self.prefill_row + 1, heads, self.min_length, head_size(config)
 
         # Zeros, not empty: positions beyond a row's end are masked, but a NaN there would survive the mask.
-        self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        self.keys, self.values = (make_zeros(shape, dtype, device) for _ in range(2))
         self.stores = ["keys", "values"]
         if record:
             shape = len(sparse_layers(config)), self.prefill_row + 1, 1, self.min_length, config.num_experts_per_tok
@@ -147,7 +149,7 @@ class KeyValueCache:
                 before = before[:, :0].clone()
                 setattr(self, name, before)
 
-            after = before.new_zeros(shape)
+            after = make_zeros(shape, before.dtype, before.device)
             after[:, :rows, :, :length] = running
             after[:, count, :, :length] = prefilled
             setattr(self, name, after)
@@ -212,6 +214,15 @@ class KeyValueCache:
                 for row in rows:
                     getattr(self, name)[:, row, :, start:end] = values
             start = end
+
+
+def make_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of zeros. On a CPU it takes memory as it is written, a page at a time: most rows of a cache never
+    reach their last position, and with few prompts most rows are never used."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(*shape)
 
 
 def token_bytes(config: PreTrainedConfig, dtype: torch.dtype, record: bool = False) -> int:

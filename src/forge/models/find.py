@@ -7,14 +7,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..config.plugin import resolve
 from ..system.checksums import CHECKSUMS, DamagedFile, check_files, write_checksums
 from ..system.files import removed_on_error, room_for
 from .architecture import FAMILIES, check_config
 from .files import PICKLES, check_model_files, read_json
-from .hub import is_hub_id, split_revision
+from .hub import is_hub_id, is_hub_reachable, split_revision
 from .tokenizer import PRINTABLE, character_tokenizer, model_config
 
 if TYPE_CHECKING:
@@ -40,7 +40,8 @@ def check_family(name: str) -> None:
 
         try:
             repository, revision = split_revision(name)
-            path = Path(hf_hub_download(repository, "config.json", revision=revision))
+            cached = not is_hub_reachable()
+            path = Path(hf_hub_download(repository, "config.json", revision=revision, local_files_only=cached))
         except Exception:  # `resolve_model` says why
             return
 
@@ -100,7 +101,8 @@ def resolve_model(name: str) -> str:
 
         try:
             repository, revision = split_revision(name)
-            folder = Path(snapshot_download(repository, revision=revision, allow_patterns=HUB_FILES))
+            settings: dict[str, Any] = {"revision": revision, "local_files_only": not is_hub_reachable()}
+            folder = Path(snapshot_download(repository, allow_patterns=HUB_FILES, **settings))
         except Exception as error:
             raise ValueError(
                 f"model {name} is not a local folder and could not be fetched from the hub ({type(error).__name__}); "

@@ -47,6 +47,17 @@ def is_hub_id(name: str) -> bool:
     return NAME.fullmatch(repository) is not None and not is_local
 
 
+def is_hub_reachable() -> bool:
+    """Return whether the hub answers within seconds, by one request: its own client tries five times, with pauses."""
+    from huggingface_hub import constants, get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=5.0)
+    except Exception:  # errors of the network, the HTTP client and the offline mode have no common class
+        return False
+    return True
+
+
 def check_upload(repository: str) -> None:
     """Check before a run that its model can be uploaded when it ends.
 

@@ -8,8 +8,10 @@ import asyncio
 import logging
 import os
 import sys
+import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 from tqdm import tqdm
 
@@ -55,6 +57,26 @@ def log_failure(task: asyncio.Task) -> None:
     if error is not None:
         name = task.get_coro().__qualname__  # type: ignore[union-attr]
         logging.getLogger("forge").error("%s ended with %s: %s", name, type(error).__name__, error)
+
+
+def report_waiting(describe: Callable[[], str | None], interval: float = LOG_INTERVAL) -> threading.Event:
+    """Log every `interval` seconds what a run that has not made a step is doing, from a thread.
+
+    Args:
+        describe: returns it; None ends the thread.
+
+    Returns:
+        an event that also ends the thread.
+    """
+    ended = threading.Event()
+    started = time.monotonic()
+
+    def report() -> None:
+        while not ended.wait(interval) and (text := describe()) is not None:
+            log.info("%s, %.0f s after the start", text, time.monotonic() - started)
+
+    threading.Thread(target=report, name="forge-start", daemon=True).start()
+    return ended
 
 
 class Progress:

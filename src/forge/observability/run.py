@@ -119,6 +119,24 @@ class Run:
         self._last = time.perf_counter()
         self._started = self._last - (self.history[-1]["seconds"] if self.history else 0.0)
 
+    def describe_start(self) -> str | None:
+        """Return what the run is doing before its first step; None once that is logged."""
+        if not self.history or (self.start and self.history[-1]["step"] == self.start):
+            return "starting the processes, which load the model"
+        return "in the first step" if self.history[-1]["step"] == self.start else None
+
+    def describe_saved(self) -> str:
+        """Return how far an unfinished run is saved, and how it continues, as one line."""
+        steps = [path.name.removeprefix("step_") for path in Path(self.checkpoints).glob("step_*")]
+        saved = max((int(step) for step in steps if step.isdigit()), default=None)
+        if saved is None:
+            return f"{self.folder}: no checkpoint was written (checkpoint.every), so it starts again from step 0"
+        done = int(self.history[-1]["step"]) if self.history else saved
+        return (
+            f"{self.folder} ended after step {done} and is saved up to step {saved}: --resume auto "
+            '(from Python resume="auto") continues it'
+        )
+
     def model_of(self, policy: str) -> str:
         """Return the path of a policy's exported model, where a run has several; that of the policy "policy" is
         `model`."""
@@ -346,13 +364,11 @@ class Run:
         """Close all files, and write the report; also after an interruption."""
         self._progress.close()
         evaluated = [row for row in self.history if "eval/accuracy" in row]
-
-        if evaluated:
-            first, last = evaluated[0], evaluated[-1]
-            log.info(
-                f"held-out accuracy {first['eval/accuracy']:.3f} at step {first['step']:.0f}, "
-                f"{last['eval/accuracy']:.3f} at step {last['step']:.0f}; results in {self.folder}"
-            )
+        ends = [f"{row['eval/accuracy']:.3f} at step {row['step']:.0f}" for row in evaluated[:1] + evaluated[1:][-1:]]
+        parts = [f"held-out accuracy {', '.join(ends)}"] if ends else []
+        parts += [f"model in {self.model}"] if self._finished and Path(self.model).is_dir() else []
+        if self.history:
+            log.info("%s", "; ".join([*parts, f"results in {self.folder}"]))
 
         for file in self._logs.values():
             with suppress(OSError):  # of a full disk, which writing has raised already

@@ -212,8 +212,7 @@ def generate(
     check_sampling(sampling)
     check_family(model)
     folder = resolve_model(model)
-    texts = [prompts] if isinstance(prompts, str) else [*prompts]
-    inputs: list[Any] = list(texts)
+    inputs: list[Any] = [prompts] if isinstance(prompts, str) else [*prompts]
 
     if chat:
         from ..data.chat import ChatFormat
@@ -221,7 +220,7 @@ def generate(
         tokenizer: Any = open_tokenizer(folder)
         chat_format = ChatFormat(tokenizer)
         rendered = [
-            chat_format.render([{"role": "user", "content": text}], add_generation_prompt=True) for text in texts
+            chat_format.render([{"role": "user", "content": text}], add_generation_prompt=True) for text in inputs
         ]
         # Prompts go as tokens, since the template has already written bos, which the generator would write again.
         inputs = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in rendered]
@@ -264,9 +263,16 @@ def _run_recipe(
         held_out = {"path": path, "problems": _count_rows(path, None, 256)}
 
     values["eval"] = {**values.get("eval", {}), **held_out}
+    faults: dict[str, str] = {}
     for key, value in settings.items():
-        for section, placed in _place_setting(config_type, key, value, values.get("algorithm")).items():
-            values[section] = {**values.get(section, {}), **placed} if isinstance(placed, Mapping) else placed
+        try:
+            for section, placed in _place_setting(config_type, key, value, values.get("algorithm")).items():
+                values[section] = {**values.get(section, {}), **placed} if isinstance(placed, Mapping) else placed
+        except ConfigError as error:
+            faults[key] = str(error)
+    if faults:  # all at once, names of other libraries with one guide
+        own = [fault for key, fault in faults.items() if key in AMBIGUOUS or not explain_names([key])]
+        raise ConfigError("; ".join(filter(None, [*own, explain_names([*faults], python=True)])))
 
     cfg = build(config_type, values)
     return Result(_run_anywhere(partial(run_recipe, recipe, cfg, resume=resume, hooks=hooks)))
@@ -325,8 +331,7 @@ def _place_setting(config_type: type[Section], key: str, value: Any, algorithm: 
         choices = " or ".join(f"{name}={{{key!r}: ...}}" for name in owners)
         raise ConfigError(f"{key!r} is a key of several sections: write {choices}")
     if not owners:
-        explanation = explain_names([key], python=True)
-        raise ConfigError(explanation or f"unknown setting {key!r}{hint_nearest(key, everything)}")
+        raise ConfigError(f"unknown setting {key!r}{hint_nearest(key, everything)}")
 
     return {owners[0]: {key: value}}
 

@@ -21,7 +21,7 @@ from ..config.sections import ConfigError, keys_of, to_dict
 from ..models.files import try_tokenizer
 from ..models.hub import upload_folder, write_card
 from ..observability import Run
-from ..observability.console import configure_logging, log
+from ..observability.console import configure_logging, log, report_waiting
 from ..observability.folder import RunLock
 from ..runtime.controller import ForgeError, forked_processes, run
 from ..runtime.controller.errors import RemoteError, RemoteTraceback
@@ -137,6 +137,7 @@ def run_recipe(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None
     configure_logging()
     folder = Path(cfg.run.root) / cfg.run.name
     preemption = Preemption(deadline_of(cfg.run.save_before))
+    record: Run | None = None
 
     with ExitStack() as closing:
         if cfg.checkpoint.every and threading.current_thread() is threading.main_thread():
@@ -144,6 +145,9 @@ def run_recipe(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None
             # another exit code than REQUEUE.
             before = signal.signal(signal.SIGUSR1, lambda *_: preemption.request("SIGUSR1"))
             closing.callback(signal.signal, signal.SIGUSR1, before)
+
+        reports = report_waiting(lambda: "checking model and data" if record is None else record.describe_start())
+        closing.callback(reports.set)
 
         try:
             # Locked before the folder is read: if two launchers start at the same time, only one resumes it.
@@ -184,6 +188,7 @@ def run_recipe(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None
                     raise
                 raise RuntimeError(f"code of the run raised {error!r} before its end") from error
         except BaseException as error:
+            reports.set()
             write_ending(record, error)
             raise
 
@@ -198,7 +203,7 @@ def run_recipe(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None
 
 
 def write_ending(record: Run, error: BaseException) -> None:
-    """Record in a run's folder why it ended. The exception also gets a note that names the step."""
+    """Record in a run's folder why it ended, and log what is saved. The exception gets a note that names the step."""
     if isinstance(error, Preempted):
         record.fail(str(error), stopped=True)
     elif isinstance(error, SystemExit) and isinstance(error.code, int) and error.code > 128:  # by a signal
@@ -209,6 +214,8 @@ def write_ending(record: Run, error: BaseException) -> None:
         record.fail(summarise_error(error), "".join(traceback.format_exception(error)), full=is_full(error))
     else:
         record.fail(summarise_error(error), stopped=True)
+    if not isinstance(error, Preempted):  # its message says it
+        log.info("%s", record.describe_saved())
 
 
 def upload_model(model: Path, repository: str) -> None:

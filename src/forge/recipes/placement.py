@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from .schema import TrainingRecipe
 
 
+# What takes more GPUs, of any recipe.
+RAISE = "raise services.trainer.procs or services.generator.num_replicas (with_gpus: true)"
+
+
 def check_hosts(cfg: TrainingRecipe) -> None:
     """Check that all services fit on the hosts of the run, or on this machine if it has no others.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forge.models.hub import split_revision
+from forge.models.hub import is_hub_reachable, split_revision
 
 GB = 1e9
 GIB = 2**30
@@ -59,7 +59,17 @@ def parse_machines(text: str, cpu: Machines) -> Machines:
 QWEN3 = {"model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936}
 QWEN3_MOE = {**QWEN3, "model_type": "qwen3_moe", "norm_topk_prob": True, "num_experts": 128, "num_experts_per_tok": 8}
 LLAMA3 = {"model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072}
-ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "llama": "LlamaForCausalLM"}
+QWEN2 = {"model_type": "qwen2", "num_key_value_heads": 2, "vocab_size": 151936, "max_position_embeddings": 32768}
+QWEN2_LARGE = {**QWEN2, "num_key_value_heads": 8, "vocab_size": 152064}
+MISTRAL = {"model_type": "mistral", "num_key_value_heads": 8, "head_dim": 128, "sliding_window": None}
+MISTRAL |= {"vocab_size": 32768, "max_position_embeddings": 32768}
+ARCHITECTURES = {
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+}
 
 
 def _make_shape(
@@ -90,11 +100,32 @@ PUBLIC = {
     "Qwen/Qwen3-235B-A22B": _make_shape(
         QWEN3_MOE, 4096, 12288, 94, 64, num_key_value_heads=4, moe_intermediate_size=1536
     ),
+    "Qwen/Qwen2.5-0.5B": _make_shape(QWEN2, 896, 4864, 24, 14, tied=True),
+    "Qwen/Qwen2.5-1.5B": _make_shape(QWEN2, 1536, 8960, 28, 12, tied=True),
+    "Qwen/Qwen2.5-3B": _make_shape(QWEN2, 2048, 11008, 36, 16, tied=True),
+    "Qwen/Qwen2.5-7B": _make_shape(QWEN2_LARGE, 3584, 18944, 28, 28, num_key_value_heads=4),
+    "Qwen/Qwen2.5-14B": _make_shape(QWEN2_LARGE, 5120, 13824, 48, 40),
+    "Qwen/Qwen2.5-32B": _make_shape(QWEN2_LARGE, 5120, 27648, 64, 40),
+    "Qwen/Qwen2.5-72B": _make_shape(QWEN2_LARGE, 8192, 29568, 80, 64),
+    "mistralai/Mistral-7B-v0.3": _make_shape(MISTRAL, 4096, 14336, 32, 32),
+    "mistralai/Mistral-Nemo-Base-2407": _make_shape(
+        MISTRAL, 5120, 14336, 40, 32, vocab_size=131072, max_position_embeddings=131072
+    ),
+    "mistralai/Mistral-Small-24B-Base-2501": _make_shape(MISTRAL, 5120, 32768, 40, 32, vocab_size=131072),
     "meta-llama/Llama-3.1-8B-Instruct": _make_shape(LLAMA3, 4096, 14336, 32, 32),
     "meta-llama/Llama-3.1-70B-Instruct": _make_shape(LLAMA3, 8192, 28672, 80, 64),
 }
 # Models with the same shape as another.
-PUBLIC |= {f"{name}-Base": PUBLIC[name] for name in list(PUBLIC) if name.startswith("Qwen/") and "-2507" not in name}
+PUBLIC |= {
+    f"{name}-Base": PUBLIC[name] for name in list(PUBLIC) if name.startswith("Qwen/Qwen3-") and "-2507" not in name
+}
+PUBLIC |= {f"{name}-Instruct": PUBLIC[name] for name in list(PUBLIC) if name.startswith("Qwen/Qwen2.5-")}
+PUBLIC |= {
+    name.replace("2.5-", "2.5-Coder-"): PUBLIC[name] for name in list(PUBLIC) if re.search(r"2\.5-(?!72B)", name)
+}
+PUBLIC["mistralai/Mistral-7B-Instruct-v0.3"] = PUBLIC["mistralai/Mistral-7B-v0.3"]
+PUBLIC["mistralai/Mistral-Nemo-Instruct-2407"] = PUBLIC["mistralai/Mistral-Nemo-Base-2407"]
+PUBLIC["mistralai/Mistral-Small-24B-Instruct-2501"] = PUBLIC["mistralai/Mistral-Small-24B-Base-2501"]
 for _name in ("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-235B-A22B"):
     PUBLIC[f"{_name}-Instruct-2507"] = {**PUBLIC[_name], "max_position_embeddings": 262144}
 PUBLIC["meta-llama/Llama-3.1-8B"] = PUBLIC["meta-llama/Llama-3.1-8B-Instruct"]
@@ -125,9 +156,10 @@ def shape_folder(model: str, scratch: Path) -> Path:
     from huggingface_hub import hf_hub_download
 
     try:
-        return Path(hf_hub_download(name, "config.json", revision=revision)).parent
+        reachable = is_hub_reachable()
+        return Path(hf_hub_download(name, "config.json", revision=revision, local_files_only=not reachable)).parent
     except (OSError, ValueError) as error:
-        public_names = ", ".join(name for name in PUBLIC if "-Base" not in name)
+        public_names = ", ".join(name for name in PUBLIC if not re.search("-Base|-Coder|2.5-.*Instruct", name))
         raise ValueError(
             f"{model} is not a folder, and its config.json cannot be read from the hub ({type(error).__name__}): "
             f"give a folder with that file only; known without it are {public_names}"

@@ -8,7 +8,7 @@ from transformers import AutoConfig
 
 from forge.engines.cache import BLOCK
 from forge.engines.interface import check_length
-from forge.recipes.placement import gpus_needed
+from forge.recipes.placement import RAISE, gpus_needed
 from forge.recipes.schema import RecipeConfig, TrainingRecipe
 
 from .components import ComponentPlan, engine_plan, kind_of, reward_plan, trainer_plan
@@ -81,10 +81,13 @@ def make_plan(
             # An ensemble names its models in a file that `forge weaver fit` writes.
             plan.notes.append(f"the reward's models are not in this plan: {error}")
 
-    if machines.type == "cpu" or not plan.components[0].with_gpus:
+    gpus = 0 if machines.type == "cpu" else machines.count
+    if plan.devices > gpus:
+        plan.notes.append(f"{plan.devices} GPUs are asked for, and there are {gpus}")
+    elif plan.devices < gpus:
+        plan.notes.append(f"{gpus - plan.devices} of the {gpus} GPUs are not used: {RAISE}")
+    if machines.type == "cpu":
         return plan
-    if plan.devices > machines.count:
-        plan.notes.append(f"{plan.devices} GPUs are asked for, and there are {machines.count}")
     for component in plan.components:
         if not component.fits:
             is_reward = component.name == "reward"

@@ -55,8 +55,10 @@ def test_cut_turn_gets_end_of_turn_token(bpe, template):
 
 def test_dialogue_uses_template_of_tokenizer(bpe):
     own = copy.deepcopy(bpe)
-    with pytest.raises(ValueError, match="no chat template"):
+    with pytest.raises(ValueError, match=r"no chat template: .* set episode\.template to"):
         Dialogue(own)
+    with pytest.raises(FileNotFoundError, match=r"^episode\.template 'absent\.jinja' is neither"):
+        Dialogue(own, "absent.jinja")
     own.chat_template = TEMPLATES["chatml"]
     assert Dialogue(own).initial(ASKED) == Dialogue(bpe, "chatml").initial(ASKED)
     assert Dialogue(own).syntax == "hermes"

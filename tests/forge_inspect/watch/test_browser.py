@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -86,6 +87,15 @@ def test_browser_filters_sorts_and_opens_rollouts(page: Page, written: tuple[Pat
     page.open(f"{url}/#run=one&view=rollouts")
     page.wait(lambda: len(page.all("#found tbody tr.link")) == 50)
     assert shown(page) == EPISODES
+    for width in (1280, 400):  # samples of a group share their prompt: the response is what differs
+        page.look(width)
+        prompt, response = page.texts("#found tr:first-child td.text div")
+        written_by_policy = ["".join(itertools.compress(row["texts"], row["mask"])).split() for row in rows]
+        assert response.split() in [words[: len(response.split())] for words in written_by_policy]
+        assert prompt.split() in [row["prompt"].split()[: len(prompt.split())] for row in rows]
+        ends = "return [...document.querySelectorAll('#found td.text')].map((e) => e.getBoundingClientRect().right)"
+        assert max(page.browser.execute_script(ends)) <= width
+    page.look(1280)
     page.type("#text", "question 17:")
     page.wait(lambda: shown(page) == sum("Question 17:" in row["prompt"] for row in rows))
     page.type("#text", " ")

@@ -4,7 +4,7 @@ import { ask } from "./data.js";
 
 const VERDICTS = [["", "all"], ["right", "right"], ["wrong", "wrong"], ["unknown", "not known"]];
 const viewed = { set: "", step: "", verdict: "", page: 0 };
-const ANSWER_COLUMNS = [["problem", 1], ["right", 0], ["at first", 0], ["reward", 1], ["tokens", 1], ["prompt", 0], ["target", 0], ["answer", 0]];
+const ANSWER_COLUMNS = [["problem", 1], ["right", 0], ["at first", 0], ["reward", 1], ["tokens", 1], ["target", 0], ["prompt and answer", 0]];
 
 const verdictOf = (correct) => (correct === null || correct === undefined ? el("span", { className: "quiet" }, "–") : el("span", { className: correct ? "good" : "bad" }, correct ? "yes" : "no"));
 
@@ -24,8 +24,9 @@ export function heldOut(context) {
     counted.textContent = `${found.total} of ${found.all}`;
     fill(body, [shown, [...open]], () => shown.flatMap((row) => {
       const key = `${row.step} ${row.problem}`, toggle = () => { open.has(key) ? open.delete(key) : open.add(key); update(); };
-      const cells = [el("td", { className: "n" }, String(row.problem)), el("td", {}, verdictOf(row.correct)), el("td", {}, verdictOf(row.before)), el("td", { className: "n" }, number(row.reward)), el("td", { className: "n" }, `${number(row.tokens)}${row.finish === "length" ? ", cut" : ""}`),
-        el("td", { className: "text" }, visible((row.prompt ?? "").slice(-70))), el("td", { className: "text" }, visible((row.target ?? "").slice(0, 70))), el("td", { className: "text" }, visible((row.response ?? "").slice(0, 160)))];
+      const cells = [String(row.problem), verdictOf(row.correct), verdictOf(row.before), number(row.reward), `${number(row.tokens)}${row.finish === "length" ? ", cut" : ""}`, visible((row.target ?? "").slice(0, 70))]
+        .map((cell, i) => el("td", { className: ANSWER_COLUMNS[i][1] ? "n" : i === 5 ? "short" : "", "data-label": ANSWER_COLUMNS[i][0] }, cell));
+      cells.push(el("td", { className: "text" }, el("div", { className: "quiet" }, visible((row.prompt ?? "").slice(0, 200))), el("div", {}, visible((row.response ?? "").slice(0, 200)))));
       const line = el("tr", { className: "link", tabIndex: 0, "aria-expanded": String(open.has(key)), onclick: toggle, onkeydown: (event) => event.key === "Enter" && toggle() }, ...cells);
       const whole = [["prompt", row.prompt], ["target", row.target], ["answer", row.response]].map(([name, text]) => [el("p", { className: "quiet" }, name), el("pre", {}, visible(text))]);
       return open.has(key) ? [line, el("tr", {}, el("td", { colSpan: ANSWER_COLUMNS.length }, ...whole.flat()))] : [line];

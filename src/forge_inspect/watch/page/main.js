@@ -13,6 +13,9 @@ const main = document.getElementById("main"), aside = document.getElementById("r
 const loading = el("p", { className: "quiet", id: "loading" }, "Loading …");
 let runs = [], view = null, key = "";
 
+const search = el("input", { id: "search", type: "search", placeholder: "search runs", hidden: true, oninput: () => list() }), listed = el("div");
+aside.append(search, listed);
+
 function address() {
   return new URLSearchParams(location.hash.slice(1));
 }
@@ -43,9 +46,10 @@ function list() {
     others.has(run) ? others.delete(run) : others.add(run);
     go({ with: others.size ? [...others].join("\n") : null });
   };
-  fill(aside, [runs, chosen, context.run()], () => [runs.length > 1 && el("button", { id: "unfold", onclick: () => aside.classList.toggle("open") }, `all ${runs.length} runs`), ...runs.map((one) => el("div", { className: "run", tabIndex: 0, "aria-current": one.run === context.run(), style: { "--colour": context.colour(one.run) }, onclick: () => { aside.classList.remove("open"); go({ run: one.run, row: null }); }, onkeydown: (event) => event.key === "Enter" && go({ run: one.run, row: null }) },
+  search.hidden = runs.length < 9;
+  fill(listed, [runs, chosen, context.run(), search.value], () => [runs.length > 1 && el("button", { id: "unfold", onclick: () => aside.classList.toggle("open") }, `all ${runs.length} runs`), ...runs.filter((one) => one.run === context.run() || one.run.includes(search.value)).map((one) => el("div", { className: "run", tabIndex: 0, "aria-current": one.run === context.run(), style: { "--colour": context.colour(one.run) }, onclick: () => { aside.classList.remove("open"); go({ run: one.run, row: null }); }, onkeydown: (event) => event.key === "Enter" && go({ run: one.run, row: null }) },
     el("input", { type: "checkbox", checked: chosen.includes(one.run), disabled: one.run === context.run(), title: "show beside the chosen one", onclick: toggle(one.run) }), el("b", {}, visible(one.name)),
-    el("small", { className: ["damaged", "failed"].includes(one.state) ? "bad" : "" }, one.error ? visible(one.error) : `${visible(one.ending || one.state)}, step ${number(one.step)}${one.steps ? `/${one.steps}` : ""}${one.reward === null || one.reward === undefined ? "" : `, reward ${number(one.reward, 3)}`}`)))]);
+    el("small", { className: ["damaged", "failed"].includes(one.state) ? "bad" : "" }, one.error ? visible(one.error) : `${visible(one.ending || one.state)}, step ${number(one.step)}${!one.steps ? "" : one.state === "finished" && one.step < one.steps ? `, before ${one.steps}` : `/${one.steps}`}${one.reward === null || one.reward === undefined ? "" : `, reward ${number(one.reward, 3)}`}`)))]);
   const current = VIEWS[words.get("view")] ? words.get("view") : "overview";
   fill(tabs, location.hash, () => Object.entries(VIEWS).map(([name, [text]]) => el("a", { href: `#${new URLSearchParams({ ...Object.fromEntries(words), view: name })}`, "aria-current": name === current, onclick: (event) => { event.preventDefault(); go({ view: name, row: null }); } }, text)));
   return current;

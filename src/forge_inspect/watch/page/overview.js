@@ -1,5 +1,5 @@
 // Curves of the chosen runs, how their settings differ, and alerts.
-import { PALETTE, chart, css, el, fill, meaning, number, select, table, visible } from "./parts.js";
+import { PALETTE, chart, css, el, fill, meaning, number, seconds, select, table, visible } from "./parts.js";
 import { ask, rowsOf } from "./data.js";
 
 const PANELS = [
@@ -8,7 +8,7 @@ const PANELS = [
   ["entropy (nats)", ["train/entropy"]],
   ["KL to the reference (nats)", ["train/kl"]],
   ["clip fraction", ["train/clip_fraction"]],
-  ["engine against trainer (nats)", ["train/engine_difference"]],
+  ["engine against trainer (nats, on-policy tokens)", ["train/engine_difference", "train/engine_difference_across_updates"]],
   ["gradient norm", ["train/grad_norm"]],
   ["policy age (versions)", ["policy_age", "policy_age/max"]],
   ["version of each policy", ["policy_version"]],
@@ -23,13 +23,13 @@ const DASHES = [undefined, [5, 3], [2, 2]];
 const chosen = { axis: "step", smooth: 0, seeds: "each", extra: [] };
 
 export function overview(context) {
-  const alerts = el("div"), accounts = el("div"), compared = el("div"), grid = el("div", { className: "grid" }), pick = el("span");
+  const results = el("div", { id: "results" }), alerts = el("div"), accounts = el("div"), compared = el("div"), grid = el("div", { className: "grid" }), pick = el("span");
   const node = el("div", {}, el("div", { className: "controls" },
     el("label", {}, "against", select(AXES, chosen.axis, (value) => { chosen.axis = value; draw(true); }, { id: "axis" })),
     el("label", {}, "smoothing", el("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: chosen.smooth, id: "smooth",
       oninput: (event) => { chosen.smooth = Number(event.target.value); draw(true); } })),
     el("label", {}, "seeds", select([["each", "each"], ["mean", "mean"]], chosen.seeds, (value) => { chosen.seeds = value; draw(true); }, { id: "seeds" })),
-    pick), alerts, accounts, grid, compared);
+    pick), results, alerts, accounts, grid, compared);
   const holders = new Map();
   let known = [], names = "";
 
@@ -73,6 +73,8 @@ export function overview(context) {
       run, colour: context.colour(run), columns: await rowsOf(run), about: await ask("run", { run }),
     }))));
     draw();
+    const texts = known.map((one) => visible(`${known.length > 1 ? `${one.run}: ` : ""}${result(one)}`));
+    fill(results, texts, () => texts.map((text) => el("p", {}, text)));
     fill(alerts, known.map((one) => [one.run, one.about.alerts]), () => known.flatMap((one) => one.about.alerts.map((alert) => el("div", { className: "alert" },
       el("b", {}, visible(known.length > 1 ? `${one.run}: ${alert.finding}` : alert.finding)), el("span", {}, visible(alert.advice))))));
     fill(accounts, known.map((one) => [one.run, one.about.account]), () => known.filter((one) => one.about.account).map((one) => el("p", { className: "quiet account" },
@@ -86,6 +88,16 @@ export function overview(context) {
       : el("p", { className: "quiet" }, "None.")]), ...(known.length === 1 ? settings(known[0]) : [])]);
   }
   return { node, update };
+}
+
+// One sentence on a run: what it trains, for how long, and how held-out accuracy went.
+function result({ about, columns }) {
+  const last = (name) => columns[name]?.findLast((value) => value !== null), accuracies = (columns["eval/accuracy"] ?? []).filter((value) => value !== null);
+  const model = about.settings.model ?? "a model from scratch", early = about.state === "finished" && about.steps > about.step ? ", before its last step, at its goal or the end of its data" : "";
+  const parts = [`${about.ending || about.state}, step ${number(about.step)}${about.steps ? ` of ${about.steps}` : ""}${early}`, about.settings.algorithm ? `${settingText(about.settings.algorithm)} of ${model}` : model];
+  if (last("seconds") !== undefined) parts.push(`${seconds(last("seconds"))}, last written ${new Date(about.written * 1000).toLocaleString()}`);
+  if (accuracies.length) parts.push(`held-out accuracy ${number(accuracies[0], 3)}${accuracies.length > 1 ? ` at first, ${number(accuracies.at(-1), 3)} at last` : ""}`);
+  return `${parts.join("; ")}.`;
 }
 
 // Policies that train beside the run's own: their metrics begin with their names.

@@ -45,12 +45,13 @@ export function percent(share) {
   return share === null || share === undefined ? "–" : `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`;
 }
 
-export function seconds(value) {
+// A duration, in the unit that suits `most`, such as the longest in its table.
+export function seconds(value, most = value) {
   if (value === 0) return "0 s";
-  if (value < 1e-3) return `${(value * 1e6).toFixed(0)} µs`;
-  if (value < 1) return `${(value * 1e3).toFixed(0)} ms`;
-  if (value < 120) return `${value.toFixed(1)} s`;
-  return value < 7200 ? `${(value / 60).toFixed(1)} min` : `${(value / 3600).toFixed(1)} h`;
+  if (most < 1e-3) return `${(value * 1e6).toFixed(0)} µs`;
+  if (most < 1) return `${(value * 1e3).toFixed(0)} ms`;
+  if (most < 120) return `${value.toFixed(most < 10 ? 2 : 1)} s`;
+  return most < 7200 ? `${(value / 60).toFixed(1)} min` : `${(value / 3600).toFixed(1)} h`;
 }
 
 // What a metric means; NAME stands for any name and N or K for a number, and a policy's name may come first.
@@ -90,7 +91,7 @@ export function chart(holder, series, { height = 190, xLabel = "", ends = [] } =
   holder.plotKey = key;
   holder.plot = new uPlot({
     width: Math.max(200, holder.clientWidth), height,
-    scales: { x: { time: false } },
+    scales: { x: { time: false }, y: { range: (_, low, high) => (low === null ? [0, 1] : low === high ? [low && low - Math.abs(low) / 2, low ? low + Math.abs(low) / 2 : 1] : uPlot.rangeNum(low, high, 0.1, true)) } },
     cursor: { sync: { key: "x" }, points: { size: 5 }, drag: { x: true, y: false } },
     axes: [{ ...axis, size: 26, label: xLabel, labelSize: 16, labelFont: "11px system-ui", labelGap: -2 }, { ...axis, size: 52, values: (_, ticks) => ticks.map((tick) => number(tick, 3)) }],
     legend: { markers: { width: 2, dash: (_, i) => styleOf(series[i - 1]?.dash) } },

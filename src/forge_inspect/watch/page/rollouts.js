@@ -2,8 +2,8 @@
 import { el, fill, number, percent, select, visible } from "./parts.js";
 import { ask } from "./data.js";
 
-const COLUMNS = [["step", "step", 1], ["group", "prompt", 1], [null, "sample", 1], ["reward", "reward", 1], ["advantage", "advantage", 1], ["length", "tokens", 1], ["version", "version", 1], [null, "trained", 0], [null, "prompt and response", 0]];
-const RANGES = [["step", "step"], ["reward", "reward"], ["advantage", "advantage"], ["length", "tokens"], ["version", "version"], ["group", "prompt"]];
+const COLUMNS = [["step", "step", 1], ["group", "group", 1], [null, "sample", 1], ["reward", "reward", 1], ["advantage", "advantage", 1], ["length", "tokens", 1], ["version", "version", 1], [null, "trained", 0], [null, "prompt and response", 0]];
+const RANGES = [["step", "step"], ["reward", "reward"], ["advantage", "advantage"], ["length", "tokens"], ["version", "version"], ["group", "group"]];
 export const REASONS = {
   zero_advantage: "advantage 0", no_signal: "replaced: equal rewards", too_old: "too old", unscored: "unscored", repeated: "came twice", forgotten: "forgotten at a resume",
 };
@@ -28,15 +28,15 @@ export function rollouts(context) {
       reasons.replaceChildren(el("label", {}, "trained", select([["", "all"], ["trained", "trained"], ["dropped", "not trained"], ...found.reasons.map((one) => [one, `not: ${REASONS[one] ?? one}`])], asked.reason ?? "", (value) => { asked.reason = value; asked.page = 0; update(); }, { id: "reason" })));
     }
     fill(bars, [found.histogram], () => histogram(found.histogram));
-    fill(head, [asked.sort, asked.down], () => COLUMNS.map(([sort, text, numeric]) => el("th", { className: numeric ? "n" : "", "data-sort": sort, title: text === "prompt" ? "number among the prompts that the run has drawn, not a row of a file" : null, onclick: sort && (() => {
+    fill(head, [asked.sort, asked.down], () => COLUMNS.map(([sort, text, numeric]) => el("th", { className: numeric ? "n" : "", "data-sort": sort, title: text === "group" ? "number among the prompts that the run has drawn, not a row of a file" : null, onclick: sort && (() => {
       asked.down = asked.sort === sort && asked.down === "1" ? "" : "1";
       asked.sort = sort;
       update();
     }) }, text, sort === asked.sort ? (asked.down === "1" ? " ↓" : " ↑") : "")));
     fill(body, found.rows, () => found.rows.map((row) => el("tr", { className: "link", tabIndex: 0, onclick: () => context.open(row.row), onkeydown: (event) => event.key === "Enter" && context.open(row.row) },
-      ...[row.step, row.group, row.policy ? `${row.sample} ${visible(row.policy)}` : row.sample, number(row.reward), number(row.advantage, 3), row.length, row.version].map((cell) => el("td", { className: "n" }, String(cell ?? "–"))),
-      el("td", {}, row.dropped ? el("span", { className: "tag", title: visible(row.dropped) }, visible(REASONS[row.dropped] ?? row.dropped)) : el("span", { className: "good" }, "yes")),
-      el("td", { className: "text" }, el("span", { className: "quiet" }, `${visible((row.prompt ?? "").slice(-70))} `), visible((row.written || written(row)).slice(0, 160))))));
+      ...[row.step, row.group, row.policy ? `${row.sample} ${visible(row.policy)}` : row.sample, number(row.reward), number(row.advantage, 3), row.length, row.version].map((cell, i) => el("td", { className: "n", "data-label": COLUMNS[i][1] }, String(cell ?? "–"))),
+      el("td", { "data-label": "trained" }, row.dropped ? el("span", { className: "tag", title: visible(row.dropped) }, visible(REASONS[row.dropped] ?? row.dropped)) : row.advantage === 0 ? el("span", { className: "tag" }, "yes, advantage 0") : el("span", { className: "good" }, "yes")),
+      el("td", { className: "text" }, el("div", { className: "quiet" }, visible((row.prompt ?? "").slice(0, 200))), el("div", {}, visible((row.written || written(row)).slice(0, 200)))))));
     const last = Math.max(0, Math.ceil(found.total / 50) - 1), go = (by) => () => { asked.page = (asked.page || 0) + by; update(); };
     fill(pages, [asked.page, last], () => [el("button", { onclick: go(-1), disabled: !asked.page }, "‹ before"), ` page ${(asked.page || 0) + 1} of ${last + 1} `, el("button", { onclick: go(1), disabled: (asked.page || 0) >= last }, "next ›")]);
     if (found.all && !found.total) fill(body, 1, () => [el("tr", {}, el("td", { colSpan: 9, className: "quiet" }, "No rollout passes these filters."))]);

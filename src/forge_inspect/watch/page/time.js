@@ -2,7 +2,7 @@
 import { PALETTE, css, el, fill, number, percent, seconds, table, visible } from "./parts.js";
 import { ask, eventsOf, rowsOf } from "./data.js";
 
-const FURTHER = ["#6f4e37", "#1f4e9c", "#8fb339", "#e377a2", "#0f6b4f", "#8c2f5b", "#6ab7ea", "#c49a8a"]; // colours of phases, after the palette
+const FURTHER = ["#5b3a1e", "#1a2f6b", "#9bc53d", "#f29ac0", "#0b4f3a", "#7a1f4f", "#8fd0f5", "#d9b8a6"]; // colours of phases, after the palette
 const ROW = 20, LEFT = 130, AGE = 46, TOP = 22;
 
 export function time(context) {
@@ -34,13 +34,14 @@ export function time(context) {
     first = first && !marks.length;
     const words = sentences(columns, lanes, bound);
     fill(said, words, () => words.map((text) => el("p", {}, text)));
+    const longest = Math.max(0, ...lanes.flatMap((lane) => lane.phases.map(([, sum]) => sum)));
     fill(processes, events.length, () => [table(["process", "busy", "waiting", "cores", "memory (MB)", "pids", "longest phases"], lanes.map((lane) => [visible(lane.name), percent(lane.busy), percent(lane.waits),
-      number(lane.cores, 3), number(lane.memory, 5), visible(lane.pids.join(", ")), lane.phases.slice(0, 4).map(([name, sum]) => `${visible(name)} ${seconds(sum)}`).join(", ")]), [1, 2, 3, 4])]);
+      number(lane.cores, 3), number(lane.memory, 5), visible(lane.pids.join(", ")), el("span", { className: "line" }, lane.phases.slice(0, 4).map(([name, sum]) => `${phaseName(name)} ${seconds(sum, longest)}`).join(", "))]), [1, 2, 3, 4])]);
     const sums = new Map();
     for (const [name, sum] of lanes.flatMap((lane) => lane.phases)) sums.set(name, (sums.get(name) ?? 0) + sum);
     const names = [...sums].sort((a, b) => b[1] - a[1]).map(([name]) => name);
     names.filter((name) => !waits(name) && !colours.has(name)).forEach((name) => colours.set(name, phaseColour(colours.size)));
-    keys.replaceChildren(...names.map((name) => el("span", {}, el("i", { style: { background: tint(name) } }), visible(name))), el("span", {}, el("i", { style: { background: css("--bad") } }), "restart"));
+    keys.replaceChildren(...names.map((name) => el("span", {}, el("i", { style: { background: tint(name) } }), phaseName(name))), ...(marks.some((mark) => mark.step === null) ? [el("span", {}, el("i", { style: { background: css("--bad") } }), "restart")] : []));
     draw();
   }
 
@@ -79,7 +80,7 @@ export function time(context) {
         pen.fillStyle = tint(one.name);
         pen.fillRect(left, y + one.level * ROW + 2, wide, ROW - 4);
         boxes.push({ left, wide, top: y + one.level * ROW, one, lane });
-        if (wide > 60) { pen.fillStyle = "#fff"; pen.fillText(visible(one.name).slice(0, wide / 7), left + 5, y + one.level * ROW + ROW / 2); }
+        if (wide > 60) { pen.fillStyle = "#fff"; pen.fillText(phaseName(one.name).slice(0, wide / 7), left + 5, y + one.level * ROW + ROW / 2); }
       }
       y += lane.depth * ROW + 6;
     }
@@ -118,7 +119,7 @@ export function time(context) {
     tip.hidden = !hit;
     if (!hit) return;
     tip.replaceChildren(...(hit.mark ? [el("b", {}, `step ${hit.mark.step}`), el("div", {}, `policy age ${number(hit.mark.age)}${bound ? ` of ${bound}` : ""}`), el("div", {}, hit.mark.reward === null ? "" : `reward ${number(hit.mark.reward)}`)]
-      : [el("b", {}, visible(hit.one.name)), el("div", {}, `${seconds(hit.one.length)} in ${visible(hit.lane.name)}, pid ${hit.one.pid}`), el("div", { className: "quiet" }, `at ${seconds(hit.one.at - from)}`)]));
+      : [el("b", {}, phaseName(hit.one.name)), el("div", {}, `${seconds(hit.one.length)} in ${visible(hit.lane.name)}, pid ${hit.one.pid}`), el("div", { className: "quiet" }, `at ${seconds(hit.one.at - from)}`)]));
     tip.style.left = `${Math.min(event.clientX + 14, innerWidth - 240)}px`;
     tip.style.top = `${event.clientY + 14}px`;
   });
@@ -126,6 +127,11 @@ export function time(context) {
   addEventListener("resize", () => canvas.isConnected && draw());
   return { node, update };
 }
+
+// What the phases are called for readers; another one keeps its name.
+const PHASES = { wait_for_batch: "waits for rollouts", rollout_metrics: "counts rollouts", log_rollouts: "records rollouts", credit: "computes advantages", pack: "packs tokens", log: "writes metrics", drain_metrics: "collects metrics", train: "trains", generate: "samples",
+  checkpoint: "writes a checkpoint", push_weights: "publishes weights", update_weights: "takes new weights", release: "frees its memory", evaluate: "evaluates", reference: "reference model", logprobs: "log-probabilities", predict: "values of the critic", on_step: "your on_step" };
+const phaseName = (name) => visible(PHASES[name] ?? name);
 
 // A colour that no other phase has.
 function phaseColour(i) {
