@@ -60,13 +60,12 @@ class Dialogue:
         if isinstance(template, str) and template in TEMPLATES:
             template = built_in(template, tokenizer)
         self.tokenizer = tokenizer
-        template_options = dict(options or {})
+        plain = ChatFormat(tokenizer, template, options)
 
         # By the tools of an episode, as JSON, since they are a part of what the template renders.
         @lru_cache(16)
         def chat_format(tools: str) -> ChatFormat:
-            tool_options = {"tools": json.loads(tools)} if tools else {}
-            return ChatFormat(tokenizer, template, {**template_options, **tool_options})
+            return plain.with_options({"tools": json.loads(tools)} if tools else {})
 
         self._chat = chat_format
         self.thoughts: Thoughts = thoughts

@@ -233,7 +233,7 @@ async def start_generator(
 ) -> Service:
     """Start generators of a model with the settings of the section `generator`.
 
-    Their answers end at the tokens that end a turn in the chat template of the data, and at the model's own eos.
+    Their answers end at the model's own eos, and at the `stop_ids` of a prompt.
 
     Args:
         model: folder of the model.
@@ -243,10 +243,6 @@ async def start_generator(
     """
     if store is not None:
         settings["store"] = await share_store(store)
-    if cfg.dataset.chat_template or cfg.dataset.sources:  # turns often end with another token than the model's eos
-        from ..data.prompts import stop_ids
-
-        settings["stop_token_ids"] = stop_ids(cfg.dataset, model_tokenizer(model))  # type: ignore
     placement = cfg.placement("generator") if options is None else options
     return await Generator.options(**placement).as_service(model, **settings, **cfg.generator)
 
