@@ -39,6 +39,8 @@ class Dialogue:
 
     Attributes:
         tokenizer, thoughts: the arguments.
+        exported_template: the template for the tokenizer of a model that is trained on these episodes; None for the
+            tokenizer's own.
         syntax: the argument, or what was inferred.
         stop_ids: the tokens at which generation stops: those that end a turn in this template, and eos.
 
@@ -61,6 +63,7 @@ class Dialogue:
             template = built_in(template, tokenizer)
         self.tokenizer = tokenizer
         plain = ChatFormat(tokenizer, template, options)
+        self.exported_template = plain.exported
 
         # By the tools of an episode, as JSON, since they are a part of what the template renders.
         @lru_cache(16)

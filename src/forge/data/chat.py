@@ -92,6 +92,15 @@ class ChatFormat:
         self.writer = Writer(self.template, self._render_text)
         self.turns = Turns(self.render, self.writer, self._special)
 
+    @property
+    def exported(self) -> str | None:
+        """Return the template with its arguments as defaults, for the tokenizer of a model that was trained with them;
+        None if it is the tokenizer's own without arguments."""
+        defaults = [
+            f"{{%- if {n} is not defined %}}{{%- set {n} = {v!r} %}}{{%- endif %}}" for n, v in self.options.items()
+        ]
+        return None if self._own_template and not defaults else "".join(defaults) + self.template
+
     def of_row(
         self, row: Row, messages: Sequence[Message], read: Container[str] = ()
     ) -> tuple[list[Message], ChatFormat]:

@@ -6,7 +6,7 @@ import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..actors import DatasetActor, Generator, ReferenceModel, ReplayBuffer, RewardActor, Trainer
 from ..actors.publication import share_store
@@ -274,6 +274,7 @@ async def start_trainer(
         "colocated": cfg.shares_device(service),
         "recovery": f"{job.record.checkpoints}/{folder}".rstrip("/") if cfg.checkpoint.every else None,
         "lora": None if cfg.lora is None else {**cfg.lora},
+        "chat_template": exported_template(cfg, job.model),
         **cfg.training.only(PassSettings),
     }
     if "store" in overrides:
@@ -288,6 +289,14 @@ async def start_trainer(
         # `colocated` they are off, since vLLM's sleep does not work with them.
         placement["env"] = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **placement["env"]}
     return await Trainer.options(**placement).as_actor(job.model, loss=loss, **(settings | overrides))
+
+
+def exported_template(cfg: Any, model: str) -> str | None:
+    """Return the chat template that the exported model brings: the one of `episode`, if it makes the tokens, else of
+    the data; None for the one of the tokenizer in the folder `model`."""
+    if getattr(cfg, "multi_turn", False):
+        return cast(str | None, cfg.episode.dialogue(model).exported_template)
+    return cast(str | None, cfg.dataset.exported_template(model_tokenizer(model)))
 
 
 async def start_critic(cfg: RLConfig, start: str, job: Job, folder: str = "critic", **placed: Any) -> Handle:
