@@ -72,7 +72,7 @@ async def collect(cfg: WeaverConfig, model: str, samples: Sequence[Sample]) -> l
     )
     await policy.stop()
     return [
-        Problem(prompt.conversation, [completion.text for completion in completions], target=target)
+        Problem(prompt.text, [completion.text for completion in completions], target=target)
         for (prompt, target), completions in zip(samples, drawn, strict=True)
     ]
 

@@ -259,9 +259,9 @@ class ToolEnvironment(Environment):
         self.task = task if isinstance(task, Sample) else _sample_of_task(task)
         prompt = self.task.prompt
         given = {name for name in ("tools", OPTIONS) if prompt.row.get(name)} - self._call.names
-        if given or prompt.options:
+        if given:
             raise ValueError(
-                f"the row has {', '.join(sorted(given)) or 'tools'}, and the environment offers its own tools: leave "
+                f"the row has {', '.join(sorted(given))}, and the environment offers its own tools: leave "
                 "the column out"
             )
         messages = list(prompt.messages) or [{"role": "user", "content": prompt.text}]

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from forge.data.prompts import PromptFormat
 from forge.data.special_tokens import SpecialTokens
 from forge.rewards.verifier import Unscored
-from forge.types import plain_text, row_of
+from forge.types import Conversation
 
 from .config import ModelSettings
 from .threads import Batcher
@@ -86,11 +86,11 @@ class BatchedModel:
     def row_of(self, prompt: str) -> Mapping[str, Any]:
         """Return a prompt as a row that this model's format reads: with its messages, tools and arguments of the
         template where a chat template writes them, else as text."""
-        row = row_of(prompt)
-        listed = isinstance(row["question"], list)
-        if self.format.chat is not None or (listed and self.tokenizer.chat_template):
-            return row
-        return {"question": plain_text(prompt) if listed else row["question"]}
+        conversation = Conversation(prompt)
+        question = conversation.row["question"]
+        if self.format.chat is not None or (isinstance(question, list) and self.tokenizer.chat_template):
+            return conversation.row
+        return {"question": question if isinstance(question, str) else conversation.plain}
 
     def encode(self, prompt: str, response: str) -> TokenRow:
         """Return the tokens of the rendered prompt with the response; with a chat template, those of the rendered

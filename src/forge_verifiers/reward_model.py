@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification
 
 from forge.data.supervised import close_tokens
 from forge.rewards.verifier import Scores
-from forge.types import plain_text, row_of
+from forge.types import Conversation
 
 from .config import RewardModelSettings
 from .models import Inputs, ModelVerifier, TokenRow
@@ -89,8 +89,9 @@ class RewardModel(ModelVerifier[float]):
             return TokenRow(close_tokens(*self.model.format.answered(self.model.row_of(prompt), response))[0])
         if not self._as_pair:
             return self.model.encode(prompt, response)
-        question = row_of(prompt)["question"]
-        text = self.model.format.render({"question": question if isinstance(question, str) else plain_text(prompt)})[0]
+        question = self.model.row_of(prompt)["question"]
+        plain = question if isinstance(question, str) else Conversation(prompt).plain
+        text = self.model.format.render({"question": plain})[0]
         encoded: Any = self.model.tokenizer([text], [response])  # lists: "" would be no second text
         return TokenRow(encoded["input_ids"][0], encoded.get("token_type_ids", [None])[0])
 

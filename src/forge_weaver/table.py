@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from forge.system.files import written_aside
-from forge.types import Conversation, row_of
+from forge.types import Conversation
 
 READINGS = re.compile(r"_(min|max|mean|avg|last)$")  # suffixes of verifiers that read one model's output differently
 
@@ -177,7 +177,7 @@ class ScoreTable:
         arrays = {name: value for name, value in columns.items() if isinstance(value, np.ndarray)}
         texts = {name: value for name, value in columns.items() if name not in arrays and value is not None}
         if any(isinstance(prompt, Conversation) for prompt in self.prompts or ()):
-            texts["rows"] = [row_of(prompt) for prompt in self.prompts or ()]
+            texts["rows"] = [Conversation(prompt).row for prompt in self.prompts or ()]
         with written_aside(Path(path)) as aside:
             write_npz(aside, {"texts": texts}, arrays)
 

@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ..system.files import read_text
 from .files import Row
-from .messages import MESSAGE_FIELDS as MESSAGE_FIELDS
-from .messages import read_messages as read_messages
 from .messages import row_options, row_system, with_system
 from .special_tokens import SpecialTokens
 from .turns import Message, Rewritten, Span, Turns, Writer, thought_of
@@ -130,19 +128,16 @@ class ChatFormat:
         extended._begin_text()
         if "tools" in options and self.template not in _offered:
             _offered.add(self.template)
-            extended._check_tools(self)
+            trial = [{"role": "user", "content": "ask"}]
+            # A template that needs more than this reports what it lacks when it is used.
+            with suppress(ValueError):
+                if extended._render_text(trial) == self._render_text(trial):
+                    log.warning(
+                        "the chat template has no place for tools, so the model does not read which ones it has: set "
+                        "episode.template (of rows dataset.chat_template) to one that writes them, such as chatml"
+                    )
 
         return extended
-
-    def _check_tools(self, plain: ChatFormat) -> None:
-        """Log a warning if the template writes the same as the format `plain`, which has no tools."""
-        trial = [{"role": "user", "content": "ask"}]
-        with suppress(ValueError):  # a template that needs more than this reports what it lacks when it is used
-            if self._render_text(trial) == plain._render_text(trial):
-                log.warning(
-                    "the chat template has no place for tools, so the model does not read which ones it has: set "
-                    "episode.template (of rows dataset.chat_template) to one that writes them, such as chatml"
-                )
 
     def render(self, conversation: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         """Return the text that the template writes for a conversation.
@@ -165,30 +160,26 @@ class ChatFormat:
 
     def _check_roles(self, conversation: Sequence[Message]) -> None:
         """Check that the template writes every message that is not the assistant's. ValueError: it leaves one out."""
-        shape = ("tools" in self.options, *(message["role"] for message in conversation))
+        said = [message["role"] if str(message["content"] or "").strip() else "" for message in conversation]
+        shape = ("tools" in self.options, *said)
         shapes: set[tuple[bool | str, ...]] = self._shared["shapes"]
         if shape in shapes:
             return
         # Words that no template has by itself, in place of what the messages say.
-        words = {i: f"qz{i}said" for i, message in enumerate(conversation) if message["role"] != "assistant"}
+        words = {i: f"qz{i}said" for i, role in enumerate(said) if role not in ("", "assistant")}
         trial = [{**m, "content": words[i]} if i in words else m for i, m in enumerate(conversation)]
         try:
             text = self._render_text(self._written(trial))
         except ValueError:  # the same error, or one about the words, follows from the conversation itself
             return
 
-        left_out = [number for number, word in words.items() if word not in text]
-        for number in left_out:
-            if conversation[number]["content"].strip():
-                raise ValueError(
-                    f"message {number + 1}: the chat template leaves out a message of the role "
-                    f"{conversation[number]['role']} there: take one that writes it"
-                )
-        if left_out:
-            return
-        if len(shapes) >= _MAX_SHAPES:
-            shapes.clear()
-        shapes.add(shape)
+        if lost := [i for i, word in words.items() if word not in text]:
+            raise ValueError(
+                f"message {lost[0] + 1}: the chat template leaves out a message of the role {said[lost[0]]} there: "
+                "take one that writes it"
+            )
+        if len(shapes) < _MAX_SHAPES:
+            shapes.add(shape)
 
     def _render_text(self, conversation: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         options = {**self.options, "tokenize": False, "add_generation_prompt": add_generation_prompt}
@@ -213,12 +204,10 @@ class ChatFormat:
             ValueError: there is no such turn, or the template renders it differently once later messages follow.
         """
         turns = [i for i, message in enumerate(conversation) if i >= since and message["role"] == "assistant"]
+        turns = [i for i in (turns[-1:] if train_on == "last" else turns) if conversation[i].get("trained", True)]
         if not turns:
-            raise ValueError("no assistant turn to learn from: " + ", ".join(m["role"] for m in conversation))
-        turns = turns[-1:] if train_on == "last" else turns
-        turns = [i for i in turns if conversation[i].get("trained", True)]
-        if not turns:
-            raise ValueError("no assistant turn to learn from: all have a weight of 0")
+            roles = ", ".join(m["role"] + " of weight 0" * (not m.get("trained", True)) for m in conversation)
+            raise ValueError(f"no assistant turn to learn from: {roles}")
         text = self.render(conversation)
         encoding = self._untrimmed_tokenizer.encode(text, add_special_tokens=False)
 

@@ -111,7 +111,7 @@ def row_options(row: Row) -> dict[str, Any]:
         raise ValueError(f"the tools of a conversation must be a list of schemas, not {type(tools).__name__}")
     if not isinstance(options, Mapping):
         raise ValueError(f"{OPTIONS} must be a mapping, not {type(options).__name__}")
-    check_values([tools, dict(options)], "tools")
+    check_values(tools, "tools")
     return {**options, **({"tools": tools} if tools else {})}
 
 
@@ -124,18 +124,16 @@ def row_system(row: Row, read: Container[str] = ()) -> str:
     Raises:
         ValueError: it is not text.
     """
-    given = {name: row[name] for name in SYSTEM_FIELDS if name not in read and row.get(name)}
-    for name, value in given.items():
-        if not isinstance(value, str):
-            raise ValueError(f"column {name!r}, the system message, must be text, not {type(value).__name__}")
-    return next(iter(given.values()), "")
+    text = next((row[name] for name in SYSTEM_FIELDS if name not in read and row.get(name)), "")
+    if not isinstance(text, str):
+        raise ValueError(f"the system message of a row must be text, not {type(text).__name__}")
+    return text
 
 
 def with_system(messages: Sequence[Message], text: str) -> list[Message]:
     """Return the messages after a system message of this text, if there is a text. ValueError: they start with another
     one."""
-    if not text or (messages[0]["role"] == "system" and messages[0]["content"] == text):
-        return list(messages)
-    if messages[0]["role"] == "system":
+    has_system = messages[0]["role"] == "system"
+    if text and has_system and messages[0]["content"] != text:
         raise ValueError(f"there are two system messages: {text!r:.60} and {messages[0]['content']!r:.60}")
-    return [{"role": "system", "content": text}, *messages]
+    return [{"role": "system", "content": text}, *messages] if text and not has_system else list(messages)

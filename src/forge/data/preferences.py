@@ -4,9 +4,10 @@ from random import Random
 from typing import Any
 
 from ..types import Episode, Pair
-from .chat import MESSAGE_FIELDS, ChatFormat, Message, read_messages
+from .chat import ChatFormat, Message
 from .config import PreferencesConfig
 from .files import PathOrRows, Row
+from .messages import MESSAGE_FIELDS, read_messages
 from .prompts import QUESTION_FIELDS, PromptFormat, read_text_field
 from .sources import load_task
 from .stream import RowStream
@@ -150,13 +151,10 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
         prompt = read_messages(row, field) if listed else [{"role": "user", "content": read_text_field(row, field)}]
         if answer_only:
             return [*prompt, *conversation]
-        first = next((i for i, message in enumerate(conversation) if message["role"] not in _SYSTEM), 0)
-        start = 0 if prompt[0]["role"] in _SYSTEM else first
+        first = next((i for i, message in enumerate(conversation) if message["role"] != "system"), 0)
+        start = 0 if prompt[0]["role"] == "system" else first
         beginning = [(m["role"], m["content"].strip()) for m in conversation[start : start + len(prompt)]]
 
         if beginning != [(m["role"], m["content"].strip()) for m in prompt]:
             raise ValueError(f"{name} does not start with what field {field!r} holds: omit prompt_field")
         return conversation
-
-
-_SYSTEM = ("system", "developer")

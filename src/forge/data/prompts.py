@@ -14,11 +14,11 @@ from numbers import Real
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
-from ..types import Prompt, Sample
-from .chat import ChatFormat, Message, read_messages
+from ..types import Conversation, Prompt, Sample
+from .chat import ChatFormat, Message
 from .config import DatasetConfig
 from .files import PathOrRows, Row, check_values
-from .messages import OPTIONS, SYSTEM_FIELDS, row_options, with_system
+from .messages import OPTIONS, SYSTEM_FIELDS, read_messages, with_system
 from .stream import RowStream
 
 if TYPE_CHECKING:
@@ -203,17 +203,15 @@ class PromptFormat:
         return LETTERS[options.index(target)]
 
     def dialogue(self, row: Row, read: Iterable[str] = ()) -> tuple[list[Message], ChatFormat] | None:
-        """Return the messages of a row's prompt, and the chat format that renders them with the row's tools and
-        arguments of the template; None for a text without a chat template.
-
-        The system message is the row's, else `system_prompt`.
+        """Return the messages of a row's prompt, with its system message or else `system_prompt`, and the chat format
+        that renders them with the row's tools and arguments; None for a text without a chat template.
 
         Args:
             read: names of columns that something else reads, such as a reward.
 
         Raises:
-            ValueError: they are no messages, the last one is the assistant's, or the tokenizer has no chat template; or
-                there is none, and the row has a column that only a chat template writes.
+            ValueError: they are no messages, the last one is the assistant's, the tokenizer has no chat template, or a
+                text without a chat template has a column that only a chat template writes.
         """
         columns = {*self.fields(row).values(), self.target_field}
         if self.is_conversation(row):
@@ -303,18 +301,21 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
                 has = ", ".join(row)
                 raise ValueError(f"no column {name!r}, which the reward takes: it has {has}{hint_similar(name, row)}")
 
-        text, target = self._format.render(row)
+        question, target = self._format.render(row)
         columns = plain_columns(row, self.settings.columns, self.settings.required_columns)
 
         # An answer to messages ends at the tokens of their chat template, even if other prompts are plain text.
         dialogue = self._format.dialogue(row, columns)
         if dialogue is None:
-            prompt = Prompt(text, self._format.encode(text), index, columns)
+            prompt = Prompt(question, self._format.encode(question), index, columns)
         else:
             messages, chat = dialogue
             text, ids = self._format.rendered(messages, chat)
-            conversational = self._format.is_conversation(row)
-            prompt = Prompt(text, ids, index, columns, tuple(messages), conversational, chat.stop_ids, row_options(row))
+            fields = {name: row[name] for name in ("tools", OPTIONS) if row.get(name)}
+            listed = self._format.is_conversation(row)
+            fields |= {"question": messages} if listed else {m["role"]: m["content"] for m in messages[:-1]}
+            text = Conversation(text, {"question": question, **fields})
+            prompt = Prompt(text, ids, index, columns, tuple(messages), listed, chat.stop_ids)
 
         return Sample(prompt, target) if self.fits(len(prompt.token_ids)) else None
 

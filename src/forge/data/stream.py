@@ -89,8 +89,8 @@ class RowStream(ABC, Generic[T, C]):
         self._too_long: str = section["too_long"]
         self._vocabulary = smaller_vocabulary(tokenizer)
         # Columns that the prompt's template or a setting such as `text_field` names.
-        self._named = {*re.findall(r"\{(\w+)\}", section.prompt_template)}
-        self._named |= {str(section[name]) for name in type(section).model_fields if name.endswith("_field")}
+        fields = (str(section[name]) for name in type(section).model_fields if name.endswith("_field"))
+        self._named = {*re.findall(r"\{(\w+)\}", section.prompt_template), *fields}
         self._name = section.task or (path if isinstance(path, str) else "dataset")
         self._source: StoredRows | StreamedRows | TaskRows
         sampler = getattr(section, "sampler", None)  # only the section of prompts has this setting
@@ -275,14 +275,13 @@ class RowStream(ABC, Generic[T, C]):
         try:
             check_media(row, self._named, "the row")
             item = self.make(number, row, index)
-            if item is not None and self._vocabulary is not None:
-                token = max(map(max, content_of(item)))
-                if token >= self._vocabulary:
-                    raise ValueError(
-                        f"it has the token {self.tokenizer.convert_ids_to_tokens(token)!r}, number {token}, which the "
-                        f"tokenizer has and the model, of {self._vocabulary} tokens, has not: take the model's own "
-                        "tokenizer, or a model whose embeddings were resized"
-                    )
+            size = self._vocabulary
+            if item is not None and size is not None and (token := max(map(max, content_of(item)))) >= size:
+                raise ValueError(
+                    f"it has the token {self.tokenizer.convert_ids_to_tokens(token)!r}, number {token}, which the "
+                    f"tokenizer has and the model, of {size} tokens, has not: take the model's own "
+                    "tokenizer, or a model whose embeddings were resized"
+                )
             return item
         except TooLong as error:
             raise ValueError(f"{self._name}, row {number}: {error}") from error

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..types import Episode, Prompt, Sample
-from .chat import MESSAGE_FIELDS, ChatFormat, read_messages
+from .chat import ChatFormat
 from .config import RowsConfig, SupervisedConfig
 from .files import PathOrRows, Row
+from .messages import MESSAGE_FIELDS, read_messages
 from .prompts import PROMPT_FIELDS, PromptFormat, read_text_field, with_one_bos
 from .stream import RowStream
 

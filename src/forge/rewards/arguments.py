@@ -60,7 +60,7 @@ class Answers:
         if not isinstance(prompt, Prompt):
             return cls(str(prompt), responses, target, completions=completions)
         messages = list(prompt.messages)
-        return cls(prompt.conversation, responses, target, prompt.row, messages, prompt.conversational, completions)
+        return cls(prompt.text, responses, target, prompt.row, messages, prompt.conversational, completions)
 
     def conversation(self, number: int) -> list[Message]:
         """Return the messages of the prompt, and response `number` as the assistant's last message."""

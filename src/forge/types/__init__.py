@@ -17,8 +17,6 @@ from .batches import Batch as Batch
 from .batches import Pair as Pair
 from .batches import Seen as Seen
 from .conversation import Conversation as Conversation
-from .conversation import plain_text as plain_text
-from .conversation import row_of as row_of
 from .sampling import TOP_LOGPROBS as TOP_LOGPROBS
 from .sampling import Sampling as Sampling
 from .sampling import Spans as Spans
@@ -34,8 +32,7 @@ class Prompt:
 
     `row` has those columns of the prompt's row in the data set that rewards name, as plain data. `messages` is the
     prompt as a conversation; `conversational` says that the row has these messages itself. `stop_ids` are tokens that
-    end an answer to it, in addition to the generator's. `options` has the arguments that its row has for the chat
-    template, such as `tools`.
+    end an answer to it, in addition to the generator's. If it has messages, `text` is a `Conversation`.
     """
 
     text: str
@@ -45,36 +42,20 @@ class Prompt:
     messages: tuple[Info, ...] = field(default=(), compare=False)
     conversational: bool = field(default=False, compare=False)
     stop_ids: tuple[int, ...] = field(default=(), compare=False)
-    options: Info = field(default_factory=dict, compare=False)
 
     def __str__(self) -> str:
         return self.text
 
     @property
-    def conversation(self) -> str:
-        """Return the text, for a prompt with messages as a `Conversation`, of which readers with another chat template
-        make their own text."""
-        if not self.messages:
-            return self.text
-        fields = {name: value for name, value in self.options.items() if name == "tools"}
-        fields["chat_template_kwargs"] = {name: value for name, value in self.options.items() if name != "tools"}
-        *before, last = self.messages
-        if self.conversational:
-            return Conversation(self.text, {"question": list(self.messages), **fields})
-        return Conversation(
-            self.text, {"question": last["content"], **fields, **{m["role"]: m["content"] for m in before}}
-        )
-
-    @property
     def task(self) -> Prompt:
         """Return the prompt as an environment or an agent gets it: its text is what the messages say, without the
         markers of a chat template."""
-        return replace(self, text=plain_text(self.conversation))
+        return replace(self, text=Conversation(self.text).plain)
 
     @property
     def bare(self) -> Prompt:
-        """Return the prompt as a generator needs it: without its row, messages and tools."""
-        return replace(self, row={}, messages=(), options={})
+        """Return the prompt as a generator needs it: without its row and messages."""
+        return replace(self, text=str(self.text), row={}, messages=())
 
 
 class Sample(NamedTuple):

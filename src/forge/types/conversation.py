@@ -20,40 +20,26 @@ class Conversation(str):
     row: Mapping[str, Any]
 
     def __new__(cls, text: str, row: Mapping[str, Any] | None = None) -> Conversation:
-        """Return the text with the fields of its row; without a row the text itself is the question."""
+        """Return the text with the fields of its row; None: those that it has, or the text itself as the question."""
         conversation = super().__new__(cls, text)
-        conversation.row = {"question": text} if row is None else row
+        conversation.row = getattr(text, "row", {"question": text}) if row is None else row
         return conversation
 
     @property
     def plain(self) -> str:
         """Return what the prompt says as text for people and programs: the question by itself, or each message, and the
-        tools, after its role."""
+        tools, after its role.
+
+        >>> Conversation("<user>Why?", {"question": "Why?", "system": "Be brief."}).plain
+        'system: Be brief.\\n\\nuser: Why?'
+        """
+        said = [(name, _as_text(self.row[name])) for name in ("tools", "system") if self.row.get(name)]
         question = self.row["question"]
-        messages = [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
-        if self.row.get("system"):
-            messages.insert(0, {"role": "system", "content": self.row["system"]})
-        said = [f"{message['role']}: {_content_of(message)}" for message in messages]
-        if self.row.get("tools"):
-            said.insert(0, f"tools: {json.dumps(self.row['tools'], ensure_ascii=False)}")
-        return "\n\n".join(said) if len(said) > 1 else str(messages[0]["content"])
+        for message in [{"role": "user", "content": question}] if isinstance(question, str) else question:
+            parts = [message["content"], *map(_as_text, message.get("tool_calls") or ())]
+            said.append((message["role"], "\n".join(filter(None, parts))))
+        return "\n\n".join(f"{role}: {text}" for role, text in said) if len(said) > 1 else said[0][1]
 
 
-def _content_of(message: Mapping[str, Any]) -> str:
-    """Return the text of a message, with its tool calls as JSON."""
-    calls = [json.dumps(call, ensure_ascii=False) for call in message.get("tool_calls") or ()]
-    return "\n".join([message["content"], *calls] if message["content"] else calls)
-
-
-def row_of(prompt: str) -> Mapping[str, Any]:
-    """Return the fields of the row of a prompt; of a text without any, {"question": text}."""
-    return Conversation(prompt, getattr(prompt, "row", None)).row
-
-
-def plain_text(prompt: str) -> str:
-    """Return what a prompt says, see `Conversation.plain`; a text without a row as it is.
-
-    >>> plain_text(Conversation("<user>Why?", {"question": "Why?"}))
-    'Why?'
-    """
-    return prompt.plain if isinstance(prompt, Conversation) else prompt
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
