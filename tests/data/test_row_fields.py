@@ -9,15 +9,18 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, Qwen3Config
 
+from forge.data.config import DatasetConfig
 from forge.data.files import Rows
 from forge.data.load import load_data
+from forge.models.tokenizer import open_tokenizer
+from forge_envs.dialogue import Dialogue
 from forge_envs.tools import Toolbox, ToolEnvironment
 from forge_verifiers import RewardModel
 from forge_verifiers.judge import LMJudge
 from forge_verifiers.process import ProcessRewardModel
 from forge_weaver.problems import Problem, read_problems, score_table, write_problems
 from forge_weaver.table import ScoreTable
-from tests.data.templates import byte_pairs
+from tests.data.templates import CHATML, byte_pairs
 
 OFFER = "{% for t in tools or [] %}<tool>{{ t.function.name }}{% endfor %}{{ tone }}"
 KNOWN = (
@@ -25,6 +28,9 @@ KNOWN = (
     "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 OTHER = OFFER + "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
+ONLY_FIRST = "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}" + KNOWN.replace(
+    "'system', ", ""
+)
 SIGN = "qzsign"  # what a field says
 TOOL = {"type": "function", "function": {"name": SIGN, "parameters": {"type": "object", "properties": {}}}}
 ASKED = [{"role": "user", "content": "q1"}, {"role": "assistant", "content": "a1"}, {"role": "user", "content": "q2"}]
@@ -210,12 +216,69 @@ def test_every_field_reaches_every_consumer_or_is_refused_by_name(folder):
                 table[field, consumer] = "-"
                 continue
             try:
-                text = read(field, folder)
+                text, refusal = read(field, folder), ""
             except ValueError as error:
-                assert field.split()[0] in str(error), (field, consumer, str(error))
-                table[field, consumer] = "error"
-                continue
-            assert SIGN in text, (field, consumer, text)  # with marks in between, were it trained
-            table[field, consumer] = "honoured"
+                text, refusal = "", str(error)
+            # What were trained of it would have marks in between.
+            assert SIGN in text or field.split()[0] in refusal, (field, consumer, text, refusal)
+            table[field, consumer] = "error" if refusal else "honoured"
     rows = ["".join(table[field, consumer][0] for consumer in CONSUMERS) for field in FIELDS]
     assert dict(zip(FIELDS, rows, strict=True)) == TABLE
+
+
+RESULT = [ASKED[0], {"role": "tool", "content": "r"}]
+
+
+@pytest.mark.parametrize(
+    ("messages", "template", "said"),
+    [
+        ([{"role": "system", "content": "s"}, ASKED[0]], KNOWN.replace("'system', ", ""), "message 1: .* role system"),
+        (RESULT, KNOWN, "message 2: .* role tool"),
+        ([*ASKED[:2], {"role": "developer", "content": "s"}, ASKED[2]], ONLY_FIRST, "message 3: .* role system"),
+    ],
+)
+def test_message_that_the_template_leaves_out_is_an_error(messages, template, said):
+    for row, kind in (({"prompt": messages}, "prompts"), ({"messages": [*messages, *ANSWER]}, "supervised")):
+        settings = {"target_field": None} if kind == "prompts" else {}
+        with pytest.raises(ValueError, match=f"row 1: {said}"):
+            read_rows(kind, row, chat_template=template, **settings)
+
+
+def test_template_without_a_place_for_tools_is_one_warning(caplog):
+    template = CHATML + "{# without tools #}"
+    for _ in range(2):
+        read_rows("supervised", {"messages": [ASKED[0], *ANSWER], "tools": [TOOL]}, chat_template=template)
+        Dialogue(words(), template).initial(ASKED[:1], [TOOL])
+    assert [record.message for record in caplog.records if "episode.template" in record.message] == [
+        "the chat template has no place for tools, so the model does not read which ones it has: set episode.template "
+        "(of rows dataset.chat_template) to one that writes them, such as chatml"
+    ]
+
+
+def test_messages_before_two_text_answers_stay_a_conversation():
+    row = {"prompt": [{"role": "system", "content": "s"}, *ASKED], "chosen": "good", "rejected": "bad"}
+    pair = read_rows("preferences", row)
+    asked = words().apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
+    for episode, answer in ((pair.chosen, "good"), (pair.rejected, "bad")):
+        start = episode.mask.index(True)
+        assert words().decode(episode.tokens[:start]) == asked
+        assert words().decode(episode.tokens[start:]) == f"{answer}<|im_end|>"
+
+
+@pytest.mark.parametrize("kind", ["prompts", "supervised", "preferences"])
+def test_token_that_the_model_lacks_is_an_error_of_its_row(folder, kind):
+    tokenizer = open_tokenizer(str(folder / "RewardModel"))
+    tokenizer.add_tokens(["<new>"])
+    rows = [{"question": text, "answer": "a", "chosen": "a", "rejected": "b"} for text in ("old", "a <new> one")]
+    with pytest.raises(ValueError, match="row 2: it has the token '<new>', number 368, which"):
+        load_data(tokenizer, kind=kind, path=Rows(rows))
+    load_data(tokenizer, kind=kind, path=Rows(rows[:1]))
+
+
+def test_exported_template_has_its_arguments_as_defaults():
+    section = DatasetConfig(path="x", chat_template=KNOWN, chat_options={"tone": "calm"})
+    exported = section.exported_template(words())
+    assert words().apply_chat_template(ASKED, chat_template=exported, tokenize=False).startswith("calm<|im_start|>")
+    assert DatasetConfig(path="x", chat_template=True).exported_template(words()) is None
+    sources = [{"path": "x", "chat_template": KNOWN}, {"path": "y", "chat_template": OTHER}]
+    assert DatasetConfig(sources=sources).exported_template(words()) is None

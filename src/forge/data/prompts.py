@@ -100,9 +100,8 @@ class PromptFormat:
         """
         has = list(row)
         question = self.prompt_field or next((name for name in QUESTION_FIELDS if name in has), "question")
-        template_fields = {
-            name: question if name == "question" else name for name in self._column_names() - {"choices"}
-        }
+        names = self._column_names() - {"choices"}
+        template_fields = {name: question if name == "question" else name for name in names}
         options = [self.choices_field] if isinstance(self.choices_field, str) else self.choices_field or []
         needed = [self.prompt_field, *template_fields.values(), *options, self.target_field]
         for name in needed:
@@ -213,7 +212,7 @@ class PromptFormat:
             ValueError: they are no messages, the last one is the assistant's, the tokenizer has no chat template, or a
                 text without a chat template has a column that only a chat template writes.
         """
-        columns = {*self.fields(row).values(), self.target_field}
+        columns = {*self.fields(row).values(), str(self.target_field)}
         if self.is_conversation(row):
             name = self.fields(row)["question"]
             messages = read_messages(row, name)
@@ -243,9 +242,8 @@ class PromptFormat:
         return text, tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Return the token ids of a prompt without a chat template, started as the tokenizer starts texts."""
+        """Return the token ids of a prompt without a chat template, without the eos that some tokenizers write."""
         ids = tuple(with_one_bos(self.tokenizer(text)["input_ids"], self.tokenizer))
-        # Some tokenizers end every text with eos, which a prompt must not have.
         return ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id else ids
 
     def answered(self, row: Row, answer: str | list[Message]) -> tuple[list[int], list[bool]]:

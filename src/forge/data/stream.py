@@ -87,7 +87,7 @@ class RowStream(ABC, Generic[T, C]):
         self.tokenizer, self.seed, self.epochs = tokenizer, seed, epochs
         self._limit: int | None = section[self.LIMIT]
         self._too_long: str = section["too_long"]
-        self._vocabulary = smaller_vocabulary(tokenizer)
+        self._vocabulary = smaller_vocabulary(tokenizer) or math.inf
         # Columns that the prompt's template or a setting such as `text_field` names.
         fields = (str(section[name]) for name in type(section).model_fields if name.endswith("_field"))
         self._named = {*re.findall(r"\{(\w+)\}", section.prompt_template), *fields}
@@ -275,11 +275,10 @@ class RowStream(ABC, Generic[T, C]):
         try:
             check_media(row, self._named, "the row")
             item = self.make(number, row, index)
-            size = self._vocabulary
-            if item is not None and size is not None and (token := max(map(max, content_of(item)))) >= size:
+            if item is not None and (token := max(max(ids, default=0) for ids in content_of(item))) >= self._vocabulary:
                 raise ValueError(
                     f"it has the token {self.tokenizer.convert_ids_to_tokens(token)!r}, number {token}, which the "
-                    f"tokenizer has and the model, of {size} tokens, has not: take the model's own "
+                    f"tokenizer has and the model, of {self._vocabulary} tokens, has not: take the model's own "
                     "tokenizer, or a model whose embeddings were resized"
                 )
             return item
