@@ -261,8 +261,7 @@ class ToolEnvironment(Environment):
         given = {name for name in ("tools", OPTIONS) if prompt.row.get(name)} - self._call.names
         if given:
             raise ValueError(
-                f"the row has {', '.join(sorted(given))}, and the environment offers its own tools: leave "
-                "the column out"
+                f"the row has {', '.join(sorted(given))}, and the environment offers its own tools: remove the column"
             )
         messages = list(prompt.messages) or [{"role": "user", "content": prompt.text}]
         self.messages = with_system(messages, self.system or row_system(prompt.row))

@@ -208,7 +208,7 @@ def folder(tmp_path_factory):
     return path
 
 
-def test_every_field_reaches_every_consumer_or_is_refused_by_name(folder):
+def test_every_field_reaches_every_consumer_or_is_an_error_with_its_name(folder):
     table = {}
     for field in FIELDS:
         for consumer, read in CONSUMERS.items():
@@ -237,7 +237,7 @@ RESULT = [ASKED[0], {"role": "tool", "content": "r"}]
         ([*ASKED[:2], {"role": "developer", "content": "s"}, ASKED[2]], ONLY_FIRST, "message 3: .* role system"),
     ],
 )
-def test_message_that_the_template_leaves_out_is_an_error(messages, template, said):
+def test_message_that_the_template_omits_is_an_error(messages, template, said):
     for row, kind in (({"prompt": messages}, "prompts"), ({"messages": [*messages, *ANSWER]}, "supervised")):
         settings = {"target_field": None} if kind == "prompts" else {}
         with pytest.raises(ValueError, match=f"row 1: {said}"):

@@ -159,14 +159,14 @@ class ChatFormat:
         return list(map(self.writer.message, plain))
 
     def _check_roles(self, conversation: Sequence[Message]) -> None:
-        """Check that the template writes every message that is not the assistant's. ValueError: it leaves one out."""
-        said = [message["role"] if str(message["content"] or "").strip() else "" for message in conversation]
-        shape = ("tools" in self.options, *said)
+        """Check that the template writes every message that is not the assistant's. ValueError: it omits one."""
+        roles = [message["role"] if str(message["content"] or "").strip() else "" for message in conversation]
+        shape = ("tools" in self.options, *roles)
         shapes: set[tuple[bool | str, ...]] = self._shared["shapes"]
         if shape in shapes:
             return
         # Words that no template has by itself, in place of what the messages say.
-        words = {i: f"qz{i}said" for i, role in enumerate(said) if role not in ("", "assistant")}
+        words = {i: f"qz{i}said" for i, role in enumerate(roles) if role not in ("", "assistant")}
         trial = [{**m, "content": words[i]} if i in words else m for i, m in enumerate(conversation)]
         try:
             text = self._render_text(self._written(trial))
@@ -175,7 +175,7 @@ class ChatFormat:
 
         if lost := [i for i, word in words.items() if word not in text]:
             raise ValueError(
-                f"message {lost[0] + 1}: the chat template leaves out a message of the role {said[lost[0]]} there: "
+                f"message {lost[0] + 1}: the chat template omits a message of the role {roles[lost[0]]} there: "
                 "take one that writes it"
             )
         if len(shapes) < _MAX_SHAPES:

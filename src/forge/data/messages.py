@@ -1,4 +1,4 @@
-"""What a row says of a conversation: its messages, system message, tools and arguments of the chat template."""
+"""The parts of a conversation in a row: messages, system message, tools and arguments of the chat template."""
 
 import json
 import re
@@ -17,7 +17,7 @@ OPTIONS = "chat_template_kwargs"  # column of a row's own arguments of the templ
 # Keys of a message that say whether it is trained, and others that look like one.
 _TRAINED = ("trained", "weight", "loss", "loss_mask", "train", "trainable", "training")
 _LIKE_TRAINED = re.compile("weight|loss|mask|train")
-# Columns, and keys of messages, with a part of a prompt that cannot be text.
+# Columns, and keys of messages, with a part of a prompt that is not text.
 _MEDIA = re.compile("(image|video|audio)s?(_(path|url|file|byte)s?)?|pixel_values|history")
 
 
@@ -89,7 +89,7 @@ def check_media(values: Mapping[str, Any], read: Container[str], location: str) 
         is_empty = value is None or (hasattr(value, "__len__") and not len(value))
         if name not in read and not is_empty and _MEDIA.fullmatch(name):
             fix = "put earlier turns into messages" if name == "history" else "images, sound and video are unsupported"
-            raise ValueError(f"{location} has {name!r}, which the policy would not read: {fix}, leave it out")
+            raise ValueError(f"{location} has {name!r}, which the policy would not read: {fix}, remove it")
 
 
 def row_options(row: Row) -> dict[str, Any]:

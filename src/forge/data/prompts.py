@@ -225,7 +225,7 @@ class PromptFormat:
         elif self.chat is None:
             for name in {*SYSTEM_FIELDS, "tools", OPTIONS} - {*columns, *read}:
                 if row.get(name):
-                    raise ValueError(f"column {name!r} needs a chat template: set chat_template, or leave it out")
+                    raise ValueError(f"column {name!r} needs a chat template: set chat_template, or remove the column")
             return None
         else:
             messages, chat = [{"role": "user", "content": self.render(row)[0]}], self.chat
