@@ -13,6 +13,7 @@ from forge.data.config import DatasetConfig
 from forge.data.files import Rows
 from forge.data.load import load_data
 from forge.models.tokenizer import open_tokenizer
+from forge.training.checkpoint_reader import dump_plain, load_plain
 from forge_envs.dialogue import Dialogue
 from forge_envs.tools import Toolbox, ToolEnvironment
 from forge_verifiers import RewardModel
@@ -263,6 +264,16 @@ def test_messages_before_two_text_answers_stay_a_conversation():
         start = episode.mask.index(True)
         assert words().decode(episode.tokens[:start]) == asked
         assert words().decode(episode.tokens[start:]) == f"{answer}<|im_end|>"
+
+
+def test_prompt_keeps_its_row_in_checkpoints_and_copies(tmp_path):
+    sample = sample_of("tools")
+    (tmp_path / "extra.pt").write_bytes(dump_plain({"samples": [sample]}, "extra.pt"))
+    (loaded,) = load_plain(tmp_path / "extra.pt")["samples"]
+    for prompt in (loaded.prompt, copy.deepcopy(sample.prompt)):
+        assert prompt == sample.prompt
+        assert prompt.text.row == sample.prompt.text.row
+    assert type(str(sample.prompt)) is type(sample.prompt.bare.text) is str
 
 
 @pytest.mark.parametrize("kind", ["prompts", "supervised", "preferences"])

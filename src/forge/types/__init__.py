@@ -44,7 +44,7 @@ class Prompt:
     stop_ids: tuple[int, ...] = field(default=(), compare=False)
 
     def __str__(self) -> str:
-        return self.text
+        return str(self.text)  # without the row of a `Conversation`
 
     @property
     def task(self) -> Prompt:
