@@ -98,7 +98,8 @@ class AgentEnv(GroupEnv):
 
         An evaluation returns the first seat's episodes only, and records no metrics.
         """
-        plays = (self._play_session(sample, seed, index, evaluation, sampling) for index in range(n))
+        task = sample._replace(prompt=sample.prompt.task)
+        plays = (self._play_session(task, seed, index, evaluation, sampling) for index in range(n))
         by_session = await asyncio.gather(*plays)
 
         episodes = [session[seat] for seat in range(len(self.seats)) for session in by_session]

@@ -39,6 +39,8 @@ class Dialogue:
 
     Attributes:
         tokenizer, thoughts: the arguments.
+        exported_template: the template for the tokenizer of a model that is trained on these episodes; None for the
+            tokenizer's own.
         syntax: the argument, or what was inferred.
         stop_ids: the tokens at which generation stops: those that end a turn in this template, and eos.
 
@@ -60,13 +62,13 @@ class Dialogue:
         if isinstance(template, str) and template in TEMPLATES:
             template = built_in(template, tokenizer)
         self.tokenizer = tokenizer
-        template_options = dict(options or {})
+        plain = ChatFormat(tokenizer, template, options, key="episode.template")
+        self.exported_template = plain.exported
 
         # By the tools of an episode, as JSON, since they are a part of what the template renders.
         @lru_cache(16)
         def chat_format(tools: str) -> ChatFormat:
-            tool_options = {"tools": json.loads(tools)} if tools else {}
-            return ChatFormat(tokenizer, template, {**template_options, **tool_options}, key="episode.template")
+            return plain.with_options({"tools": json.loads(tools)} if tools else {})
 
         self._chat = chat_format
         self.thoughts: Thoughts = thoughts

@@ -298,7 +298,8 @@ class MultiTurnEnv(GroupEnv):
     ) -> list[Episode]:
         """Play n episodes of a task concurrently, and return them; an evaluation records no metrics."""
         options = {"dialogue": self.dialogue, "seed": seed, **self.limits, **sampling}
-        plays = (rollout(policy, self.environment(), sample, sample=number, **options) for number in range(n))
+        task = sample._replace(prompt=sample.prompt.task)
+        plays = (rollout(policy, self.environment(), task, sample=number, **options) for number in range(n))
         episodes = await asyncio.gather(*plays)
         for episode in episodes:
             outcome = episode.outcome

@@ -9,6 +9,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, Union
 
+from forge.data.messages import OPTIONS, row_system, with_system
 from forge.data.prompts import QUESTION_FIELDS
 from forge.rewards.arguments import Answers, RewardCall
 from forge.rewards.verifier import Unscored
@@ -256,8 +257,14 @@ class ToolEnvironment(Environment):
             ValueError: the task has no question.
         """
         self.task = task if isinstance(task, Sample) else _sample_of_task(task)
-        system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
-        self.messages = [*system, {"role": "user", "content": self.task.prompt.text}]
+        prompt = self.task.prompt
+        given = {name for name in ("tools", OPTIONS) if prompt.row.get(name)} - self._call.names
+        if given:
+            raise ValueError(
+                f"the row has {', '.join(sorted(given))}, and the environment offers its own tools: remove the column"
+            )
+        messages = list(prompt.messages) or [{"role": "user", "content": prompt.text}]
+        self.messages = with_system(messages, self.system or row_system(prompt.row))
         return Step(tuple(self.messages), tools=self.tools.schemas)
 
     async def step(self, action: Action) -> Step:

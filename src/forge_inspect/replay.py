@@ -335,7 +335,7 @@ class Replay(Loop):
         episodes = await self.parts.env.rollout(policy, sample, n=count, seed=seed)
         del self.active[prompt.index]
         del self.unfinished[prompt.index]
-        await self.parts.buffer.add.route(Group(episodes, prompt.index, sample.target, prompt.text))
+        await self.parts.buffer.add.route(Group(episodes, prompt.index, sample.target, str(prompt)))
 
     def is_published(self, version: int) -> bool:
         """Return whether generators got the weights of this version."""

@@ -13,6 +13,7 @@ from typing import Any
 from forge.data.special_tokens import inert_anywhere
 from forge.data.thoughts import without_thoughts
 from forge.rewards.verifier import Scores, Unscored, collect_scores
+from forge.types import Conversation
 from forge_http.bounded_http import bounded_transport
 from forge_verifiers.threads import await_within
 
@@ -98,7 +99,8 @@ class LMJudge:
         mark = mark_of(prompt, response)
         framed = f"----- {mark} -----\n{inert_anywhere(response)}\n----- end of {mark} -----"
         response_text = framed if self._settings.frame else response
-        return self._settings.template.format(prompt=prompt, response=response_text, target=target, mark=mark)
+        question = inert_anywhere(Conversation(prompt).plain)
+        return self._settings.template.format(prompt=question, response=response_text, target=target, mark=mark)
 
     async def _judge_response(self, client: AsyncOpenAI, prompt: str, response: str, target: str | None) -> float:
         # Return the score of one response; Unscored if the model's answers give none.

@@ -1,7 +1,7 @@
 """Batched forward passes of transformers' models, for reward models and process reward models."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from forge.data.prompts import PromptFormat
 from forge.data.special_tokens import SpecialTokens
 from forge.rewards.verifier import Unscored
+from forge.types import Conversation
 
 from .config import ModelSettings
 from .threads import Batcher
@@ -82,16 +83,31 @@ class BatchedModel:
         pad_ids = (self.model.config.get_text_config().pad_token_id, self.tokenizer.pad_token_id, 0)
         self._pad = next(pad for pad in pad_ids if pad is not None and pad >= 0)  # some configurations have -1
 
-    def full_text(self, prompt: str, response: str) -> str:
-        """Return the rendered prompt with the response; with a chat template, the rendered conversation of both.
+    def row_of(self, prompt: str) -> Mapping[str, Any]:
+        """Return a prompt as a row that this model's format reads: with its messages, tools and arguments of the
+        template where a chat template writes them, else as text."""
+        conversation = Conversation(prompt)
+        question = conversation.row["question"]
+        if self.format.chat is not None or (isinstance(question, list) and self.tokenizer.chat_template):
+            return conversation.row
+        return {"question": question if isinstance(question, str) else conversation.plain}
+
+    def encode(self, prompt: str, response: str) -> TokenRow:
+        """Return the tokens of the rendered prompt with the response; with a chat template, those of the rendered
+        conversation of both.
 
         Raises:
             ValueError: the template cannot render them.
         """
-        text = self.format.render({"question": prompt})[0]
-        if self.format.chat is None:
-            return text + response
-        return self.format.chat.render(self.format.conversation(text, response))
+        row = self.row_of(prompt)
+        dialogue = self.format.dialogue(row)
+        if dialogue is None:
+            text = self.format.render(row)[0] + response
+        else:
+            messages, chat = dialogue
+            text = chat.render([*messages, {"role": "assistant", "content": response}])
+        encoded: Any = self.tokenizer([text], add_special_tokens=dialogue is None)
+        return TokenRow(encoded["input_ids"][0], encoded.get("token_type_ids", [None])[0])
 
     def class_index(self, label: str | int | None) -> int:
         """Return the index of a class.

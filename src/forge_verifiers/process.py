@@ -99,14 +99,13 @@ class ProcessRewardModel(ModelVerifier[list[float]]):
         if not steps:
             raise Unscored("it has no steps")
         marked_steps = self._joint.join(self.model.special.inert(step) + self._marker for step in steps)
-        text = self.model.full_text(prompt, marked_steps)
-        ids = self.model.tokenizer(text, add_special_tokens=self.model.format.chat is None)["input_ids"]
-        if (count := ids.count(self._marker_id)) != len(steps):
+        row = self.model.encode(prompt, marked_steps)
+        if (count := row.ids.count(self._marker_id)) != len(steps):
             raise Unscored(
                 f"it has {count} markers {self._marker!r} for {len(steps)} steps: "
                 "the text contains the marker, or the tokenizer merges it"
             )
-        return TokenRow(ids)
+        return row
 
     def outcomes(self, inputs: Inputs) -> list[list[float]]:
         """Return the probabilities that the steps are good, in one list for each row."""

@@ -11,6 +11,7 @@ from transformers import AutoModelForSequenceClassification
 
 from forge.data.supervised import close_tokens
 from forge.rewards.verifier import Scores
+from forge.types import Conversation
 
 from .config import RewardModelSettings
 from .models import Inputs, ModelVerifier, TokenRow
@@ -84,14 +85,14 @@ class RewardModel(ModelVerifier[float]):
         The texts of special tokens in the response are broken by a space.
         """
         response = self.model.special.inert(response)
-        tokenizer, form = self.model.tokenizer, self.model.format
-        text = form.render({"question": prompt})[0]
         if self._append_eos:
-            return TokenRow(close_tokens(*form.answered(text, response))[0])
-        if self._as_pair:
-            encoded: Any = tokenizer([text], [response])  # lists: the tokenizer would take "" for no second text
-        else:
-            encoded = tokenizer([self.model.full_text(prompt, response)], add_special_tokens=form.chat is None)
+            return TokenRow(close_tokens(*self.model.format.answered(self.model.row_of(prompt), response))[0])
+        if not self._as_pair:
+            return self.model.encode(prompt, response)
+        question = self.model.row_of(prompt)["question"]
+        plain = question if isinstance(question, str) else Conversation(prompt).plain
+        text = self.model.format.render({"question": plain})[0]
+        encoded: Any = self.model.tokenizer([text], [response])  # lists: "" would be no second text
         return TokenRow(encoded["input_ids"][0], encoded.get("token_type_ids", [None])[0])
 
     def logits(self, inputs: Inputs) -> Tensor:

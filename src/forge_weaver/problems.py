@@ -15,6 +15,7 @@ from jsonschema.exceptions import best_match
 
 from forge.rewards.verifier import Scores, Verifier
 from forge.system.files import written_aside
+from forge.types import Conversation
 
 from .table import ScoreTable, check_labels, families_by_name
 
@@ -111,6 +112,7 @@ async def score_table(panel: Verifier, problems: Sequence[Problem], *, concurren
 _TEXTS = {"type": "array", "items": {"type": "string"}}
 _FIELDS = {
     "prompt": {"type": "string"},
+    "row": {"type": "object", "required": ["question"]},
     "responses": {**_TEXTS, "minItems": 1},
     "target": {"type": ["string", "null"]},
     "labels": {"type": "array", "items": {"enum": [1, 0, True, False, None]}},
@@ -127,6 +129,8 @@ def write_problems(path: str | Path, problems: Sequence[Problem]) -> None:
     with written_aside(Path(path)) as aside, aside.open("w", encoding="utf-8") as file:
         for problem in problems:
             row = {name: value for name, value in asdict(problem).items() if value is not None}
+            if isinstance(problem.prompt, Conversation):
+                row["row"] = problem.prompt.row
             if problem.labels is not None:
                 row["labels"] = [None if math.isnan(label) else label for label in problem.labels]
             file.write(json.dumps(row) + "\n")
@@ -150,6 +154,9 @@ def read_problems(path: str | Path) -> list[Problem]:
                 row = json.loads(line.decode("utf-8"))
                 if (error := best_match(_LINE.iter_errors(row))) is not None:
                     raise ValueError(f"{error.json_path}: {error.message[:200]}")
+                row["prompt"] = (
+                    Conversation(row["prompt"], fields) if (fields := row.pop("row", None)) else row["prompt"]
+                )
                 problems.append(Problem(**row))
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from None

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from forge.system.files import written_aside
+from forge.types import Conversation
 
 READINGS = re.compile(r"_(min|max|mean|avg|last)$")  # suffixes of verifiers that read one model's output differently
 
@@ -175,6 +176,8 @@ class ScoreTable:
         columns = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         arrays = {name: value for name, value in columns.items() if isinstance(value, np.ndarray)}
         texts = {name: value for name, value in columns.items() if name not in arrays and value is not None}
+        if any(isinstance(prompt, Conversation) for prompt in self.prompts or ()):
+            texts["rows"] = [Conversation(prompt).row for prompt in self.prompts or ()]
         with written_aside(Path(path)) as aside:
             write_npz(aside, {"texts": texts}, arrays)
 
@@ -191,6 +194,9 @@ class ScoreTable:
             raise FileNotFoundError(f"no such score table: {path}")
         with reading_npz(path, "score table") as arrays:
             columns: dict[str, Any] = {**json.loads(arrays.pop("texts").tobytes()), **arrays}
+            if "rows" in columns:
+                pairs = zip(columns["prompts"], columns.pop("rows"), strict=True)
+                columns["prompts"] = [Conversation(text, row) for text, row in pairs]
             fields = {field.name for field in dataclasses.fields(ScoreTable)}
             if surplus := columns.keys() - fields:
                 raise ValueError(f"it also has {', '.join(sorted(surplus))}")

@@ -136,7 +136,7 @@ def bos(family: Family) -> str:
     opened = dialogue.initial(talk[:1])
     every = [
         ChatFormat(tokenizer, thoughts="keep").encode(talk)[0],
-        list(PromptFormat(tokenizer, "{question}", chat_template=True).encode("hi")[1]),
+        list(PromptFormat(tokenizer, "{question}", chat_template=True).answered({"question": "hi"}, "yes")[0]),
         [*opened, *turn, *dialogue.extend([*opened, *turn], [user("more")])],
     ]
     first = own(family, talk[:1], add_generation_prompt=True)[0]

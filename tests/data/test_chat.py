@@ -6,7 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from forge.data.chat import ChatFormat, read_messages
+from forge.data.chat import ChatFormat
+from forge.data.messages import read_messages
 from tests.data.templates import (
     CHATML,
     CHATML_MARKED,

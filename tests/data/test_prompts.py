@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.data.config import DatasetConfig
-from forge.data.prompts import PromptFormat, stop_ids
+from forge.data.prompts import PromptFormat
 from forge.models.tokenizer import character_tokenizer
 from forge.rewards.rules import MathReward
 from tests.data.rows import ROWS, TOKENIZER, make
@@ -42,13 +41,13 @@ def test_chat_template_setting_renders_prompts(jsonl):
 
 
 def test_answered_prompts_end_with_eos():
-    tokens, mask = PromptFormat(TOKENIZER, "{question}=").answered("1+2=", "3")
+    tokens, mask = PromptFormat(TOKENIZER, "{question}=").answered({"question": "1+2"}, "3")
     assert TOKENIZER.decode([t for t, own in zip(tokens, mask, strict=True) if own]) == "3<eos>"
     assert TOKENIZER.decode([t for t, own in zip(tokens, mask, strict=True) if not own]) == "1+2="
     endless = character_tokenizer()
     endless.eos_token = None
     with pytest.raises(ValueError, match="no eos token"):
-        PromptFormat(endless, "{question}=").answered("1+2=", "3")
+        PromptFormat(endless, "{question}=").answered({"question": "1+2"}, "3")
 
 
 def test_multiple_choice_prompts_list_options_and_letter_targets(jsonl):
@@ -124,14 +123,9 @@ def test_gsm8k_targets_are_accepted_by_math_reward():
         assert MathReward()(str(sample.prompt), f"The answer is {sample.target}.", sample.target) == 1.0
 
 
-def test_stop_ids_are_end_of_turn_tokens_of_chat_templates():
-    tokenizer = character_tokenizer()
+def test_prompts_carry_the_end_of_turn_tokens_of_their_chat_template(jsonl):
     ends = "{% for m in messages %}{{ m.content }}{{ '<pad>' if m.role == 'assistant' }}{% endfor %}"
-    own = "{% for m in messages %}{{ m.content }}{{ '<unk>' if m.role == 'assistant' }}{% endfor %}"
-    pad, eos, unk = range(3)
-    assert stop_ids(DatasetConfig(path="x"), tokenizer) == ()
-    assert stop_ids(DatasetConfig(path="x", chat_template=ends), tokenizer) == (pad, eos)
-    sources = [{"path": "x"}, {"path": "y", "chat_template": own}, {"path": "z", "chat_template": False}]
-    assert stop_ids(DatasetConfig(sources=sources, chat_template=ends), tokenizer) == (pad, eos, unk)
     only_prompts = "{{ messages[0].content }}{% if messages | length > 1 %}{{ raise_exception('no') }}{% endif %}"
-    assert stop_ids(DatasetConfig(path="x", chat_template=only_prompts), tokenizer) == ()
+    pad, eos = range(2)
+    for template, stop_ids in ((False, ()), (ends, (pad, eos)), (only_prompts, (eos,))):
+        assert next(make(jsonl(ROWS[0]), chat_template=template)).prompt.stop_ids == stop_ids

@@ -61,6 +61,7 @@ class Trainer(ForgeActor):
         colocated: free the device after each call, by moving the weights to host memory, for processes that share it.
         publish_dtype: "float32" or "bfloat16", to which a trainer on a GPU casts published weights: half the bytes for
             engines that compute in bfloat16. Adapters are not cast. None casts nothing.
+        chat_template: of the tokenizer of exported models; None: the model's own.
         **settings: settings of `forge.training.trainer.PolicyTrainer`: `head` ("policy", "value" or "reward"),
             `backend`, `lora` (train adapters only), `temperature`, and the fields of
             `forge.training.settings.PassSettings`, such as `seq_len`, `dtype` and `mini_batches`.
@@ -84,14 +85,13 @@ class Trainer(ForgeActor):
         max_policy_age: int | None = None,
         colocated: bool = False,
         publish_dtype: str | None = None,
+        chat_template: str | None = None,
         **settings: Any,
     ) -> None:
         check_model_name(model)
         PolicySettings(**settings)  # a wrong setting raises here, before a process loads the model
-        self.publish_dtype = publish_dtype
-        self.model = model
-        self.loss = loss
-        self.store_ref = store
+        self.publish_dtype, self.chat_template = publish_dtype, chat_template
+        self.model, self.loss, self.store_ref = model, loss, store
         self.weights_key = weights_key
         self.horizon = horizon
 
@@ -331,7 +331,7 @@ class Trainer(ForgeActor):
         from ..training import checkpoint
 
         self._settle_write()
-        checkpoint.export_model(self.trainer, folder, self.model)
+        checkpoint.export_model(self.trainer, folder, self.model, self.chat_template)
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:

@@ -7,15 +7,17 @@ tokenized in pieces, so that the tokens match inference.
 from __future__ import annotations
 
 import copy
-import json
+import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ..system.files import read_text
-from .files import Row, check_values
+from .files import Row
+from .messages import row_options, row_system, with_system
 from .special_tokens import SpecialTokens
 from .turns import Message, Rewritten, Span, Turns, Writer, thought_of
 
@@ -26,50 +28,11 @@ A = TypeVar("A")
 TrainOn = Literal["assistant", "last"]
 Thoughts = Literal["keep", "template"]
 
-MESSAGE_FIELDS = ("messages", "conversations")
-ROLES = ("system", "developer", "user", "assistant", "tool")
-_ALIASES = {"human": "user", "gpt": "assistant"}
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_MAX_SHAPES = 1000  # orders of roles that are remembered to be written in full
 
-
-def read_messages(row: Row, field: str) -> list[Message]:
-    """Return the messages in a field of a row as dicts {role, content}, which keep other keys such as tool_calls.
-
-    A row may also write a message as {from, value}, with the roles human and gpt.
-
-    Raises:
-        ValueError: there is no such field, it holds no list of messages, a role is unknown, content is not text, or a
-            value is missing (nan) or holds half a character.
-
-    >>> read_messages({"talk": [{"from": "human", "value": "Hi"}]}, "talk")
-    [{'role': 'user', 'content': 'Hi'}]
-    """
-    if field not in row:
-        raise ValueError(f"no field {field!r}: it has {', '.join(row)}")
-    if not isinstance(row[field], list) or not row[field]:
-        raise ValueError(f"field {field!r} must be a list of messages, got {str(row[field])[:60]!r}")
-    conversation = []
-
-    for number, entry in enumerate(row[field], 1):
-        location = f"{field}, message {number}"
-        if not isinstance(entry, Mapping):
-            raise ValueError(f"{location} must be a message {{role, content}}, not {type(entry).__name__}")
-
-        # Columnar files give every message the keys of all others, as None.
-        message = {name: value for name, value in entry.items() if value is not None}
-        check_values(message, location)
-        if "from" in message and "role" not in message:
-            role = message.pop("from")
-            message = {"role": _ALIASES.get(role, role), "content": message.pop("value", None), **message}
-        if message.get("role") not in ROLES:
-            raise ValueError(f"{location} has the role {message.get('role')!r}: use {', '.join(ROLES)}")
-        if message.get("content") is None and message.get("tool_calls"):
-            message["content"] = ""
-        if not isinstance(message.get("content"), str):
-            raise ValueError(f"{location} must have text as its content, not {type(message.get('content')).__name__}")
-        conversation.append(message)
-
-    return conversation
+log = logging.getLogger(__name__)
+_offered: set[str] = set()  # templates that were checked to have a place for tools
 
 
 class ChatFormat:
@@ -118,6 +81,9 @@ class ChatFormat:
             )
 
         self._special = SpecialTokens(tokenizer)
+        # Of this format and of those with more arguments: the tokenizer for `encode`, once it is used, and the orders
+        # of roles that the template writes in full.
+        self._shared: dict[str, Any] = {"shapes": set()}
         self._begin_text()
 
     def _begin_text(self) -> None:
@@ -126,34 +92,54 @@ class ChatFormat:
         self.writer = Writer(self.template, self._render_text)
         self.turns = Turns(self.render, self.writer, self._special)
 
-    def with_tools(self, tools: object) -> ChatFormat:
-        """Return a format that also writes these tools into a conversation; without tools, this format itself.
+    @property
+    def exported(self) -> str | None:
+        """Return the template with its arguments as defaults, for the tokenizer of a model that was trained with them;
+        None if it is the tokenizer's own without arguments."""
+        defaults = [
+            f"{{%- if {n} is not defined %}}{{%- set {n} = {v!r} %}}{{%- endif %}}" for n, v in self.options.items()
+        ]
+        return None if self._own_template and not defaults else "".join(defaults) + self.template
+
+    def of_row(
+        self, row: Row, messages: Sequence[Message], read: Container[str] = ()
+    ) -> tuple[list[Message], ChatFormat]:
+        """Return the messages of a row after its system message, and the format that also has the row's tools and
+        arguments of the template (`row_system`, `row_options`).
 
         Args:
-            tools: a list of schemas in OpenAI's format, or its JSON text.
+            read: names of the columns that something else reads.
 
         Raises:
-            ValueError: `tools` is neither.
+            ValueError: one of these is malformed, or there are two system messages.
         """
-        if isinstance(tools, str):
-            try:
-                tools = json.loads(tools or "null")
-            except ValueError as error:
-                raise ValueError(f"the tools of a conversation are not JSON: {error}") from None
+        return with_system(messages, row_system(row, read)), self.with_options(row_options(row))
 
-        if not tools:
+    def with_options(self, options: Mapping[str, Any]) -> ChatFormat:
+        """Return a format with more arguments of the template, such as `tools`; without any, this format itself.
+
+        A template that writes no tools is warned of once.
+        """
+        if not options:
             return self
-        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-            raise ValueError(f"the tools of a conversation must be a list of schemas, not {type(tools).__name__}")
-        check_values(tools, "tools")
-        _ = self._untrimmed_tokenizer  # cached before copying, so that all copies share it
+        _ = self.stop_ids  # cached before copying, so that all copies share them
 
-        # Only what depends on the tools is made again.
-        offering = copy.copy(self)
-        offering.options = {**self.options, "tools": tools}
-        offering._begin_text()
+        # Only what depends on the arguments is made again.
+        extended = copy.copy(self)
+        extended.options = {**self.options, **options}
+        extended._begin_text()
+        if "tools" in options and self.template not in _offered:
+            _offered.add(self.template)
+            trial = [{"role": "user", "content": "ask"}]
+            # A template that needs more than this reports what it lacks when it is used.
+            with suppress(ValueError):
+                if extended._render_text(trial) == self._render_text(trial):
+                    log.warning(
+                        "the chat template has no place for tools, so the model does not read which ones it has: set "
+                        "episode.template (of rows dataset.chat_template) to one that writes them, such as chatml"
+                    )
 
-        return offering
+        return extended
 
     def render(self, conversation: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         """Return the text that the template writes for a conversation.
@@ -164,10 +150,38 @@ class ChatFormat:
         Raises:
             ValueError: the template raises an error, or writes no tool calls.
         """
+        self._check_roles(conversation)
+        return self._render_text(self._written(conversation), add_generation_prompt=add_generation_prompt)
+
+    def _written(self, conversation: Sequence[Message]) -> list[Message]:
+        """Return the messages as the template gets them."""
         # Special tokens in messages of others become plain text, so that they start or end no turn. An assistant's
         # stay: it may write them, as around a tool call.
         plain = (m if m["role"] == "assistant" else self._special.inert_values(m) for m in conversation)
-        return self._render_text(list(map(self.writer.message, plain)), add_generation_prompt=add_generation_prompt)
+        return list(map(self.writer.message, plain))
+
+    def _check_roles(self, conversation: Sequence[Message]) -> None:
+        """Check that the template writes every message that is not the assistant's. ValueError: it omits one."""
+        roles = [message["role"] if str(message["content"] or "").strip() else "" for message in conversation]
+        shape = ("tools" in self.options, *roles)
+        shapes: set[tuple[bool | str, ...]] = self._shared["shapes"]
+        if shape in shapes:
+            return
+        # Words that no template has by itself, in place of what the messages say.
+        words = {i: f"qz{i}said" for i, role in enumerate(roles) if role not in ("", "assistant")}
+        trial = [{**m, "content": words[i]} if i in words else m for i, m in enumerate(conversation)]
+        try:
+            text = self._render_text(self._written(trial))
+        except ValueError:  # the same error, or one about the words, follows from the conversation itself
+            return
+
+        if lost := [i for i, word in words.items() if word not in text]:
+            raise ValueError(
+                f"message {lost[0] + 1}: the chat template omits a message of the role {roles[lost[0]]} there: "
+                "take one that writes it"
+            )
+        if len(shapes) < _MAX_SHAPES:
+            shapes.add(shape)
 
     def _render_text(self, conversation: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         options = {**self.options, "tokenize": False, "add_generation_prompt": add_generation_prompt}
@@ -192,9 +206,10 @@ class ChatFormat:
             ValueError: there is no such turn, or the template renders it differently once later messages follow.
         """
         turns = [i for i, message in enumerate(conversation) if i >= since and message["role"] == "assistant"]
+        turns = [i for i in (turns[-1:] if train_on == "last" else turns) if conversation[i].get("trained", True)]
         if not turns:
-            raise ValueError("no assistant turn to learn from: " + ", ".join(m["role"] for m in conversation))
-        turns = turns[-1:] if train_on == "last" else turns
+            roles = ", ".join(m["role"] + " of weight 0" * (not m.get("trained", True)) for m in conversation)
+            raise ValueError(f"no assistant turn to learn from: {roles}")
         text = self.render(conversation)
         encoding = self._untrimmed_tokenizer.encode(text, add_special_tokens=False)
 
@@ -203,7 +218,13 @@ class ChatFormat:
             if turns != [len(conversation) - 1]:
                 self.turns.check_ends()
             start = len(self._encode_context(conversation, turns[0], text)) if turns[0] else 0
-            spans = [(max(start, first), end) for first, end in self._find_marked(conversation) if end > start]
+            marked = self._find_marked(conversation)
+            spans = [(max(start, first), end) for first, end in marked if end > start]
+            written = [i for i, message in enumerate(conversation) if message["role"] == "assistant"]
+            if excluded := {i for i in written if i > turns[0]} - {*turns}:
+                if len(marked) != len(written):
+                    raise ValueError(f"message {min(excluded) + 1}: the template marks other turns than the weights")
+                spans = [span for i, span in zip(written, marked, strict=True) if i in turns]
         else:
             # Each turn ends where generation would stop: at a special token, if one follows its text.
             token_ends = [end for _, end in encoding.offsets]
@@ -233,23 +254,27 @@ class ChatFormat:
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
         """Return the ids of the tokens that end a turn: one of text, one with tool calls, and eos."""
-        ends = [self.turns.closer, self.turns.closer_of_calls]
+        ends: list[str] = []
+        with suppress(ValueError):  # it renders prompts only
+            ends += [self.turns.closer, self.turns.closer_of_calls]
         ids = [self.tokenizer.convert_tokens_to_ids(end) for end in ends if end]
         eos = self.tokenizer.eos_token_id
         return tuple(dict.fromkeys(ids if eos is None else [*ids, eos]))  # type: ignore[arg-type]
 
-    @cached_property
+    @property
     def _untrimmed_tokenizer(self) -> Any:
         """Return a copy of the tokenizer whose offsets include spaces, which some tokenizers exclude from them."""
         from tokenizers import processors
 
         if not self.tokenizer.is_fast:
             raise ValueError("conversations need a fast tokenizer, which knows the characters of its tokens")
-        backend = copy.deepcopy(self.tokenizer.backend_tokenizer)  # type: ignore[attr-defined]
-        backend.post_processor = processors.ByteLevel(trim_offsets=False)
-        backend.no_truncation()
-        backend.no_padding()
-        return backend
+        if "untrimmed" not in self._shared:
+            backend = copy.deepcopy(self.tokenizer.backend_tokenizer)  # type: ignore[attr-defined]
+            backend.post_processor = processors.ByteLevel(trim_offsets=False)
+            backend.no_truncation()
+            backend.no_padding()
+            self._shared["untrimmed"] = backend
+        return self._shared["untrimmed"]
 
     def _encode_context(self, conversation: Sequence[Message], turn: int, text: str) -> str:
         """Return the policy's prompt for message `turn`. Rewritten: `text`, of the whole conversation, does not start
@@ -301,7 +326,7 @@ class ChatFormat:
         options = {**self.tokenizer.special_tokens_map, **self.options, "add_generation_prompt": False}
         rendered: Any = self._call_template(
             lambda: render_jinja_template(
-                [list(conversation)], chat_template=self.template, return_assistant_tokens_mask=True, **options
+                [self._written(conversation)], chat_template=self.template, return_assistant_tokens_mask=True, **options
             )
         )
         _, spans = rendered

@@ -81,6 +81,19 @@ class RowsConfig(Section):
             ]
         return capped
 
+    def exported_template(self, tokenizer: Any) -> str | None:
+        """Return the chat template for the tokenizer of a model that is trained on these rows, with the arguments that
+        it was rendered with as defaults; None for the tokenizer's own, also if sources have several templates."""
+        from .chat import ChatFormat
+
+        sections = [{**self, **source} for source in self.sources or [{}]]
+        chosen = {
+            ChatFormat(tokenizer, section["chat_template"] or True, section["chat_options"]).exported
+            for section in sections
+            if isinstance(section["chat_template"], str) or section["chat_options"]
+        }
+        return chosen.pop() if len(chosen) == 1 else None
+
     @property
     def files(self) -> list[str]:
         """Return the settings that may name local files: the paths and chat templates of this section and its

@@ -4,9 +4,10 @@ from random import Random
 from typing import Any
 
 from ..types import Episode, Pair
-from .chat import ChatFormat, Message, read_messages
+from .chat import ChatFormat, Message
 from .config import PreferencesConfig
 from .files import PathOrRows, Row
+from .messages import MESSAGE_FIELDS, read_messages
 from .prompts import QUESTION_FIELDS, PromptFormat, read_text_field
 from .sources import load_task
 from .stream import RowStream
@@ -57,7 +58,7 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
         self._chat: ChatFormat | None = None
         self._format: PromptFormat | None = None
         self._prompt_field = self._set_fields.get("prompt_field") or next(
-            (n for n in QUESTION_FIELDS if n in row), None
+            (n for n in (*QUESTION_FIELDS, *MESSAGE_FIELDS) if n in row), None
         )
 
         # Conversations, a prompt with two texts, or two texts; a setting without effect on the form is an error.
@@ -69,7 +70,10 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
             raise ValueError(f"thoughts is of conversations, and {self._fields[0]} is not a list of messages: omit it")
         elif self._prompt_field is not None or "prompt_template" in self._set_fields:
             names = ("prompt_template", "prompt_field", "chat_template", "system_prompt", "chat_options")
-            self._format = PromptFormat(self.tokenizer, **{name: self.settings[name] for name in names})
+            fields = {name: self.settings[name] for name in names}
+            if self._prompt_field in MESSAGE_FIELDS:
+                fields["prompt_field"] = self._prompt_field
+            self._format = PromptFormat(self.tokenizer, **fields)
         else:
             check_effects(self._set_fields, (), "texts without a prompt")
 
@@ -97,14 +101,16 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
             chosen, rejected, since = self._read_conversations(row)
             if chosen == rejected:
                 return None
-            return self._chat.encode(chosen, since=since), self._chat.encode(rejected, since=since)
+            messages, chat = self._chat.of_row(row, chosen)
+            system = messages[: len(messages) - len(chosen)]
+            since += len(system)
+            return chat.encode(messages, since=since), chat.encode([*system, *rejected], since=since)
 
-        prompt = self._format.render(row)[0] if self._format is not None else ""
         chosen_text, rejected_text = (read_text_field(row, name) for name in self._fields)
         if chosen_text == rejected_text:
             return None
         if self._format is not None:
-            return self._format.answered(prompt, chosen_text), self._format.answered(prompt, rejected_text)
+            return self._format.answered(row, chosen_text), self._format.answered(row, rejected_text)
         first, second = encode_document(chosen_text, self.tokenizer), encode_document(rejected_text, self.tokenizer)
         if first == second:
             return None
@@ -145,13 +151,10 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
         prompt = read_messages(row, field) if listed else [{"role": "user", "content": read_text_field(row, field)}]
         if answer_only:
             return [*prompt, *conversation]
-        first = next((i for i, message in enumerate(conversation) if message["role"] not in _SYSTEM), 0)
-        start = 0 if prompt[0]["role"] in _SYSTEM else first
+        first = next((i for i, message in enumerate(conversation) if message["role"] != "system"), 0)
+        start = 0 if prompt[0]["role"] == "system" else first
         beginning = [(m["role"], m["content"].strip()) for m in conversation[start : start + len(prompt)]]
 
         if beginning != [(m["role"], m["content"].strip()) for m in prompt]:
             raise ValueError(f"{name} does not start with what field {field!r} holds: omit prompt_field")
         return conversation
-
-
-_SYSTEM = ("system", "developer")

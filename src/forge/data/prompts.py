@@ -14,10 +14,11 @@ from numbers import Real
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
-from ..types import Prompt, Sample
-from .chat import ChatFormat, Message, read_messages
-from .config import DatasetConfig, RowsConfig
+from ..types import Conversation, Prompt, Sample
+from .chat import ChatFormat, Message
+from .config import DatasetConfig
 from .files import PathOrRows, Row, check_values
+from .messages import OPTIONS, SYSTEM_FIELDS, read_messages, with_system
 from .stream import RowStream
 
 if TYPE_CHECKING:
@@ -99,9 +100,8 @@ class PromptFormat:
         """
         has = list(row)
         question = self.prompt_field or next((name for name in QUESTION_FIELDS if name in has), "question")
-        template_fields = {
-            name: question if name == "question" else name for name in self._column_names() - {"choices"}
-        }
+        names = self._column_names() - {"choices"}
+        template_fields = {name: question if name == "question" else name for name in names}
         options = [self.choices_field] if isinstance(self.choices_field, str) else self.choices_field or []
         needed = [self.prompt_field, *template_fields.values(), *options, self.target_field]
         for name in needed:
@@ -134,7 +134,14 @@ class PromptFormat:
             return read_messages(row, name)[-1]["content"], self._read_target(row, [])
 
         # The question from its template, with lettered options if there are any.
-        values = {name: read_text_field(row, column) for name, column in self.fields(row).items()}
+        columns = self.fields(row)
+        is_default = self.prompt_field is None and columns.get("question") == "input"
+        if is_default and row.get("instruction") and "instruction" not in columns:
+            raise ValueError(
+                "the prompt is in the columns instruction and input: set prompt_template to one with both, such as "
+                '"{instruction}\\n\\n{input}", or prompt_field to one of them'
+            )
+        values = {name: read_text_field(row, column) for name, column in columns.items()}
         options = self._read_options(row)
         values["choices"] = "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, options, strict=False))
         text = self.prompt_template.format(**values)
@@ -194,23 +201,39 @@ class PromptFormat:
             raise ValueError(f"the target {target!r:.60} is none of the {len(options)} options")
         return LETTERS[options.index(target)]
 
-    def dialogue(self, row: Row) -> tuple[list[Message], ChatFormat]:
-        """Return the messages of a row whose prompt is a conversation, and the chat format that renders them together
-        with the row's tools.
+    def dialogue(self, row: Row, read: Iterable[str] = ()) -> tuple[list[Message], ChatFormat] | None:
+        """Return the messages of a row's prompt, with its system message or else `system_prompt`, and the chat format
+        that renders them with the row's tools and arguments; None for a text without a chat template.
+
+        Args:
+            read: names of columns that something else reads, such as a reward.
 
         Raises:
-            ValueError: they are no messages, the last one is the assistant's, or the tokenizer has no chat template.
+            ValueError: they are no messages, the last one is the assistant's, the tokenizer has no chat template, or a
+                text without a chat template has a column that only a chat template writes.
         """
-        name = self.fields(row)["question"]
-        messages = read_messages(row, name)
-        if messages[-1]["role"] == "assistant":
-            raise ValueError(f"field {name!r} ends with the assistant's message: a prompt is what comes before it")
+        columns = {*self.fields(row).values(), str(self.target_field)}
+        if self.is_conversation(row):
+            name = self.fields(row)["question"]
+            messages = read_messages(row, name)
+            if messages[-1]["role"] == "assistant":
+                raise ValueError(f"field {name!r} ends with the assistant's message: a prompt is what comes before it")
+            # A conversation can be written in no other way than by a chat template.
+            if self._dialogue_chat is None:
+                self._dialogue_chat = self.chat or ChatFormat(self.tokenizer, True, self.chat_options)
+            chat = self._dialogue_chat
+        elif self.chat is None:
+            for name in {*SYSTEM_FIELDS, "tools", OPTIONS} - {*columns, *read}:
+                if row.get(name):
+                    raise ValueError(f"column {name!r} needs a chat template: set chat_template, or remove the column")
+            return None
+        else:
+            messages, chat = [{"role": "user", "content": self.render(row)[0]}], self.chat
+
+        messages, chat = chat.of_row(row, messages, columns)
         if self.system_prompt and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self.system_prompt}, *messages]
-        # A conversation can be written in no other way than by a chat template.
-        if self._dialogue_chat is None:
-            self._dialogue_chat = self.chat or ChatFormat(self.tokenizer, True, self.chat_options)
-        return messages, self._dialogue_chat.with_tools(row.get("tools"))
+            messages = with_system(messages, self.system_prompt)
+        return messages, chat
 
     def rendered(self, messages: Sequence[Message], chat: ChatFormat) -> tuple[str, tuple[int, ...]]:
         """Return the text and the token ids of a conversation with its generation prompt, after which the policy
@@ -218,33 +241,25 @@ class PromptFormat:
         text = chat.render(messages, add_generation_prompt=True)
         return text, tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def encode(self, text: str) -> tuple[str, tuple[int, ...]]:
-        """Return the prompt of a user's text, rendered by the chat template if there is one, as (text, token ids)."""
-        if self.chat is not None:
-            return self.rendered(self.conversation(text), self.chat)
-        # Without a chat template: a text, started as the tokenizer starts texts.
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Return the token ids of a prompt without a chat template, without the eos that some tokenizers write."""
         ids = tuple(with_one_bos(self.tokenizer(text)["input_ids"], self.tokenizer))
-        # Some tokenizers end every text with eos, which a prompt must not have.
-        return text, ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id else ids
+        return ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id else ids
 
-    def answered(self, text: str, answer: str) -> tuple[list[int], list[bool]]:
-        """Return the token ids of a prompt with an answer to it, and a mask that is True on the answer and on the
+    def answered(self, row: Row, answer: str | list[Message]) -> tuple[list[int], list[bool]]:
+        """Return the token ids of a row's prompt with an answer to it, and a mask that is True on the answer and on the
         tokens that end it: eos, or with a chat template the tokens that end a turn. ValueError: there are none."""
-        if self.chat is not None:
-            return self.chat.encode(self.conversation(text, answer))
+        dialogue = self.dialogue(row)
+        if dialogue is not None:
+            messages, chat = dialogue
+            answers = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+            return chat.encode([*messages, *answers], since=len(messages))
         if self.tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no eos token to end an answer with")
 
-        _, prompt_ids = self.encode(text)
+        prompt_ids = self.encode(self.render(row)[0])
         answer_ids = self.tokenizer(answer, add_special_tokens=False)["input_ids"] + [self.tokenizer.eos_token_id]
         return [*prompt_ids, *answer_ids], [False] * len(prompt_ids) + [True] * len(answer_ids)
-
-    def conversation(self, text: str, answer: str | None = None) -> list[Message]:
-        """Return the messages of a conversation: the system prompt if one is set, the user's text, and the answer if
-        one is given."""
-        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
-        answers = [{"role": "assistant", "content": answer}] if answer is not None else []
-        return [*system, {"role": "user", "content": text}, *answers]
 
 
 class PromptDataset(RowStream[Sample, DatasetConfig]):
@@ -284,18 +299,21 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
                 has = ", ".join(row)
                 raise ValueError(f"no column {name!r}, which the reward takes: it has {has}{hint_similar(name, row)}")
 
-        text, target = self._format.render(row)
+        question, target = self._format.render(row)
         columns = plain_columns(row, self.settings.columns, self.settings.required_columns)
 
-        # The answer to a conversation ends at the tokens of the chat template, even if other prompts are plain text.
-        if self._format.is_conversation(row):
-            messages, chat = self._format.dialogue(row)
-            text, ids = self._format.rendered(messages, chat)
-            prompt = Prompt(text, ids, index, columns, tuple(messages), True, chat.stop_ids)
+        # An answer to messages ends at the tokens of their chat template, even if other prompts are plain text.
+        dialogue = self._format.dialogue(row, columns)
+        if dialogue is None:
+            prompt = Prompt(question, self._format.encode(question), index, columns)
         else:
-            messages = self._format.conversation(text) if self._format.chat is not None else []
-            text, ids = self._format.encode(text)
-            prompt = Prompt(text, ids, index, columns, tuple(messages))
+            messages, chat = dialogue
+            text, ids = self._format.rendered(messages, chat)
+            fields = {name: row[name] for name in ("tools", OPTIONS) if row.get(name)}
+            listed = self._format.is_conversation(row)
+            fields |= {"question": messages} if listed else {m["role"]: m["content"] for m in messages[:-1]}
+            text = Conversation(text, {"question": question, **fields})
+            prompt = Prompt(text, ids, index, columns, tuple(messages), listed, chat.stop_ids)
 
         return Sample(prompt, target) if self.fits(len(prompt.token_ids)) else None
 
@@ -363,20 +381,6 @@ def hint_similar(name: str, names: Iterable[str]) -> str:
     """
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.7)
     return f"; did you mean {close[0]!r}?" if close else ""
-
-
-def stop_ids(settings: RowsConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the ids of the tokens that end an answer to these prompts: those that end a turn in the chat template of
-    any source. Empty without a chat template, where only eos ends an answer."""
-    ids: dict[int, None] = {}
-    # Each source may have another template, with other tokens at the end of a turn.
-    for source in settings.sources or [{}]:
-        template = source.get("chat_template", settings.chat_template)
-        if template:
-            options = source.get("chat_options", settings.chat_options)
-            with suppress(ValueError):  # it renders prompts only
-                ids |= dict.fromkeys(ChatFormat(tokenizer, template, options).stop_ids)
-    return tuple(ids)
 
 
 def with_one_bos(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -2,14 +2,17 @@
 
 import logging
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
+from ..models.tokenizer import smaller_vocabulary
 from ..types import Pair, Sample
 from .config import RowsConfig
 from .files import PathOrRows, Row, open_rows, open_stream
+from .messages import check_media
 from .sources import Position, SampledRows, StoredRows, StreamedRows, TaskRows
 
 T = TypeVar("T")
@@ -84,6 +87,10 @@ class RowStream(ABC, Generic[T, C]):
         self.tokenizer, self.seed, self.epochs = tokenizer, seed, epochs
         self._limit: int | None = section[self.LIMIT]
         self._too_long: str = section["too_long"]
+        self._vocabulary = smaller_vocabulary(tokenizer) or math.inf
+        # Columns that the prompt's template or a setting such as `text_field` names.
+        fields = (str(section[name]) for name in type(section).model_fields if name.endswith("_field"))
+        self._named = {*re.findall(r"\{(\w+)\}", section.prompt_template), *fields}
         self._name = section.task or (path if isinstance(path, str) else "dataset")
         self._source: StoredRows | StreamedRows | TaskRows
         sampler = getattr(section, "sampler", None)  # only the section of prompts has this setting
@@ -266,7 +273,15 @@ class RowStream(ABC, Generic[T, C]):
 
     def _make_item(self, number: int, row: Row, *, index: int) -> T | None:
         try:
-            return self.make(number, row, index)
+            check_media(row, self._named, "the row")
+            item = self.make(number, row, index)
+            if item is not None and (token := max(max(ids, default=0) for ids in content_of(item))) >= self._vocabulary:
+                raise ValueError(
+                    f"it has the token {self.tokenizer.convert_ids_to_tokens(token)!r}, number {token}, which the "
+                    f"tokenizer has and the model, of {self._vocabulary} tokens, has not: take the model's own "
+                    "tokenizer, or a model whose embeddings were resized"
+                )
+            return item
         except TooLong as error:
             raise ValueError(f"{self._name}, row {number}: {error}") from error
         except Exception as error:  # rows have every form that their authors thought of

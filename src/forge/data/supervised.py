@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..types import Episode, Prompt, Sample
-from .chat import MESSAGE_FIELDS, ChatFormat, read_messages
+from .chat import ChatFormat
 from .config import RowsConfig, SupervisedConfig
 from .files import PathOrRows, Row
+from .messages import MESSAGE_FIELDS, read_messages
 from .prompts import PROMPT_FIELDS, PromptFormat, read_text_field, with_one_bos
 from .stream import RowStream
 
@@ -114,19 +115,15 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
 
         # A prompt with its answer: messages, or texts.
         if self._format is not None:
-            if not self._format.is_conversation(row):
-                return self._format.answered(*self._format.render(row))
-            messages, chat = self._format.dialogue(row)
             name = str(self._format.target_field)
-            answer = row.get(name)
-            if isinstance(answer, str):
-                answer = [{"role": "assistant", "content": answer}]
-            return chat.encode([*messages, *read_messages({name: answer}, name)], since=len(messages))
+            listed = isinstance(row.get(name), list) and self._format.is_conversation(row)
+            return self._format.answered(row, read_messages(row, name) if listed else self._format.render(row)[1])
 
         # A whole conversation, or plain text.
         if self._chat is not None:
             messages = read_messages(row, str(self._messages_field))
-            return self._chat.with_tools(row.get("tools")).encode(messages, train_on=self.settings.train_on)
+            messages, chat = self._chat.of_row(row, messages)
+            return chat.encode(messages, train_on=self.settings.train_on)
         tokens = encode_document(read_text_field(row, str(self._text_field)), self.tokenizer)
         return tokens, [False] + [True] * (len(tokens) - 1)
 
@@ -219,6 +216,9 @@ def as_samples(episodes: Sequence[Episode], tokenizer: str) -> list[Sample]:
         start = 1 + max((position for position in range(end) if not episode.mask[position]), default=-1)
         context = episode.tokens[:start]
         target = reader.decode(episode.tokens[start:end], skip_special_tokens=True)
-        samples.append(Sample(Prompt(str(reader.decode(context)), tuple(context), index), str(target)))
+        # The special token that ends the span also ends an answer.
+        stop_ids = tuple(token for token in episode.tokens[end - 1 : end] if token in reader.all_special_ids)
+        prompt = Prompt(str(reader.decode(context)), tuple(context), index, stop_ids=stop_ids)
+        samples.append(Sample(prompt, str(target)))
 
     return samples

@@ -95,6 +95,16 @@ def model_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     return _read_tokenizer(str(folder), _time_of_change(folder, "tokenizer_config.json"))
 
 
+def smaller_vocabulary(tokenizer: Any) -> int | None:
+    """Return the number of tokens that the model in a tokenizer's folder has, if the tokenizer has more; None if it has
+    not, or lies in no model's folder."""
+    folder = Path(getattr(tokenizer, "name_or_path", "") or "-")
+    if not (folder / "config.json").is_file():
+        return None
+    size: int | None = getattr(model_config(folder).get_text_config(), "vocab_size", None)
+    return size if size is not None and size < len(tokenizer) else None
+
+
 @lru_cache(maxsize=MODELS)
 def _read_config(folder: str, changed: int) -> PretrainedConfig:
     from transformers import AutoConfig

@@ -6,7 +6,7 @@ import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..actors import DatasetActor, Generator, ReferenceModel, ReplayBuffer, RewardActor, Trainer
 from ..actors.publication import share_store
@@ -233,7 +233,7 @@ async def start_generator(
 ) -> Service:
     """Start generators of a model with the settings of the section `generator`.
 
-    Their answers end at the tokens that end a turn in the chat template of the data, and at the model's own eos.
+    Their answers end at the model's own eos, and at the `stop_ids` of a prompt.
 
     Args:
         model: folder of the model.
@@ -243,10 +243,6 @@ async def start_generator(
     """
     if store is not None:
         settings["store"] = await share_store(store)
-    if cfg.dataset.chat_template or cfg.dataset.sources:  # turns often end with another token than the model's eos
-        from ..data.prompts import stop_ids
-
-        settings["stop_token_ids"] = stop_ids(cfg.dataset, model_tokenizer(model))  # type: ignore
     placement = cfg.placement("generator") if options is None else options
     return await Generator.options(**placement).as_service(model, **settings, **cfg.generator)
 
@@ -278,6 +274,7 @@ async def start_trainer(
         "colocated": cfg.shares_device(service),
         "recovery": f"{job.record.checkpoints}/{folder}".rstrip("/") if cfg.checkpoint.every else None,
         "lora": None if cfg.lora is None else {**cfg.lora},
+        "chat_template": exported_template(cfg, job.model),
         **cfg.training.only(PassSettings),
     }
     if "store" in overrides:
@@ -292,6 +289,14 @@ async def start_trainer(
         # `colocated` they are off, since vLLM's sleep does not work with them.
         placement["env"] = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **placement["env"]}
     return await Trainer.options(**placement).as_actor(job.model, loss=loss, **(settings | overrides))
+
+
+def exported_template(cfg: Any, model: str) -> str | None:
+    """Return the chat template that the exported model brings: the one of `episode`, if it makes the tokens, else of
+    the data; None for the one of the tokenizer in the folder `model`."""
+    if getattr(cfg, "multi_turn", False):
+        return cast(str | None, cfg.episode.dialogue(model).exported_template)
+    return cast(str | None, cfg.dataset.exported_template(model_tokenizer(model)))
 
 
 async def start_critic(cfg: RLConfig, start: str, job: Job, folder: str = "critic", **placed: Any) -> Handle:

@@ -52,7 +52,7 @@ class Loop:
         prompt = sample.prompt
         seed = sample_seed(self.cfg.seed, prompt.index)
         episodes = await self.parts.env.rollout(self.parts.policy, sample, n=self.cfg.grpo.n_samples, seed=seed)
-        await self.parts.buffer.add.route(Group(episodes, prompt.index, sample.target, prompt.text))
+        await self.parts.buffer.add.route(Group(episodes, prompt.index, sample.target, str(prompt)))
 
     async def training(self) -> None:
         """Train on the buffer's groups step by step, and publish and checkpoint the weights when due."""

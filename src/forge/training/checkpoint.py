@@ -340,9 +340,11 @@ def list_checkpoints(folder: str | Path) -> list[Path]:
     return [path for _, path in sorted(complete.items())]
 
 
-def export_model(trainer: PolicyTrainer, folder: str | Path, tokenizer: str | Path) -> None:
-    """Write a trainer's weights and its tokenizer in Hugging Face format, atomically; every rank must call it. A model
-    with a scalar head becomes a sequence classifier of one class.
+def export_model(
+    trainer: PolicyTrainer, folder: str | Path, tokenizer: str | Path, template: str | None = None
+) -> None:
+    """Write a trainer's weights and its tokenizer, with a chat template or (None) its own, in Hugging Face format,
+    atomically; every rank must call it. A model with a scalar head becomes a sequence classifier of one class.
 
     Raises:
         FileExistsError: the folder exists, is not empty and is not a model.
@@ -360,6 +362,7 @@ def export_model(trainer: PolicyTrainer, folder: str | Path, tokenizer: str | Pa
         unfinished = folder.with_name(folder.name + UNFINISHED)
         shutil.rmtree(unfinished, ignore_errors=True)
         loaded_tokenizer = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
+        loaded_tokenizer.chat_template = template or loaded_tokenizer.chat_template
         planned = list(split_experts(trainer.export_weights(meta=True)))
 
         with room_for(folder, sum(tensor.nbytes for _, tensor in planned)), removed_on_error(unfinished):

@@ -27,6 +27,7 @@ from .. import types
 # What a checkpoint may hold alongside tensors and plain data: rollouts, and the arrays of verifiers that learn.
 ALLOWED: tuple[type, ...] = (
     types.Completion,
+    types.Conversation,
     types.Episode,
     types.Group,
     types.Origin,

@@ -16,6 +16,7 @@ import numpy as np
 from .batches import Batch as Batch
 from .batches import Pair as Pair
 from .batches import Seen as Seen
+from .conversation import Conversation as Conversation
 from .sampling import TOP_LOGPROBS as TOP_LOGPROBS
 from .sampling import Sampling as Sampling
 from .sampling import Spans as Spans
@@ -31,7 +32,7 @@ class Prompt:
 
     `row` has those columns of the prompt's row in the data set that rewards name, as plain data. `messages` is the
     prompt as a conversation; `conversational` says that the row has these messages itself. `stop_ids` are tokens that
-    end an answer to it, in addition to the generator's.
+    end an answer to it, in addition to the generator's. If it has messages, `text` is a `Conversation`.
     """
 
     text: str
@@ -43,12 +44,18 @@ class Prompt:
     stop_ids: tuple[int, ...] = field(default=(), compare=False)
 
     def __str__(self) -> str:
-        return self.text
+        return str(self.text)  # without the row of a `Conversation`
+
+    @property
+    def task(self) -> Prompt:
+        """Return the prompt as an environment or an agent gets it: its text is what the messages say, without the
+        markers of a chat template."""
+        return replace(self, text=Conversation(self.text).plain)
 
     @property
     def bare(self) -> Prompt:
         """Return the prompt as a generator needs it: without its row and messages."""
-        return replace(self, row={}, messages=())
+        return replace(self, text=str(self.text), row={}, messages=())
 
 
 class Sample(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any
 
 from forge.rewards import Scores
 from forge.rewards.verifier import collect_scores
-from forge.types import Sample
+from forge.types import Conversation, Sample
 from forge_envs.environment import CUT, Action, Environment, InfrastructureError, Message, Step, user_message
 from forge_envs.schemas import parameters_of
 
@@ -263,7 +263,7 @@ class OpenEnvVerifier:
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """Return [responses, 1] scores of the responses to one prompt; NaN with a reason where one is unscored."""
-        task = {"question": prompt} if target is None else {"question": prompt, "answer": target}
+        task = {"question": Conversation(prompt).plain} | ({} if target is None else {"answer": target})
         return await collect_scores([self._score_response(task, response) for response in responses], len(self.names))
 
     async def close(self) -> None:

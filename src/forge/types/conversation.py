@@ -1,0 +1,45 @@
+"""A prompt's text together with the fields of the row that it was rendered from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+
+class Conversation(str):
+    """The text of a prompt, as the policy's chat template writes it, with the fields that it was rendered from.
+
+    A model with another chat template renders `row` by its own. A judge and a program read `plain`.
+
+    Attributes:
+        row: `question`, a list of messages or the user's text, and as far as there are any `system`, `tools` and
+            `chat_template_kwargs`, as in a row of a data set.
+    """
+
+    row: Mapping[str, Any]
+
+    def __new__(cls, text: str, row: Mapping[str, Any] | None = None) -> Conversation:
+        """Return the text with the fields of its row; None: those that it has, or the text itself as the question."""
+        conversation = super().__new__(cls, text)
+        conversation.row = getattr(text, "row", {"question": text}) if row is None else row
+        return conversation
+
+    @property
+    def plain(self) -> str:
+        """Return what the prompt says as text for people and programs: the question by itself, or each message, and the
+        tools, after its role.
+
+        >>> Conversation("<user>Why?", {"question": "Why?", "system": "Be brief."}).plain
+        'system: Be brief.\\n\\nuser: Why?'
+        """
+        said = [(name, _as_text(self.row[name])) for name in ("tools", "system") if self.row.get(name)]
+        question = self.row["question"]
+        for message in [{"role": "user", "content": question}] if isinstance(question, str) else question:
+            parts = [message["content"], *map(_as_text, message.get("tool_calls") or ())]
+            said.append((message["role"], "\n".join(filter(None, parts))))
+        return "\n\n".join(f"{role}: {text}" for role, text in said) if len(said) > 1 else said[0][1]
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
