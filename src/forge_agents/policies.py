@@ -1,6 +1,7 @@
 """The policies that the clients of a session may ask, and how turns are sampled from them."""
 
 import asyncio
+import random
 import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -71,6 +72,18 @@ async def sample_turns(
                     await asyncio.sleep(POLL)
         finally:
             await service.close_stream.route(stream_id)
+
+
+def cut_turn(turn: Completion, count: int) -> None:
+    """Remove all tokens of a turn after the first `count`, with which a stop string is complete."""
+    del turn.token_ids[count:], turn.logprobs[count:], turn.versions[count:], turn.top_logprobs[count:]
+    turn.finish = "stop"
+
+
+def make_token() -> str:
+    """Return 24 random hexadecimal digits for an id."""
+    # Not from the session's seed: another session with the same seed must have other ids.
+    return f"{random.SystemRandom().getrandbits(96):024x}"
 
 
 NUMBERS = ("temperature", "top_p", "top_k", "seed")

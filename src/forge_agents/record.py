@@ -56,13 +56,19 @@ class SessionRecord:
 
     runs: the turns of each policy.
     delivered: the ids of the turns that a client has received.
-    counts: "requests"; "cancelled" generations; "limited", empty answers at a limit of the session; and for each policy
-        "surplus/NAME", the tokens that were sampled after a stop string.
+    counts: "requests"; "cancelled" generations; "limited", empty answers at a limit of the session; "max_turns" and
+        "max_tokens", answers that these limits made empty or cut; and for each policy "surplus/NAME", the tokens that
+        were sampled after a stop string.
     """
 
     runs: Mapping[str, Sequence[TokenRun]]
     delivered: frozenset[str]
     counts: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def limits(self) -> list[str]:
+        """Return which of "max_turns" and "max_tokens" the session has reached."""
+        return [name for name in ("max_turns", "max_tokens") if self.counts.get(name)]
 
     def tree(self, policy: str) -> TokenTree:
         """Return the tree of one policy's turns; an empty one if it has none."""

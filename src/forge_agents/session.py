@@ -14,7 +14,7 @@ from forge.types import Completion
 
 from .dialects import Dialect
 from .messages import BadRequest, Call, Delta, Finish, ModelRequest, ModelTurn
-from .policies import Policy, choose_grammar, client_sampling, read_logprobs, sample_turns
+from .policies import Policy, choose_grammar, client_sampling, cut_turn, make_token, read_logprobs, sample_turns
 from .reading import OPENING, TurnReader, render_prompt
 from .settings import SessionSettings
 from .tree import Place, TokenRun, TokenTree, conversation_keys, tools_key
@@ -60,18 +60,6 @@ class Generation:
                 break
             yield piece
         self.task.result()
-
-
-def cut_turn(turn: Completion, count: int) -> None:
-    """Remove all tokens of a turn after the first `count`, with which a stop string is complete."""
-    del turn.token_ids[count:], turn.logprobs[count:], turn.versions[count:], turn.top_logprobs[count:]
-    turn.finish = "stop"
-
-
-def make_token() -> str:
-    """Return 24 random hexadecimal digits for an id."""
-    # Not from the session's seed: another session with the same seed must have other ids.
-    return f"{random.SystemRandom().getrandbits(96):024x}"
 
 
 class Session:
@@ -234,6 +222,7 @@ class Session:
         if capacity < 1:
             generation.turns = [ModelTurn(turn, finish="length", prompt_tokens=len(ids)) for turn in generation.ids]
             self.counts["limited"] += 1
+            self.counts["max_tokens" if self._has_turns_left() else "max_turns"] += time.monotonic() < self.ends_at
             return
 
         sampling = self._sampling_settings(request, policy, capacity)
@@ -247,6 +236,8 @@ class Session:
             for _ in generation.ids
         ]
         turns = await self._sample_turns(generation, policy, ids, sampling, readers)
+        longest = len(ids) + max(len(turn.token_ids) for turn in turns)
+        self.counts["max_tokens"] += longest >= self.settings.max_tokens
 
         runs = await self.in_thread(
             lambda: [
@@ -372,12 +363,14 @@ class Session:
             token_ids=tuple(turn.token_ids),
         )
 
+    def _has_turns_left(self) -> bool:
+        # The open generations include the one that asks.
+        return self.turns + len(self.open_generations) <= self.settings.max_turns
+
     def _tokens_left(self, prompt_tokens: int, request: ModelRequest) -> int:
         """Return the most tokens that the next turn may have; 0 or less: a limit of the session is reached."""
         settings = self.settings
-        # The open generations include the one that asks.
-        has_turns_left = self.turns + len(self.open_generations) <= settings.max_turns
-        if not has_turns_left or time.monotonic() >= self.ends_at:
+        if not self._has_turns_left() or time.monotonic() >= self.ends_at:
             return 0
         limits = (settings.max_tokens - prompt_tokens, settings.max_turn_tokens, request.max_tokens)
         return min(limit for limit in limits if limit is not None)
