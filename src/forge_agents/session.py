@@ -4,62 +4,23 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from forge.engines.interface import extend_completion
 from forge.types import Completion
 
 from .dialects import Dialect
-from .messages import BadRequest, Call, Delta, Finish, ModelRequest, ModelTurn
+from .generation import Generation
+from .messages import BadRequest, Call, Delta, Finish, ModelRequest, ModelTurn, TooLong
 from .policies import Policy, choose_grammar, client_sampling, cut_turn, make_token, read_logprobs, sample_turns
 from .reading import OPENING, TurnReader, render_prompt
-from .settings import SessionSettings
+from .settings import TOKEN_LENGTH, SessionSettings
 from .tree import Place, TokenRun, TokenTree, conversation_keys, tools_key
 
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
-
-
-@dataclass(eq=False)
-class Generation:
-    """The answer to one request while it is generated.
-
-    ids: the ids of its samples.
-    turns: the complete samples, once they are all sampled.
-    news: pieces of the samples for the connection that sends them; None once the task has ended.
-    task: generates the answer.
-    """
-
-    request: ModelRequest
-    ids: tuple[str, ...]
-    turns: list[ModelTurn] = field(default_factory=list)
-    prompt_tokens: int = 0
-    news: asyncio.Queue[Delta | None] = field(default_factory=asyncio.Queue)
-    task: asyncio.Task[None] | None = None
-
-    def put_text(self, sample: int, kind: str, text: str) -> None:
-        """Queue a piece of a sample's text, whose kind is "thought" or "content"."""
-        self.news.put_nowait(Delta(sample, thought=text) if kind == "thought" else Delta(sample, content=text))
-
-    async def pieces(self, interval: float) -> AsyncIterator[Delta | None]:
-        """Yield the pieces of the answer as they arrive, and None after each `interval` seconds without one.
-
-        Raises:
-            Exception: the one with which the generation failed, after all of its pieces.
-        """
-        assert self.task is not None
-        while True:
-            try:
-                piece = await asyncio.wait_for(self.news.get(), interval)
-            except TimeoutError:
-                yield None
-                continue
-            if piece is None:
-                break
-            yield piece
-        self.task.result()
 
 
 class Session:
@@ -91,7 +52,14 @@ class Session:
         self.ends_at = time.monotonic() + settings.seconds
         self.readers: set[asyncio.Task[Any]] = set()  # connections that wait for an answer, or send it
         self.open_generations: set[Generation] = set()
+        self.counting = 0  # requests for a count of tokens that are open
+        self._thread_turn = asyncio.Lock()
         self._random = random.Random(f"{settings.seed}/{settings.name}")
+
+    @property
+    def size(self) -> int:
+        """Return about how many bytes of memory the turns take."""
+        return sum(tree.size for tree in self.trees.values())
 
     @property
     def turns(self) -> int:
@@ -105,9 +73,7 @@ class Session:
             BadRequest: no policy has the model's name, or too many requests are open.
         """
         self.policy_of(request.model)
-        limit = self.settings.max_open
-        if len(self.open_generations) >= limit:
-            raise BadRequest(f"this session has {limit} requests open already: wait for their answers", status=429)
+        self._check_room()
         self.counts["requests"] += 1
         generation = Generation(request, tuple(dialect.id_prefix + make_token() for _ in range(request.samples)))
         generation.task = asyncio.create_task(self._generate_turns(generation, dialect))
@@ -122,6 +88,37 @@ class Session:
 
         generation.task.add_done_callback(end_generation)
         return generation
+
+    async def count_tokens(self, request: ModelRequest) -> int:
+        """Return the number of tokens of a request's prompt.
+
+        Raises:
+            BadRequest: it is far longer than the policy takes, or cannot be rendered, or too many requests are open.
+        """
+        self._check_room()
+        self._check_length(request)
+        self.counting += 1
+        try:
+            return len((await self._run_in_thread(lambda: self.context(request)))[1])
+        finally:
+            self.counting -= 1
+
+    def _check_room(self) -> None:
+        limit = self.settings.max_open
+        if len(self.open_generations) + self.counting >= limit:
+            raise BadRequest(f"this session has {limit} requests open already: wait for their answers", status=429)
+
+    def _check_length(self, request: ModelRequest) -> None:
+        # Before a text is tokenised, which takes seconds for a few megabytes, in a thread that all sessions share.
+        limit = self.settings.max_prompt or self.settings.max_tokens
+        size = len(request.prompt) + sum(len(str(part)) for part in (*request.messages, *request.tools))
+        if size > TOKEN_LENGTH * limit:
+            raise TooLong(f"the prompt has {size:,} characters, far more than {limit:,} tokens", "messages")
+
+    async def _run_in_thread(self, work: Callable[[], Any]) -> Any:
+        # One function of a session at a time: the thread then turns to the other sessions.
+        async with self._thread_turn:
+            return await self.in_thread(work)
 
     @contextmanager
     def reading(self, generation: Generation) -> Iterator[None]:
@@ -214,11 +211,17 @@ class Session:
         # Sample the turns that answer a request, add them to the tree, and queue their pieces for the client.
         request = generation.request
         policy = self.policy_of(request.model)
-        place, ids, context = await self.in_thread(lambda: self.context(request))
+        capacity, ids = 0, []
+        try:
+            self._check_length(request)
+            place, ids, context = await self._run_in_thread(lambda: self.context(request))
+            capacity = self._tokens_left(len(ids), request)
+        except TooLong:
+            if self.settings.is_served:
+                raise
         generation.prompt_tokens = len(ids)
 
         # At a limit of the session the answer is empty, not an error: agents then end by themselves.
-        capacity = self._tokens_left(len(ids), request)
         if capacity < 1:
             generation.turns = [ModelTurn(turn, finish="length", prompt_tokens=len(ids)) for turn in generation.ids]
             self.counts["limited"] += 1
@@ -239,7 +242,7 @@ class Session:
         longest = len(ids) + max(len(turn.token_ids) for turn in turns)
         self.counts["max_tokens"] += longest >= self.settings.max_tokens
 
-        runs = await self.in_thread(
+        runs = await self._run_in_thread(
             lambda: [
                 self._make_run(dialect, generation, sample, place, context, turn, readers[sample])
                 for sample, turn in enumerate(turns)
