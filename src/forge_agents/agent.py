@@ -91,13 +91,11 @@ def check_task_files(source: Path) -> None:
     """
     root = os.path.realpath(source)
     for path in source.rglob("*"):
+        is_file = path.is_file() or path.is_dir()
         if path.is_symlink():
-            if os.path.isabs(os.readlink(path)) or not Path(os.path.realpath(path)).is_relative_to(root):
-                raise ValueError(
-                    f"files: {path} is a link to {os.readlink(path)}, outside of the folder: put a copy of it there"
-                )
-        elif not path.is_dir() and not path.is_file():
-            raise ValueError(f"files: {path} is neither a file nor a folder: remove it")
+            is_file = not os.path.isabs(os.readlink(path)) and Path(os.path.realpath(path)).is_relative_to(root)
+        if not is_file:
+            raise ValueError(f"files: {path} is neither a file, a folder nor a link within {source}: put a copy there")
 
 
 Status = Literal["exited", "timeout", "memory", "killed", "missing", "failed"]

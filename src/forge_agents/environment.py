@@ -222,10 +222,8 @@ class AgentEnv(GroupEnv):
         """Log how the agent of an episode failed, once for each distinct last line of its output."""
         if outcome.stop in ENDS and "error" not in outcome.info:
             return
-        lines = [line.strip() for line in outcome.output.splitlines() if line.strip()]
-        reason = f"{outcome.stop}: {lines[-1]}" if lines else outcome.stop
-        # Numbers, such as of a process, make no other reason.
-        kind = "".join(letter for letter in reason if not letter.isdigit())
+        reason = ": ".join([outcome.stop, *outcome.output.splitlines()[-1:]])
+        kind = "".join(letter for letter in reason if not letter.isdigit())  # numbers, as of a process, are no reason
         if kind not in self._reported and len(self._reported) < MAX_REPORTS:
             self._reported.add(kind)
             log.warning(

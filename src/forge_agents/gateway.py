@@ -20,9 +20,8 @@ from .dialects.anthropic import AnthropicDialect
 from .dialects.chat import ChatDialect
 from .dialects.completions import CompletionsDialect
 from .dialects.responses import ResponsesDialect
-from .generation import Generation
 from .messages import BadRequest
-from .policies import Policy
+from .policies import Generation, Policy
 from .record import SessionRecord
 from .session import Session
 from .settings import MAX_BODY, Access, SessionSettings

@@ -42,10 +42,6 @@ class BadRequest(ValueError):
         self.details = details
 
 
-class TooLong(BadRequest):
-    """A prompt is far longer than the policy takes."""
-
-
 @dataclass(frozen=True, slots=True)
 class Call:
     """A tool call; `arguments` is the text of a JSON object."""

@@ -164,10 +164,9 @@ def check_program(agent: AgentConfig) -> None:
         if word.startswith(("-", "/")) or "{" in word or is_given(word):
             continue
         if Path(word).is_file() or word in script:
-            place = "a file of the current folder, and " if Path(word).exists() else "not in `files`: "
             raise ConfigError(
-                f"episode.agent.command: {word!r} is {place}{in_task_folder}`readable` (for a file that it writes: "
-                f"{{folder}}/{word})"
+                f"episode.agent.command: {word!r} is not in `files`, and {in_task_folder}`readable` (for a file that "
+                f"it writes: {{folder}}/{word})"
             )
 
 

@@ -5,10 +5,8 @@ import asyncio
 import hashlib
 import os
 import secrets
-import shutil
 import signal
 import socket
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -183,6 +181,7 @@ async def _serve_policy(
 ) -> None:
     from forge.actors import Generator
     from forge.runtime.controller.home import private_folder
+    from forge.system.scratch import remove_tree
 
     policy = await Generator.options(num_replicas=args.replicas, with_gpus=args.with_gpus).as_service(model, **options)
     async with make_server(policy).listen(listener) as url:
@@ -193,6 +192,6 @@ async def _serve_policy(
             asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, number)
         number = await signals.get()
     # Nothing has to be saved: the engines end with this process, and to stop them one by one would take seconds.
-    print(f"forge: {number.name}: ended", file=sys.stderr, flush=True)
-    shutil.rmtree(private_folder(), ignore_errors=True)
+    print(f"forge: {number.name}: ended", flush=True)
+    remove_tree(private_folder())
     os._exit(128 + number)

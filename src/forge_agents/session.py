@@ -13,13 +13,22 @@ from forge.engines.interface import extend_completion
 from forge.types import Completion
 
 from .dialects import Dialect
-from .generation import Generation
-from .messages import BadRequest, Call, Delta, Finish, ModelRequest, ModelTurn, TooLong
-from .policies import Policy, choose_grammar, client_sampling, cut_turn, make_token, read_logprobs, sample_turns
+from .messages import BadRequest, Call, Delta, Finish, ModelRequest, ModelTurn
+from .policies import (
+    Generation,
+    Policy,
+    choose_grammar,
+    client_sampling,
+    cut_turn,
+    make_token,
+    read_logprobs,
+    sample_turns,
+)
 from .reading import OPENING, TurnReader, render_prompt
 from .settings import TOKEN_LENGTH, SessionSettings
 from .tree import Place, TokenRun, TokenTree, conversation_keys, tools_key
 
+TOO_LONG = "context_length_exceeded"
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
@@ -34,11 +43,7 @@ class Session:
     """
 
     def __init__(
-        self,
-        key: str,
-        settings: SessionSettings,
-        policies: Mapping[str, Policy],
-        in_thread: InThread,
+        self, key: str, settings: SessionSettings, policies: Mapping[str, Policy], in_thread: InThread
     ) -> None:
         self.key = key
         self.settings = settings
@@ -52,14 +57,10 @@ class Session:
         self.ends_at = time.monotonic() + settings.seconds
         self.readers: set[asyncio.Task[Any]] = set()  # connections that wait for an answer, or send it
         self.open_generations: set[Generation] = set()
+        self.size = 0  # bytes of memory that the turns take, about
         self.counting = 0  # requests for a count of tokens that are open
         self._thread_turn = asyncio.Lock()
         self._random = random.Random(f"{settings.seed}/{settings.name}")
-
-    @property
-    def size(self) -> int:
-        """Return about how many bytes of memory the turns take."""
-        return sum(tree.size for tree in self.trees.values())
 
     @property
     def turns(self) -> int:
@@ -93,10 +94,9 @@ class Session:
         """Return the number of tokens of a request's prompt.
 
         Raises:
-            BadRequest: it is far longer than the policy takes, or cannot be rendered, or too many requests are open.
+            BadRequest: as of `context`, or too many requests are open.
         """
         self._check_room()
-        self._check_length(request)
         self.counting += 1
         try:
             return len((await self._run_in_thread(lambda: self.context(request)))[1])
@@ -109,11 +109,11 @@ class Session:
             raise BadRequest(f"this session has {limit} requests open already: wait for their answers", status=429)
 
     def _check_length(self, request: ModelRequest) -> None:
-        # Before a text is tokenised, which takes seconds for a few megabytes, in a thread that all sessions share.
+        # To tokenise a few megabytes takes seconds, in a thread that all sessions share.
         limit = self.settings.max_prompt or self.settings.max_tokens
         size = len(request.prompt) + sum(len(str(part)) for part in (*request.messages, *request.tools))
         if size > TOKEN_LENGTH * limit:
-            raise TooLong(f"the prompt has {size:,} characters, far more than {limit:,} tokens", "messages")
+            raise BadRequest(f"the prompt has {size:,} characters, far more than {limit:,} tokens", code=TOO_LONG)
 
     async def _run_in_thread(self, work: Callable[[], Any]) -> Any:
         # One function of a session at a time: the thread then turns to the other sessions.
@@ -164,11 +164,13 @@ class Session:
         If the request continues no turn, the last two are the same tokens.
 
         Raises:
-            BadRequest: the chat template cannot render the conversation, or the id of the previous turn is unknown.
+            BadRequest: the prompt is far longer than the policy takes or cannot be rendered, or the id of the previous
+                turn is unknown.
         """
         policy = self.policy_of(request.model)
         dialogue = policy.dialogue
         tree = self.trees[request.model]
+        self._check_length(request)
 
         if request.prompt:
             if isinstance(request.prompt, str):
@@ -213,11 +215,10 @@ class Session:
         policy = self.policy_of(request.model)
         capacity, ids = 0, []
         try:
-            self._check_length(request)
             place, ids, context = await self._run_in_thread(lambda: self.context(request))
             capacity = self._tokens_left(len(ids), request)
-        except TooLong:
-            if self.settings.is_served:
+        except BadRequest as error:
+            if self.settings.is_served or error.code != TOO_LONG:
                 raise
         generation.prompt_tokens = len(ids)
 
@@ -251,8 +252,11 @@ class Session:
         # No await between the numbers and `add`: another generation of this session could add its runs there.
         tree = self.trees[request.model]
         runs = [replace(run, number=len(tree.runs) + sample) for sample, run in enumerate(runs)]
+        texts = (*place.messages, *(request.tools if place.parent is None else ()))
+        self.size += 40 * len(context) + sum(len(str(text)) for text in texts)
         for run in runs:
             tree.add(run)
+            self.size += 100 * len(run.completion.token_ids)
 
         cached = 0 if place.parent is None else len(tree.tokens(place.parent))
         for sample, (run, reader) in enumerate(zip(runs, readers, strict=True)):

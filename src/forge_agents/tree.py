@@ -126,7 +126,6 @@ class TokenTree:
 
     def __init__(self, *, restores_thoughts: bool = True) -> None:
         self.runs: list[TokenRun] = []
-        self.size = 0  # bytes of memory, about
         self._restores_thoughts = restores_thoughts
         self._by_key: dict[bytes, list[TokenRun]] = {}
         self._by_id: dict[str, TokenRun] = {}
@@ -135,8 +134,6 @@ class TokenTree:
     def add(self, run: TokenRun) -> None:
         """Append a complete turn, and index it by its key, its id and the ids of its calls."""
         self.runs.append(run)
-        texts = (*run.added, *(run.tools if run.parent is None else ()))
-        self.size += 40 * len(run.context) + 100 * len(run.completion.token_ids) + sum(len(str(text)) for text in texts)
         self._by_key.setdefault(run.key, []).append(run)
         self._by_id[run.id] = run
         for call in run.added[-1].get("calls", ()):

@@ -78,20 +78,18 @@ def remove_tree(folder: Path) -> None:
     if not folder.exists():
         return
     names = (folder / f".{os.urandom(8).hex()}-{number}" for number in itertools.count())
-    pending = [folder]
-    while pending:
-        path = pending.pop()
+    folders = [folder]
+    for path in folders:  # to which the loop adds the folders that it finds
         path.chmod(0o700)
         for entry in list(os.scandir(path)):
             if entry.is_dir(follow_symlinks=False):
                 # Moved up, so that no path becomes longer than the system allows; which takes the rights to the folder.
                 os.chmod(entry.path, 0o700)
-                pending.append(Path(entry.path).rename(next(names)))
+                folders.append(Path(entry.path).rename(next(names)))
             else:
                 os.unlink(entry.path)
-        if path != folder:
-            path.rmdir()
-    folder.rmdir()
+    for path in reversed(folders):
+        path.rmdir()
 
 
 def sweep_folders() -> list[Path]:
