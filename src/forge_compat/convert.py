@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> None:
     from forge.system.trial import try_in_child
 
     try:
-        print(try_in_child(f"{__name__}:print_converted", str(args.file), subject=str(args.file)), end="")
+        print(try_in_child(f"{__name__}:print_converted", str(args.file), subject=str(args.file), seconds=10), end="")
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
 

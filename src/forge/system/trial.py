@@ -13,22 +13,23 @@ CPU_SECONDS = 60
 MEMORY = 4 << 30  # bytes
 
 
-def try_in_child(function: str, *arguments: str, subject: str) -> str:
+def try_in_child(function: str, *arguments: str, subject: str, seconds: int = CPU_SECONDS) -> str:
     """Call a function in a child process, and return what it prints; or to see whether it can be called here.
 
     Args:
         function: `package.module:function`.
         arguments: its arguments.
+        seconds: CPU time that it may use.
         subject: what the arguments are, which starts the error, e.g. "the tokenizer".
 
     Raises:
-        ValueError: the function raised, crashed, exceeded CPU_SECONDS or MEMORY, or opened a pipe or device.
+        ValueError: the function raised, crashed, exceeded its time or MEMORY, or opened a pipe or device.
 
     Example:
         >>> try_in_child("builtins:print", "[1, 2]", subject="the text")
         '[1, 2]\\n'
     """
-    command = [sys.executable, "-P", "-m", __name__, function, *arguments]
+    command = [sys.executable, "-P", "-m", __name__, str(seconds), function, *arguments]
     trial = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     if trial.returncode == 0:
         return trial.stdout.decode(errors="replace")
@@ -38,7 +39,7 @@ def try_in_child(function: str, *arguments: str, subject: str) -> str:
     if trial.returncode < 0:  # an abort of the library, or a limit
         reason = f"its library ended with {signal.Signals(-trial.returncode).name}"
         if -trial.returncode in (signal.SIGXCPU, signal.SIGKILL):
-            reason = f"it takes more than {CPU_SECONDS} s of CPU time"
+            reason = f"it takes more than {seconds} s of CPU time"
     reason = reason.removeprefix("ValueError: ").replace("MemoryError", f"it takes more than {MEMORY >> 30} GiB")
     raise ValueError(f"{subject} cannot be used: {escape_controls(reason[:300])}")
 
@@ -52,8 +53,8 @@ def reject_special(event: str, arguments: tuple[object, ...]) -> None:
 
 
 if __name__ == "__main__":
-    for name, limit in (("CPU", CPU_SECONDS), ("DATA", MEMORY), ("CORE", 0)):
+    for name, limit in (("CPU", int(sys.argv[1])), ("DATA", MEMORY), ("CORE", 0)):
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
     sys.addaudithook(reject_special)
-    module, _, attribute = sys.argv[1].partition(":")
-    getattr(importlib.import_module(module), attribute)(*sys.argv[2:])
+    module, _, attribute = sys.argv[2].partition(":")
+    getattr(importlib.import_module(module), attribute)(*sys.argv[3:])

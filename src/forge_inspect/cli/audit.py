@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> None:
     """Print the audit; exit code 1 if there is a fault."""
     from ..audit import Audit
 
-    text = try_in_child("forge_inspect.audit:print_audit", str(args.folder), subject=str(args.folder))
+    text = try_in_child("forge_inspect.audit:print_audit", str(args.folder), subject=str(args.folder), seconds=3600)
     result = Audit(**{name: value for name, value in json.loads(text).items() if name != "is_sound"})
     if args.json:
         print(result.json())
