@@ -102,7 +102,12 @@ def test_token_account_of_resumed_run_counts_steps_once(tmp_path):
         "training": {**SETTINGS["training"], "steps": 4},
         "async": {"max_policy_age": 0},
     }
-    episode = {"max_turns": 3, "max_tokens": 96, "template": TEMPLATE, "agent": {"function": fail_once, "on_error": "raise"}}
+    episode = {
+        "max_turns": 3,
+        "max_tokens": 96,
+        "template": TEMPLATE,
+        "agent": {"function": fail_once, "on_error": "raise"},
+    }
     values = {**SETTINGS, **settings, "episode": episode, "run": {"name": "run", "root": str(tmp_path)}}
     with pytest.raises(RuntimeError, match="first attempt"):
         forge.train(None, **values)
