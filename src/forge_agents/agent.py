@@ -223,9 +223,12 @@ def agent_environment(values: Mapping[str, str], path: str) -> dict[str, str]:
     model = values["model"]
     claude = ("MODEL", "SMALL_FAST_MODEL", "DEFAULT_HAIKU_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_OPUS_MODEL")
     env = {"PATH": path, "LANG": "C.UTF-8", "HOME": f"{values['folder']}/{HOME}"}
-    # A task that is no variable is in a file.
-    is_file = not fits_variable(values["task"])
-    env |= {"FORGE_TASK_FILE": f"{values['folder']}/{TASK}"} if is_file else {"FORGE_TASK": values["task"]}
+    # A task that cannot be a variable is in a file.
+    env |= (
+        {"FORGE_TASK": values["task"]}
+        if fits_variable(values["task"])
+        else {"FORGE_TASK_FILE": f"{values['folder']}/{TASK}"}
+    )
 
     if url:
         env |= {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_BASE": f"{url}/v1", "OPENAI_API_KEY": key}

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
+from forge.config import ConfigError
 from forge.system.scratch import Scratch, remove_tree
 from forge_envs.environment import InfrastructureError
 from forge_sandbox.worker import SandboxError, Settings, Worker
@@ -45,7 +46,6 @@ Level = Literal["namespaces", "none"]  # how programs are confined
 INNER_FOLDER = "/task"  # the task folder, as a confined program sees it
 CHUNK = 1 << 16  # bytes that are read at once
 MAX_CONNECTIONS = 32  # of one program to the gateway at once: further ones wait
-PAUSE = 0.1  # seconds until a connection is accepted again after an error such as too many open files
 MAX_RUNS = 1024  # programs at once, each of which has a thread that waits for it
 TAIL = 1 << 16  # bytes of each output that are returned
 LIMITS = {"NOFILE": 4096, "FSIZE": 1 << 30, "CORE": 0, "MEMLOCK": 1 << 20, "MSGQUEUE": 0}  # of a process
@@ -274,8 +274,8 @@ class CommandRunner:
             folder: the task folder.
 
         Raises:
-            ValueError: a readable folder contains the task folders of all runs, or an argument or variable becomes too
-                long by the text of the task.
+            ValueError: a readable folder contains the task folders of all runs.
+            ConfigError: an argument or variable becomes too long by the text of the task.
         """
         for path in command.readable:
             if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(path)):
@@ -293,9 +293,9 @@ class CommandRunner:
         arguments = [fill_placeholders(argument) for argument in command.command]
         for text in (*arguments, *env.values()):
             if not fits_variable(text):
-                raise ValueError(
-                    f"{text[:60]!r} is longer than {MAX_VARIABLE:,} bytes or has a NUL: give a long task as a file "
-                    "(`texts`) instead of {task}, or read it from $FORGE_TASK_FILE"
+                raise ConfigError(
+                    f"episode.agent: {text[:60]!r} is longer than {MAX_VARIABLE:,} bytes or has a NUL: give a "
+                    "long task as a file (`texts`) instead of {task}, or read it from $FORGE_TASK_FILE"
                 )
         settings = {
             "level": self.level,
@@ -374,15 +374,12 @@ class Forwarder:
     async def _forward_next(self) -> None:
         # Forward the next connection; meanwhile another task waits for the one after it.
         async with self._own_room, self._room:
-            connection = None
             try:
                 connection, _ = await asyncio.get_running_loop().sock_accept(self._listener)
-            except OSError:  # such as too many open files
-                await asyncio.sleep(PAUSE)
+            except OSError:  # such as too many open files: try again soon
+                await asyncio.sleep(0.1)
+                return self._start_task()
             self._start_task()
-            if connection is None:
-                return
-
             reader, writer = await asyncio.open_connection(sock=connection, limit=CHUNK)
             # If the gateway cannot be reached, the program's connection is closed, as a server that rejects it would.
             with closing(writer), suppress(OSError):

@@ -24,10 +24,7 @@ from .several import Learner
 log = logging.getLogger(f"forge.{__name__}")
 
 
-OUTPUTS = ("reason", "error", "stdout", "stderr", "test")  # of an outcome's `info`
 ENDS = ("ended", "exited")  # how an agent stops that neither failed nor was ended
-FAILURES = ("crashed", "killed", "memory")
-MAX_REPORTS = 100  # reasons that are logged
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,8 @@ class Outcome:
     @property
     def output(self) -> str:
         """Return why the agent failed and the end of what it printed, each with its name; "" if nothing is known."""
-        return "\n".join(f"[{name}] {text.strip()}" for name in OUTPUTS if (text := str(self.info.get(name, ""))))
+        names = ("reason", "error", "stdout", "stderr", "test")
+        return "\n".join(f"[{name}] {text.strip()}" for name in names if (text := str(self.info.get(name, ""))))
 
 
 # Runs an agent until it has ended. Arguments: access to its session, the task, whether this is an evaluation.
@@ -148,18 +146,17 @@ class AgentEnv(GroupEnv):
                     raise
                 except (InfrastructureError, ForgeError) as error:
                     outcome = Outcome(None, "infrastructure", True, {"error": str(error)})
-                self._report_failure(name, outcome)
+                if outcome.stop not in ENDS or "error" in outcome.info:
+                    self._report_failure(name, outcome)
                 if not outcome.is_lost:
                     break
                 for seat, certificate in certificates.items():
                     certificate.update(record.unlearned(seat, self.auxiliary))
 
-        info: dict[str, Any] = {"stop": outcome.stop, "attempts": attempt + 1, "environment": dict(outcome.info)}
+        limits = [name for name in ("max_turns", "max_tokens") if record.counts.get(name)]
+        stop = limits[0] if limits and outcome.stop in ENDS else outcome.stop
+        info = {"stop": stop, "limits": limits, "attempts": attempt + 1, "environment": dict(outcome.info)}
         is_lost = outcome.is_lost or outcome.stop == "infrastructure"
-        limits = [] if is_lost else record.limits
-        if limits and outcome.stop in ENDS:
-            info["stop"] = limits[0]
-        info["limits"] = limits
         episodes = []
 
         has_several_seats = len(self.seats) > 1
@@ -220,11 +217,9 @@ class AgentEnv(GroupEnv):
 
     def _report_failure(self, name: str, outcome: Outcome) -> None:
         """Log how the agent of an episode failed, once for each distinct last line of its output."""
-        if outcome.stop in ENDS and "error" not in outcome.info:
-            return
         reason = ": ".join([outcome.stop, *outcome.output.splitlines()[-1:]])
         kind = "".join(letter for letter in reason if not letter.isdigit())  # numbers, as of a process, are no reason
-        if kind not in self._reported and len(self._reported) < MAX_REPORTS:
+        if kind not in self._reported and len(self._reported) < 100:
             self._reported.add(kind)
             log.warning(
                 "the agent of episode %s failed: %s (this reason is logged once)", name, escape_controls(reason)
@@ -245,7 +240,7 @@ def _record_episode(episode: Episode) -> None:
     certificate.check()
     stop = episode.info["stop"]
     record_metric("episode/infrastructure", stop == "infrastructure")
-    record_metric("episode/crashed", stop in FAILURES)
+    record_metric("episode/crashed", stop in ("crashed", "killed", "memory"))
     record_metric("episode/timeout", stop == "timeout")
     for name in ("sampled", "trained", *EXCLUSIONS):
         record_metric(f"certificate/{name}", certificate[name], Reduce.SUM)

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from forge.runtime.controller.handle import Handle
 
 TAIL = 1000  # characters of each output of a program that are kept with its episode
-INTERPRETER = re.compile(r"(python|pypy|node|deno|bun|ruby|perl|bash|dash|sh)[\d.]*")
 RETRIES = 5  # of a coroutine's requests: enough time for a generator that died to be restarted
 
 
@@ -146,12 +145,11 @@ def check_program(agent: AgentConfig) -> None:
     """
     command = agent.agent_command()
     name, *words = command.command
-    given = [Path(text) for text in agent.texts]
     in_task_folder = "the program works in its task folder: give it by `files` or `texts`, or by its whole path and "
 
     def is_given(word: str) -> bool:
         path = Path(os.path.normpath(word))
-        return path in given or (agent.files is not None and (Path(agent.files) / path).exists())
+        return path in map(Path, agent.texts) or (agent.files is not None and (Path(agent.files) / path).exists())
 
     is_found = is_given(name) if "/" in name and name[0] != "/" else shutil.which(name, path=program_path(command))
     if not is_found and not ("/" not in name and "PATH" in agent.env):
@@ -159,11 +157,11 @@ def check_program(agent: AgentConfig) -> None:
         raise ConfigError(f"episode.agent.command: {name} cannot be executed, for it is not installed: {fix}")
 
     # The first word after an interpreter is its program, wherever it is; any word may be a file of the current folder.
-    script = words[:1] if INTERPRETER.fullmatch(Path(name).name) else []
+    is_interpreter = re.fullmatch(r"(python|pypy|node|deno|bun|ruby|perl|bash|dash|sh)[\d.]*", Path(name).name)
     for word in words:
         if word.startswith(("-", "/")) or "{" in word or is_given(word):
             continue
-        if Path(word).is_file() or word in script:
+        if Path(word).is_file() or (is_interpreter and word is words[0]):
             raise ConfigError(
                 f"episode.agent.command: {word!r} is not in `files`, and {in_task_folder}`readable` (for a file that "
                 f"it writes: {{folder}}/{word})"
@@ -190,12 +188,7 @@ async def command_play(agent: AgentConfig, runner: CommandRunner) -> Play:
     async def play_command(access: Access, sample: Sample, evaluation: bool) -> Outcome:
         task = sample.prompt.text
         texts = {path: _fill_words(text, {"{task}": task}) for path, text in agent.texts.items()}
-        try:
-            result = await runner.run(
-                command, url=access.url, key=access.key, model=POLICY, task_text=task, files=texts
-            )
-        except ValueError as error:
-            raise ConfigError(f"episode.agent: {error}") from None
+        result = await runner.run(command, url=access.url, key=access.key, model=POLICY, task_text=task, files=texts)
 
         try:
             info = {"exit_code": result.exit_code, "stdout": result.stdout[-TAIL:], "stderr": result.stderr[-TAIL:]}
@@ -249,8 +242,8 @@ def function_play(agent: AgentConfig) -> Play:
         if agent.on_error == "raise":
             error.add_note("episode.agent.on_error: unscored lets the run go on")
             raise error
-        lines = [*user_frames(error)[-1:], summarise_error(error)]
-        return Outcome(0.0 if agent.on_error == "zero" else None, "crashed", info={"error": "\n".join(lines)})
+        text = "\n".join([*user_frames(error)[-1:], summarise_error(error)])
+        return Outcome(0.0 if agent.on_error == "zero" else None, "crashed", info={"error": text})
 
     async def play_function(access: Access, sample: Sample, evaluation: bool) -> Outcome:
         options = {"evaluation": evaluation} if "evaluation" in parameters else {}

@@ -65,11 +65,6 @@ class SessionRecord:
     delivered: frozenset[str]
     counts: Mapping[str, int] = field(default_factory=dict)
 
-    @property
-    def limits(self) -> list[str]:
-        """Return which of "max_turns" and "max_tokens" the session has reached."""
-        return [name for name in ("max_turns", "max_tokens") if self.counts.get(name)]
-
     def tree(self, policy: str) -> TokenTree:
         """Return the tree of one policy's turns; an empty one if it has none."""
         tree = TokenTree()

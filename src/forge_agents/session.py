@@ -28,7 +28,6 @@ from .reading import OPENING, TurnReader, render_prompt
 from .settings import TOKEN_LENGTH, SessionSettings
 from .tree import Place, TokenRun, TokenTree, conversation_keys, tools_key
 
-TOO_LONG = "context_length_exceeded"
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
@@ -113,7 +112,9 @@ class Session:
         limit = self.settings.max_prompt or self.settings.max_tokens
         size = len(request.prompt) + sum(len(str(part)) for part in (*request.messages, *request.tools))
         if size > TOKEN_LENGTH * limit:
-            raise BadRequest(f"the prompt has {size:,} characters, far more than {limit:,} tokens", code=TOO_LONG)
+            raise BadRequest(
+                f"the prompt has {size:,} characters, far more than {limit:,} tokens", code="context_length_exceeded"
+            )
 
     async def _run_in_thread(self, work: Callable[[], Any]) -> Any:
         # One function of a session at a time: the thread then turns to the other sessions.
@@ -218,7 +219,7 @@ class Session:
             place, ids, context = await self._run_in_thread(lambda: self.context(request))
             capacity = self._tokens_left(len(ids), request)
         except BadRequest as error:
-            if self.settings.is_served or error.code != TOO_LONG:
+            if self.settings.is_served or error.code != "context_length_exceeded":
                 raise
         generation.prompt_tokens = len(ids)
 

@@ -187,8 +187,11 @@ def _read_object(path: Path) -> dict[str, Any]:
     if not is_plain(path):
         return {}
     with path.open("rb") as file:
-        text = f"{path.name} is damaged"
-        return parse_line(file.read(MAX_BYTES)) or {"is_sound": False, "sentence": text, "faults": [text]}
+        return parse_line(file.read(MAX_BYTES)) or {
+            "is_sound": False,
+            "sentence": f"{path.name} is damaged",
+            "faults": [f"{path.name} is damaged"],
+        }
 
 
 def mean_of_metric(rows: Rows, metric: str) -> float:

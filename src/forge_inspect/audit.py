@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.observability.console import log
-from forge.observability.folder import CONFIG, LOGS, MARK, hash_file
+from forge.observability.folder import LOGS, MARK, hash_file
 from forge.observability.lines import Row, appended_lines, parse_line
 from forge.observability.rollouts import ROLLOUTS, read_batches
 from forge.observability.schedule import SCHEDULE
@@ -70,8 +70,6 @@ def audit_run(folder: Path, by_schedule: bool = False) -> Audit:
     if not (folder / MARK).is_file():
         raise FileNotFoundError(f"{folder} is not a run that has made a step")
     settings = read_settings(folder)
-    if not isinstance(settings.get("training.batch_size"), int):
-        raise ValueError(f"{folder / CONFIG} is damaged: it has no training.batch_size")
     history = _read_rows(folder / MARK)
     by_schedule = by_schedule or settings.get("metrics.rollouts") != "all"
     if by_schedule:
@@ -215,8 +213,7 @@ class _Auditor:
         first = list(islice(chain.from_iterable(gaps), SHOWN + 1))
         if missing > in_flight + unlisted:
             self.fault_if(first, f"{missing} prompts were neither trained nor dropped")
-        bound = max(trained) - in_flight - len(dropped)
-        early = sum(len(range(gap.start, min(gap.stop, bound))) for gap in gaps)
+        early = sum(len(range(gap.start, min(gap.stop, max(trained) - in_flight - len(dropped)))) for gap in gaps)
         if early > unlisted:
             self.fault_if(first[:early], "prompts that were handed out long before the end never came back")
         for reason, number in sorted(Counter(dropped.values()).items()):

@@ -113,8 +113,8 @@ def test_output_of_programs_is_kept_and_logged_once_for_each_reason(served, capl
 @pytest.mark.parametrize(
     ("agent", "problem"),
     [
-        ({"command": ["python3", "here.py", "{task}"]}, "'here.py' is a file of the current folder"),
-        ({"command": ["python3", "-u", "here.py"]}, "'here.py' is a file of the current folder"),
+        ({"command": ["python3", "here.py", "{task}"]}, "'here.py' is not in `files`"),
+        ({"command": ["python3", "-u", "here.py"]}, "'here.py' is not in `files`"),
         ({"command": ["python3", "nowhere.py"]}, "'nowhere.py' is not in `files`"),
         ({"command": ["./nowhere.sh"]}, "./nowhere.sh cannot be executed"),
         ({"command": ["/no/such/agent"]}, "/no/such/agent cannot be executed"),
@@ -122,8 +122,8 @@ def test_output_of_programs_is_kept_and_logged_once_for_each_reason(served, capl
         ({"command": ["sh", "./sub/text.sh"], "texts": {"sub/text.sh": "true"}}, None),
         ({"command": ["sh", "-c", "cat here.py"]}, None),
         ({"command": ["python3", "given.py", "-o", "{folder}/here.py"], "files": "given"}, None),
-        ({"command": ["true"], "files": "linked"}, "linked/out is a link to /etc, outside of the folder"),
-        ({"command": ["true"], "files": "pipes"}, "pipes/pipe is neither a file nor a folder"),
+        ({"command": ["true"], "files": "linked"}, "linked/out is neither a file, a folder nor a link within linked"),
+        ({"command": ["true"], "files": "pipes"}, "pipes/pipe is neither a file, a folder nor"),
     ],
 )
 def test_command_names_only_what_is_there(tmp_path, monkeypatch, agent, problem):
