@@ -22,7 +22,7 @@ MISMATCH = "mismatch.json"  # the last comparison of engine and trainer, by `for
 FAILURES = {
     "crashed": "crashed",
     "timeout": "timed out",
-    "infrastructure": "failed before their first request, or with their environment",
+    "infrastructure": "were lost before a first request or with their environment",
     "max_turns": "hit episode.max_turns",
     "max_tokens": "hit episode.max_tokens",
 }
@@ -158,8 +158,8 @@ def list_alerts(rows: Rows, settings: Mapping[str, Any]) -> list[Alert]:
             "Lower generator.slots, or use fewer processes",
         ),
         (
-            max(failures.values()) > 0.1,
-            ", ".join(f"{share:.0%} of the agents {ending}" for ending, share in failures.items() if share > 0.1),
+            any(share > 0.1 for share in failures.values()),
+            ", ".join(f"{share:.0%} of the episodes {ending}" for ending, share in failures.items() if share > 0.1),
             "The log has the reasons, and each rollout the end of what its agent printed; limits are in `episode`",
         ),
         (services, f"components were lost and replaced: {services}", "The log says what ended each"),

@@ -16,6 +16,7 @@ from forge.recipes.launch import summarise_error
 from forge.types import Prompt, Sample
 from forge_agents.environment import AgentEnv, Outcome
 from forge_agents.recipe import agent_config, check_agent, function_play
+from forge_inspect.alerts import list_alerts
 
 
 def play(served, player, **limits):
@@ -140,3 +141,21 @@ def test_command_names_only_what_is_there(tmp_path, monkeypatch, agent, problem)
         return check_agent(values)
     with pytest.raises(ConfigError, match=problem):
         check_agent(values)
+
+
+@pytest.mark.parametrize(
+    ("shares", "finding"),
+    [
+        (
+            {"crashed": 0.5, "timeout": 0.2, "max_turns": 0.05},
+            "50% of the episodes crashed, 20% of the episodes timed out",
+        ),
+        ({"max_tokens": 0.3}, "30% of the episodes hit episode.max_tokens"),
+        ({"crashed": 0.05, "infrastructure": 0.0}, None),
+        ({}, None),
+    ],
+)
+def test_alert_says_how_agents_failed(shares, finding):
+    row = {f"episode/{name}": share for name, share in shares.items()}
+    findings = [alert.finding for alert in list_alerts([{"step": step, **row} for step in range(1, 31)], {})]
+    assert findings == [finding] * (finding is not None)
