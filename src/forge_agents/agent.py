@@ -223,7 +223,7 @@ def agent_environment(values: Mapping[str, str], path: str) -> dict[str, str]:
     model = values["model"]
     claude = ("MODEL", "SMALL_FAST_MODEL", "DEFAULT_HAIKU_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_OPUS_MODEL")
     env = {"PATH": path, "LANG": "C.UTF-8", "HOME": f"{values['folder']}/{HOME}"}
-    # A task that cannot be a variable is in a file.
+    # A task that is too long for a variable is in a file.
     env |= (
         {"FORGE_TASK": values["task"]}
         if fits_variable(values["task"])

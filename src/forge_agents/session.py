@@ -90,11 +90,7 @@ class Session:
         return generation
 
     async def count_tokens(self, request: ModelRequest) -> int:
-        """Return the number of tokens of a request's prompt.
-
-        Raises:
-            BadRequest: as of `context`, or too many requests are open.
-        """
+        """Return the number of tokens of a prompt; BadRequest as of `context`, or if too many requests are open."""
         self._check_room()
         self.counting += 1
         try:

@@ -13,6 +13,7 @@ import forge
 from benchmarks import agent_soak
 from benchmarks.machine import descendants
 from forge.config import ConfigError
+from forge.recipes.launch import BadInput
 from forge_agents.record import EXCLUSIONS
 from forge_inspect.account import account_text, token_account
 from forge_inspect.runs import read_metric_rows
@@ -135,7 +136,7 @@ def test_unbalanced_token_account_is_reported():
 
 
 def test_missing_agent_program_ends_run_with_one_line(tmp_path):
-    with pytest.raises(ConfigError, match=r"episode\.agent\.command: \./no-such-agent cannot be executed .*readable"):
+    with pytest.raises(BadInput, match=r"episode\.agent\.command: \./no-such-agent cannot be executed.*readable"):
         run(tmp_path, {"command": ["./no-such-agent"], "reward": "ExactMatch"})
 
 
