@@ -1,14 +1,18 @@
 """An agent's command and its result, its environment variables, and the folder in which it works."""
 
 import os
+import re
 import shutil
-import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Literal, get_args
 
+from forge.system.scratch import remove_tree
+
 HOME = ".home"  # the program's home, a folder in the task folder
+TASK = f"{HOME}/task.txt"  # the file with the text of the task, in the task folder
+MAX_VARIABLE = 130_000  # bytes of a variable or argument; the kernel takes 128 KiB with the variable's name
 NOBODY = 65534  # id of the user and the group with which confined programs run
 
 
@@ -43,8 +47,12 @@ def fill_task_folder(
             shutil.copytree(source, folder, symlinks=True)
         (folder / HOME).mkdir(exist_ok=True)
         tmp_folder.mkdir()
+        if owned:
+            give_to_nobody(folder)
     for top in (folder, tmp_folder):
         top.chmod(0o755)
+        if owned:
+            os.chown(top, NOBODY, NOBODY)
 
     for path, text in texts.items():
         # From the outermost folder of the path to the innermost; the first of `parents` is the task folder itself.
@@ -54,17 +62,17 @@ def fill_task_folder(
                 inner.unlink(missing_ok=True)
                 inner.mkdir()
             inner.chmod(0o755)
+            if owned:
+                os.chown(inner, NOBODY, NOBODY)
 
         target = folder / path
         if target.is_dir() and not target.is_symlink():
-            remove_folder(target)
+            remove_tree(target)
         # A new file, not the old one's content: that may be a link, or not be writable.
         target.unlink(missing_ok=True)
-        target.write_text(text)
-
-    if owned:
-        for top in (folder, tmp_folder):
-            give_to_nobody(top)
+        target.write_text(text, encoding="utf-8", errors="backslashreplace")
+        if owned:
+            os.chown(target, NOBODY, NOBODY)
 
 
 def give_to_nobody(folder: Path) -> None:
@@ -75,22 +83,19 @@ def give_to_nobody(folder: Path) -> None:
             os.chown(os.path.join(parent, name), NOBODY, NOBODY, follow_symlinks=False)
 
 
-def unlock_folders(folder: Path) -> None:
-    """Give this user all rights to the folders within a folder: without them, which an agent may have removed, the
-    folders cannot be deleted."""
-    for parent, folders, _ in os.walk(folder):
-        for name in folders:
-            path = os.path.join(parent, name)
-            if stat.S_ISDIR(os.lstat(path).st_mode):
-                os.chmod(path, 0o700)
+def check_task_files(source: Path) -> None:
+    """Check that a folder whose content goes into task folders holds only files, folders and links within it.
 
-
-def remove_folder(folder: Path) -> None:
-    """Remove a folder if it exists, even if rights to folders in it are missing."""
-    if folder.exists():
-        folder.chmod(0o700)
-        unlock_folders(folder)
-        shutil.rmtree(folder)
+    Raises:
+        ValueError: names what is neither, or a link that leads out of the folder or has an absolute path.
+    """
+    root = os.path.realpath(source)
+    for path in source.rglob("*"):
+        is_file = path.is_file() or path.is_dir()
+        if path.is_symlink():
+            is_file = not os.path.isabs(os.readlink(path)) and Path(os.path.realpath(path)).is_relative_to(root)
+        if not is_file:
+            raise ValueError(f"files: {path} is neither a file, a folder nor a link within {source}: put a copy there")
 
 
 Status = Literal["exited", "timeout", "memory", "killed", "missing", "failed"]
@@ -141,8 +146,10 @@ class AgentCommand:
 
         if self.network not in get_args(Network):
             raise ValueError(f"network must be gateway or host, got {self.network!r}")
-        if self.files is not None and not Path(self.files).is_dir():
-            raise ValueError(f"files must be a directory to copy, got {self.files}")
+        if self.files is not None:
+            if not Path(self.files).is_dir():
+                raise ValueError(f"files must be a directory to copy, got {self.files}")
+            check_task_files(Path(self.files))
         for path in self.readable:
             if not os.path.exists(path):
                 raise ValueError(f"readable has {path}, which does not exist")
@@ -192,7 +199,12 @@ class CommandResult:
 
     def remove(self) -> None:
         """Remove the task folder and its folder for temporary files, if they still exist."""
-        remove_folder(self.folder.parent)
+        remove_tree(self.folder.parent)
+
+
+def fits_variable(text: str) -> bool:
+    """Return whether a text can be an environment variable or an argument: it is UTF-8, short enough, without a NUL."""
+    return not re.search("[\0\ud800-\udfff]", text) and len(text.encode()) < MAX_VARIABLE
 
 
 def agent_environment(values: Mapping[str, str], path: str) -> dict[str, str]:
@@ -210,7 +222,13 @@ def agent_environment(values: Mapping[str, str], path: str) -> dict[str, str]:
     key = values["key"]
     model = values["model"]
     claude = ("MODEL", "SMALL_FAST_MODEL", "DEFAULT_HAIKU_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_OPUS_MODEL")
-    env = {"PATH": path, "LANG": "C.UTF-8", "HOME": f"{values['folder']}/{HOME}", "FORGE_TASK": values["task"]}
+    env = {"PATH": path, "LANG": "C.UTF-8", "HOME": f"{values['folder']}/{HOME}"}
+    # A task that is too long for a variable is in a file.
+    env |= (
+        {"FORGE_TASK": values["task"]}
+        if fits_variable(values["task"])
+        else {"FORGE_TASK_FILE": f"{values['folder']}/{TASK}"}
+    )
 
     if url:
         env |= {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_BASE": f"{url}/v1", "OPENAI_API_KEY": key}

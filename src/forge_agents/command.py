@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import re
+import resource
 import socket
 import sys
 from collections.abc import Callable, Mapping
@@ -19,19 +20,21 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
-from forge.system.scratch import Scratch
+from forge.config import ConfigError
+from forge.system.scratch import Scratch, remove_tree
 from forge_envs.environment import InfrastructureError
 from forge_sandbox.worker import SandboxError, Settings, Worker
 
 from .agent import (
+    MAX_VARIABLE,
+    TASK,
     AgentCommand,
     CommandResult,
     Network,
     Status,
     agent_environment,
     fill_task_folder,
-    remove_folder,
-    unlock_folders,
+    fits_variable,
 )
 
 __all__ = ["AgentCommand", "CommandResult", "CommandRunner"]
@@ -42,6 +45,7 @@ T = TypeVar("T")
 Level = Literal["namespaces", "none"]  # how programs are confined
 INNER_FOLDER = "/task"  # the task folder, as a confined program sees it
 CHUNK = 1 << 16  # bytes that are read at once
+MAX_CONNECTIONS = 32  # of one program to the gateway at once: further ones wait
 MAX_RUNS = 1024  # programs at once, each of which has a thread that waits for it
 TAIL = 1 << 16  # bytes of each output that are returned
 LIMITS = {"NOFILE": 4096, "FSIZE": 1 << 30, "CORE": 0, "MEMLOCK": 1 << 20, "MSGQUEUE": 0}  # of a process
@@ -78,6 +82,8 @@ class CommandRunner:
         self._scratch: Scratch | None = None
         self._threads = ThreadPoolExecutor(MAX_RUNS, "forge-agents")
         self._runs: set[asyncio.Task[CommandResult]] = set()
+        # Of all programs: each takes two of this process's descriptors, of which the rest of a run needs some.
+        self._connections = asyncio.Semaphore(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 3)
         self._number = 0
 
     async def start(self) -> None:
@@ -155,11 +161,12 @@ class CommandRunner:
         settings["port"] = None if gateway is None else gateway[1]
 
         source = command.files if is_new else None
+        texts = {**(files or {}), **({} if fits_variable(task_text) else {TASK: task_text})}
         fill_folder = partial(
             fill_task_folder,
             folder,
             source,
-            files or {},
+            texts,
             new=is_new,
             owned=self.level == "namespaces" and os.geteuid() == 0,
         )
@@ -169,7 +176,7 @@ class CommandRunner:
                 return await self._play_program(fill_folder, settings, request, folder, gateway)
             except BaseException:
                 if is_new:
-                    await self._in_thread(partial(remove_folder, folder.parent))
+                    await self._in_thread(partial(remove_tree, folder.parent))
                 raise
 
         # A task, not only a coroutine: `close` cancels it, and waits for its end.
@@ -184,7 +191,6 @@ class CommandRunner:
             run.cancel()
         await asyncio.gather(*self._runs, return_exceptions=True)
         if self._scratch is not None:
-            await self._in_thread(partial(unlock_folders, self._scratch.path))
             await self._in_thread(self._scratch.close)
             self._scratch = None
             self._threads.shutdown(wait=False)
@@ -206,15 +212,15 @@ class CommandRunner:
     ) -> CommandResult:
         """Fill the folder, run the program in it, and wait until all its processes have ended."""
         await self._in_thread(fill_folder)
-        forwarder = None if gateway is None else Forwarder(*gateway)
+        forwarder: Forwarder | None = None
         workers: list[Worker] = []
         seconds: float = request["time_limit"]
 
         try:
             await self._in_thread(lambda: workers.append(Worker(settings, self._python, None)))
             (worker,) = workers
-            if forwarder is not None:
-                await forwarder.serve(socket.socket(fileno=worker.descriptors[0]))
+            if gateway is not None:
+                forwarder = Forwarder(socket.socket(fileno=worker.descriptors[0]), *gateway, self._connections)
             ask = partial(worker.request, request, b"", b"", limit=seconds)
             header, outputs = await self._in_thread(ask, worker.interrupt)
         except SandboxError as error:
@@ -269,6 +275,7 @@ class CommandRunner:
 
         Raises:
             ValueError: a readable folder contains the task folders of all runs.
+            ConfigError: an argument or variable becomes too long by the text of the task.
         """
         for path in command.readable:
             if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(path)):
@@ -284,6 +291,12 @@ class CommandRunner:
         env = agent_environment(values, program_path(command))
         env |= {name: fill_placeholders(text) for name, text in command.env.items()}
         arguments = [fill_placeholders(argument) for argument in command.command]
+        for text in (*arguments, *env.values()):
+            if not fits_variable(text):
+                raise ConfigError(
+                    f"episode.agent: {text[:60]!r} is longer than {MAX_VARIABLE:,} bytes or has a NUL: give a "
+                    "long task as a file (`texts`) instead of {task}, or read it from $FORGE_TASK_FILE"
+                )
         settings = {
             "level": self.level,
             "folder": values["folder"],
@@ -328,36 +341,51 @@ def _gateway_address(url: str | None, network: Network, level: Level) -> tuple[s
 
 
 class Forwarder:
-    """Forwards each connection to a listening socket by a new connection to `host` and `port`."""
+    """Forwards each connection to a listening socket by a new connection to `host` and `port`.
 
-    def __init__(self, host: str, port: int) -> None:
+    Connections beyond `MAX_CONNECTIONS` or `room` wait in the kernel, and take no descriptors of this process.
+
+    Args:
+        listener: the socket.
+        room: the connections that all forwarders may have at once.
+    """
+
+    def __init__(self, listener: socket.socket, host: str, port: int, room: asyncio.Semaphore) -> None:
+        self._listener = listener
         self._host = host
         self._port = port
-        self._server: asyncio.Server | None = None
-        self._connections: set[asyncio.Task[None]] = set()
-
-    async def serve(self, listener: socket.socket) -> None:
-        """Start to accept connections."""
-        self._server = await asyncio.start_server(self._forward_connection, sock=listener, limit=CHUNK)
+        self._own_room, self._room = asyncio.Semaphore(MAX_CONNECTIONS), room
+        self._tasks: set[asyncio.Task[None]] = set()
+        listener.setblocking(False)
+        self._start_task()
 
     async def close(self) -> None:
         """End all connections."""
-        if self._server is not None:
-            self._server.close()
-        for connection in self._connections:
-            connection.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._listener.close()
 
-    async def _forward_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._connections.add(task)
-        task.add_done_callback(self._connections.discard)
-        # If the gateway cannot be reached, the program's connection is closed, as a server that rejects it would do.
-        with closing(writer), suppress(OSError):
-            outer_reader, outer_writer = await asyncio.open_connection(self._host, self._port, limit=CHUNK)
-            with closing(outer_writer):
-                await asyncio.gather(_copy_stream(reader, outer_writer), _copy_stream(outer_reader, writer))
+    def _start_task(self) -> None:
+        task = asyncio.create_task(self._forward_next())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _forward_next(self) -> None:
+        # Forward the next connection; meanwhile another task waits for the one after it.
+        async with self._own_room, self._room:
+            try:
+                connection, _ = await asyncio.get_running_loop().sock_accept(self._listener)
+            except OSError:  # such as too many open files: try again soon
+                await asyncio.sleep(0.1)
+                return self._start_task()
+            self._start_task()
+            reader, writer = await asyncio.open_connection(sock=connection, limit=CHUNK)
+            # If the gateway cannot be reached, the program's connection is closed, as a server that rejects it would.
+            with closing(writer), suppress(OSError):
+                outer_reader, outer_writer = await asyncio.open_connection(self._host, self._port, limit=CHUNK)
+                with closing(outer_writer):
+                    await asyncio.gather(_copy_stream(reader, outer_writer), _copy_stream(outer_reader, writer))
 
 
 async def _copy_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -58,6 +58,8 @@ class AgentConfig(Section):
     `openai.AsyncOpenAI` whose model is "policy", and the task `sample.prompt.text`; it returns the reward."""
     collection: CollectionConfig | None = None
     """An environment that others made, which plays and scores."""
+    on_error: Literal["unscored", "zero", "raise"] = "unscored"
+    """What an exception of `function` makes of its episode: no score, reward 0, or the end of the run."""
     env: dict[str, str] = Field(default_factory=dict)
     """Additional variables; those of the gateway are set."""
     files: str | None = None

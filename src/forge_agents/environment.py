@@ -2,9 +2,10 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from forge.envs import PolicyService
@@ -12,6 +13,7 @@ from forge.envs.group import GroupEnv
 from forge.observability import Reduce, metrics_of, record_metric
 from forge.recipes.components import POLICY
 from forge.runtime.controller import ForgeError, ServiceStopped
+from forge.system.files import escape_controls
 from forge.types import NO_TURN, Episode, Sample
 from forge_envs.environment import InfrastructureError
 
@@ -22,15 +24,19 @@ from .several import Learner
 log = logging.getLogger(f"forge.{__name__}")
 
 
+ENDS = ("ended", "exited")  # how an agent stops that neither failed nor was ended
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How an agent ended, and its reward.
 
-    reward: a number; where several policies play, one for all of them, or a mapping of their names to rewards. None:
-        the agent was not scored here.
+    reward: a number; where several policies play, one for all of them, or a mapping of their names to rewards. None, or
+        a number such as NaN: the agent was not scored here.
     stop: why the agent ended, in one word such as "exited" or "timeout".
     is_lost: whether something other than the agent failed, so that the episode is played again.
-    info: for the record of the episode.
+    info: for the record of the episode: under "error" and "reason" why it failed, under "stdout", "stderr" and "test"
+        the end of what its programs printed.
     """
 
     reward: float | Mapping[str, float] | None
@@ -40,7 +46,14 @@ class Outcome:
 
     def reward_of(self, seat: str) -> float | None:
         """Return the reward of the policy that played under a name; None if it was not scored."""
-        return self.reward.get(seat) if isinstance(self.reward, Mapping) else self.reward
+        reward = self.reward.get(seat) if isinstance(self.reward, Mapping) else self.reward
+        return reward if reward is not None and math.isfinite(reward) else None
+
+    @property
+    def output(self) -> str:
+        """Return why the agent failed and the end of what it printed, each with its name; "" if nothing is known."""
+        names = ("reason", "error", "stdout", "stderr", "test")
+        return "\n".join(f"[{name}] {text.strip()}" for name in names if (text := str(self.info.get(name, ""))))
 
 
 # Runs an agent until it has ended. Arguments: access to its session, the task, whether this is an evaluation.
@@ -90,6 +103,7 @@ class AgentEnv(GroupEnv):
             folder: trainer for learner in self.learners.values() for folder, trainer in learner.trainers().items()
         }
         self._slots = asyncio.Semaphore(concurrency)
+        self._reported: set[str] = set()
 
     async def play(
         self, policy: PolicyService, sample: Sample, n: int, seed: int, *, evaluation: bool, **sampling: Any
@@ -126,21 +140,23 @@ class AgentEnv(GroupEnv):
             for attempt in range(self.retries + 1):
                 name = f"{sample.prompt.index}/{index}/{attempt}"
                 settings = SessionSettings(name=name, seed=seed, sampling=dict(sampling), **self.limits)
+                record = SessionRecord({}, frozenset())  # of an attempt without one
                 try:
                     outcome, record = await self._play_once(settings, sample, evaluation)
                 except ServiceStopped:  # the run is ending
                     raise
-                except (InfrastructureError, ForgeError, LookupError) as error:
-                    log.warning("episode %s was lost: %s", name, error)
+                except (InfrastructureError, ForgeError) as error:
                     outcome = Outcome(None, "infrastructure", True, {"error": str(error)})
-                    continue
-
+                if outcome.stop not in ENDS or "error" in outcome.info:
+                    self._report_failure(name, outcome)
                 if not outcome.is_lost:
                     break
                 for seat, certificate in certificates.items():
                     certificate.update(record.unlearned(seat, self.auxiliary))
 
-        info: dict[str, Any] = {"stop": outcome.stop, "attempts": attempt + 1, "environment": dict(outcome.info)}
+        limits = [name for name in ("max_turns", "max_tokens") if record.counts.get(name)]
+        stop = limits[0] if limits and outcome.stop in ENDS else outcome.stop
+        info = {"stop": stop, "limits": limits, "attempts": attempt + 1, "environment": dict(outcome.info)}
         is_lost = outcome.is_lost or outcome.stop == "infrastructure"
         episodes = []
 
@@ -160,6 +176,7 @@ class AgentEnv(GroupEnv):
                     if has_several_seats and not record.runs.get(seat):
                         seat_info["stop"] = NO_TURN
                 episode = _unscored_episode(seat_info, certificate)
+            episode.text = "\n".join(filter(None, (episode.text, outcome.output)))
 
             # "" stands for the run's own policy where no other one plays.
             episode.policy = seat if has_several_seats else ""
@@ -180,16 +197,34 @@ class AgentEnv(GroupEnv):
                     f"the agent gives rewards to {rewarded or 'none of the models'}; the trained models are {seats}"
                 )
         finally:
-            record: SessionRecord = await self.gateway.close.route(access.key)
+            try:
+                record: SessionRecord = await self.gateway.close.route(access.key)
+            except LookupError as error:
+                raise InfrastructureError(f"the gateway was restarted, and has lost the session ({error})") from None
+
+        rewards = outcome.reward.values() if isinstance(outcome.reward, Mapping) else [outcome.reward]
+        wrong = [reward for reward in rewards if reward is not None and not math.isfinite(reward)]
+        if wrong:
+            outcome = replace(outcome, info={**outcome.info, "error": f"its reward is {wrong[0]}, not a finite number"})
 
         # A program that failed before its first request did so whatever the policy says: the machine is at fault.
         if outcome.stop == "crashed" and not record.counts.get("requests"):
             return Outcome(None, "infrastructure", True, outcome.info), record
-        if self.score is not None and not outcome.is_lost and record.runs.get(POLICY):
+        if self.score is not None and not outcome.is_lost and "error" not in outcome.info and record.runs.get(POLICY):
             answer = record.runs[POLICY][-1].added[-1]["content"]
             outcome = Outcome(await self.score(sample, answer, evaluation), outcome.stop, info=outcome.info)
 
         return outcome, record
+
+    def _report_failure(self, name: str, outcome: Outcome) -> None:
+        """Log how the agent of an episode failed, once for each distinct last line of its output."""
+        reason = ": ".join([outcome.stop, *outcome.output.splitlines()[-1:]])
+        kind = "".join(letter for letter in reason if not letter.isdigit())  # numbers, as of a process, are no reason
+        if kind not in self._reported and len(self._reported) < 100:
+            self._reported.add(kind)
+            log.warning(
+                "the agent of episode %s failed: %s (this reason is logged once)", name, escape_controls(reason)
+            )
 
 
 def _unscored_episode(info: Mapping[str, Any], certificate: Certificate) -> Episode:
@@ -204,7 +239,10 @@ def _record_episode(episode: Episode) -> None:
     if episode.outcome is None:
         certificate = certificate.without_training("unscored")
     certificate.check()
-    record_metric("episode/infrastructure", episode.info["stop"] == "infrastructure")
+    stop = episode.info["stop"]
+    record_metric("episode/infrastructure", stop == "infrastructure")
+    record_metric("episode/crashed", stop in ("crashed", "killed", "memory"))
+    record_metric("episode/timeout", stop == "timeout")
     for name in ("sampled", "trained", *EXCLUSIONS):
         record_metric(f"certificate/{name}", certificate[name], Reduce.SUM)
     for reason, count in episode.info.get("roots", {}).items():

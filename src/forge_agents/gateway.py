@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from forge.actors.streams import StreamLost
@@ -22,9 +21,9 @@ from .dialects.chat import ChatDialect
 from .dialects.completions import CompletionsDialect
 from .dialects.responses import ResponsesDialect
 from .messages import BadRequest
-from .policies import Policy
+from .policies import Generation, Policy
 from .record import SessionRecord
-from .session import Generation, Session
+from .session import Session
 from .settings import MAX_BODY, Access, SessionSettings
 
 UNBUFFERED = {"X-Accel-Buffering": "no"}  # reverse proxies such as nginx keep streams back otherwise
@@ -165,8 +164,7 @@ class Gateway:
     async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
         session = self._session_of(request)
         parsed = _dialect_of(request).read(await _body_of(request))
-        _, prompt_ids, _ = await self._in_thread(partial(session.context, parsed))
-        return web.json_response({"input_tokens": len(prompt_ids)})
+        return web.json_response({"input_tokens": await session.count_tokens(parsed)})
 
     async def _list_models(self, request: web.Request) -> web.StreamResponse:
         # One answer for both APIs: the fields of OpenAI's and Anthropic's lists together.

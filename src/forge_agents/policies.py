@@ -1,8 +1,9 @@
-"""The policies that the clients of a session may ask, and how turns are sampled from them."""
+"""The policies that the clients of a session may ask, and how the turns of an answer are sampled from them."""
 
 import asyncio
+import random
 import secrets
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,7 @@ from forge.data.special_tokens import spell_token
 from forge.types import Completion, Sampling
 from forge_envs.dialogue import Dialogue
 
-from .messages import BadRequest, ModelRequest, TokenLogprob
+from .messages import BadRequest, Delta, ModelRequest, ModelTurn, TokenLogprob
 
 # Seconds between two requests for the new pieces of a stream. A request at each step of a small model would take longer
 # than the step.
@@ -71,6 +72,58 @@ async def sample_turns(
                     await asyncio.sleep(POLL)
         finally:
             await service.close_stream.route(stream_id)
+
+
+@dataclass(eq=False)
+class Generation:
+    """The answer to one request while it is generated.
+
+    ids: the ids of its samples.
+    turns: the complete samples, once they are all sampled.
+    news: pieces of the samples for the connection that sends them; None once the task has ended.
+    task: generates the answer.
+    """
+
+    request: ModelRequest
+    ids: tuple[str, ...]
+    turns: list[ModelTurn] = field(default_factory=list)
+    prompt_tokens: int = 0
+    news: asyncio.Queue[Delta | None] = field(default_factory=asyncio.Queue)
+    task: asyncio.Task[None] | None = None
+
+    def put_text(self, sample: int, kind: str, text: str) -> None:
+        """Queue a piece of a sample's text, whose kind is "thought" or "content"."""
+        self.news.put_nowait(Delta(sample, thought=text) if kind == "thought" else Delta(sample, content=text))
+
+    async def pieces(self, interval: float) -> AsyncIterator[Delta | None]:
+        """Yield the pieces of the answer as they arrive, and None after each `interval` seconds without one.
+
+        Raises:
+            Exception: the one with which the generation failed, after all of its pieces.
+        """
+        assert self.task is not None
+        while True:
+            try:
+                piece = await asyncio.wait_for(self.news.get(), interval)
+            except TimeoutError:
+                yield None
+                continue
+            if piece is None:
+                break
+            yield piece
+        self.task.result()
+
+
+def cut_turn(turn: Completion, count: int) -> None:
+    """Remove all tokens of a turn after the first `count`, with which a stop string is complete."""
+    del turn.token_ids[count:], turn.logprobs[count:], turn.versions[count:], turn.top_logprobs[count:]
+    turn.finish = "stop"
+
+
+def make_token() -> str:
+    """Return 24 random hexadecimal digits for an id."""
+    # Not from the session's seed: another session with the same seed must have other ids.
+    return f"{random.SystemRandom().getrandbits(96):024x}"
 
 
 NUMBERS = ("temperature", "top_p", "top_k", "seed")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,6 +19,8 @@ from forge.actors import Generator, RewardActor
 from forge.config import ConfigError
 from forge.config.sections import build
 from forge.recipes.components import POLICY
+from forge.recipes.launch import summarise_error, user_frames
+from forge.runtime.controller import ForgeError
 from forge.types import Sample
 from forge_envs.environment import InfrastructureError
 
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from forge.recipes.rl_config import RLConfig
     from forge.runtime.controller.handle import Handle
 
+TAIL = 1000  # characters of each output of a program that are kept with its episode
 RETRIES = 5  # of a coroutine's requests: enough time for a generator that died to be restarted
 
 
@@ -132,19 +136,36 @@ def check_agent(values: Any) -> None:
 
 
 def check_program(agent: AgentConfig) -> None:
-    """Check that an agent's program is in a folder of the PATH that it will have.
+    """Check that an agent's program, and the files of this machine that its command names, are where it will run.
 
-    Not checked are a program with a path, which may be in the task folder, and one whose `env` sets another PATH.
+    Not checked are words with placeholders, and the program if `env` sets another PATH.
 
     Raises:
-        ConfigError: the program is not there.
+        ConfigError: the program or a file is not there; says where to put it.
     """
     command = agent.agent_command()
-    name = command.command[0]
-    if "/" in name or "PATH" in agent.env or shutil.which(name, path=program_path(command)):
-        return
-    fix = agent.install or "a program that is not of the system must be in the `bin` of a folder of `readable`"
-    raise ConfigError(f"episode.agent.command: {name} cannot be executed, for it is not installed: {fix}")
+    name, *words = command.command
+    in_task_folder = "the program works in its task folder: give it by `files` or `texts`, or by its whole path and "
+
+    def is_given(word: str) -> bool:
+        path = Path(os.path.normpath(word))
+        return path in map(Path, agent.texts) or (agent.files is not None and (Path(agent.files) / path).exists())
+
+    is_found = is_given(name) if "/" in name and name[0] != "/" else shutil.which(name, path=program_path(command))
+    if not is_found and not ("/" not in name and "PATH" in agent.env):
+        fix = agent.install or f"{in_task_folder}`readable`; one without a path must be in a `bin` of `readable`"
+        raise ConfigError(f"episode.agent.command: {name} cannot be executed, for it is not installed: {fix}")
+
+    # The first word after an interpreter is its program, wherever it is; any word may be a file of the current folder.
+    is_interpreter = re.fullmatch(r"(python|pypy|node|deno|bun|ruby|perl|bash|dash|sh)[\d.]*", Path(name).name)
+    for word in words:
+        if word.startswith(("-", "/")) or "{" in word or is_given(word):
+            continue
+        if Path(word).is_file() or (is_interpreter and word is words[0]):
+            raise ConfigError(
+                f"episode.agent.command: {word!r} is not in `files`, and {in_task_folder}`readable` (for a file that "
+                f"it writes: {{folder}}/{word})"
+            )
 
 
 async def hold_player(player: CommandRunner | WorkerPlay) -> None:
@@ -170,7 +191,7 @@ async def command_play(agent: AgentConfig, runner: CommandRunner) -> Play:
         result = await runner.run(command, url=access.url, key=access.key, model=POLICY, task_text=task, files=texts)
 
         try:
-            info = {"exit_code": result.exit_code, "stdout": result.stdout[-500:], "stderr": result.stderr[-500:]}
+            info = {"exit_code": result.exit_code, "stdout": result.stdout[-TAIL:], "stderr": result.stderr[-TAIL:]}
             info |= {"reason": result.reason} if result.reason else {}
             if result.status == "missing":
                 # An error, not a lost episode: the program would be missing in every episode.
@@ -194,7 +215,7 @@ async def command_play(agent: AgentConfig, runner: CommandRunner) -> Play:
         files = {path: _fill_words(text, values) for path, text in section.files.items()}
         test = replace(command, command=arguments, timeout=section.timeout, files=None)
         result = await runner.run(test, files=files, folder=folder)
-        info = {**info, "test": (result.stdout + result.stderr)[-500:]}
+        info = {**info, "test": (result.stdout + result.stderr)[-TAIL:]}
 
         if result.status in ("missing", "failed"):
             info["reason"] = result.reason
@@ -217,6 +238,13 @@ def function_play(agent: AgentConfig) -> Play:
     function = agent.load_function()
     parameters = inspect.signature(function).parameters
 
+    def fail(error: BaseException) -> Outcome:
+        if agent.on_error == "raise":
+            error.add_note("episode.agent.on_error: unscored lets the run go on")
+            raise error
+        text = "\n".join([*user_frames(error)[-1:], summarise_error(error)])
+        return Outcome(0.0 if agent.on_error == "zero" else None, "crashed", info={"error": text})
+
     async def play_function(access: Access, sample: Sample, evaluation: bool) -> Outcome:
         options = {"evaluation": evaluation} if "evaluation" in parameters else {}
         # The gateway is on loopback with plain http: proxies are not used, and to load certificates would take 20 ms
@@ -225,21 +253,22 @@ def function_play(agent: AgentConfig) -> Play:
         client = AsyncOpenAI(base_url=f"{access.url}/v1", api_key=access.key, max_retries=RETRIES, http_client=http)
 
         try:
-            async with client, asyncio.timeout(agent.timeout):
+            async with client, asyncio.timeout(agent.timeout) as limit:
                 reward = await function(client, sample, **options)
-        except TimeoutError:
-            return Outcome(None, "timeout")
+            if isinstance(reward, Mapping):
+                return Outcome({str(seat): float(value) for seat, value in reward.items()}, "ended")
+            return Outcome(None if reward is None else float(reward), "ended")
+        except (ForgeError, InfrastructureError):
+            raise
         except (APIConnectionError, InternalServerError, TransportError) as error:
             # TransportError: the openai package does not convert the error of a stream that breaks off.
             raise InfrastructureError(f"the gateway did not answer: {error}") from error
         except APIError as error:  # from an event of a stream, so without an HTTP status: only its code is known
-            if error.code not in ("overloaded", "server_error"):
-                raise
-            raise InfrastructureError(f"a stream of the gateway failed: {error}") from error
-
-        if isinstance(reward, Mapping):
-            return Outcome({str(seat): float(value) for seat, value in reward.items()}, "ended")
-        return Outcome(None if reward is None else float(reward), "ended")
+            if error.code in ("overloaded", "server_error"):
+                raise InfrastructureError(f"a stream of the gateway failed: {error}") from error
+            return fail(error)
+        except (Exception, SystemExit) as error:  # SystemExit: a function must not end the run
+            return Outcome(None, "timeout") if limit.expired() else fail(error)
 
     return play_function
 

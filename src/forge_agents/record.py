@@ -56,8 +56,9 @@ class SessionRecord:
 
     runs: the turns of each policy.
     delivered: the ids of the turns that a client has received.
-    counts: "requests"; "cancelled" generations; "limited", empty answers at a limit of the session; and for each policy
-        "surplus/NAME", the tokens that were sampled after a stop string.
+    counts: "requests"; "cancelled" generations; "limited", empty answers at a limit of the session; "max_turns" and
+        "max_tokens", answers that these limits made empty or cut; and for each policy "surplus/NAME", the tokens that
+        were sampled after a stop string.
     """
 
     runs: Mapping[str, Sequence[TokenRun]]

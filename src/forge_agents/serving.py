@@ -3,14 +3,17 @@
 import argparse
 import asyncio
 import hashlib
+import os
 import secrets
+import signal
 import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from forge.models.tokenizer import open_tokenizer
+from forge.models.architecture import max_length
+from forge.models.tokenizer import model_config, open_tokenizer
 from forge_envs.dialogue import Dialogue
 from forge_http.web import bind_socket, guard_requests, required_key, web
 
@@ -23,6 +26,7 @@ from .settings import SessionSettings
 # takes milliseconds for 1024.
 MAX_TURNS = 1024
 MAX_SESSIONS = 256
+MAX_SIZE = 1 << 29  # bytes of the turns of all sessions, beyond which the least recently used one is forgotten
 MAX_OPEN = 512  # requests that a session may have open at once
 HEALTH_TIMEOUT = 10.0  # seconds within which the engines must report their statistics
 NO_LIMIT = 1 << 40  # tokens or turns: only the engine's own limits apply
@@ -47,16 +51,17 @@ class ModelServer(Gateway):
         tokenizer: the model's tokenizer.
         name: the model's name for clients.
         key: the API key that clients must send; None: any key, or none.
+        longest: the tokens that the model takes at most.
     """
 
-    def __init__(self, policy: Any, tokenizer: Any, name: str, key: str | None = None) -> None:
+    def __init__(self, policy: Any, tokenizer: Any, name: str, key: str | None = None, longest: int = NO_LIMIT) -> None:
         try:
             dialogue, chat_error = Dialogue(tokenizer), ""
         except ValueError as error:
             # No chat template: requests for completions still work, and chats get this error.
             dialogue, chat_error = Dialogue(tokenizer, "plain"), str(error)
         super().__init__({name: Policy(policy, dialogue, chat_error=chat_error)})
-        self.key = key
+        self.key, self.longest = key, longest
 
     def _make_application(self, host: str) -> web.Application:
         app = super()._make_application(host)
@@ -85,11 +90,12 @@ class ModelServer(Gateway):
         # Only a digest of the key is kept: clients may send their key of another provider by mistake.
         name = hashlib.sha256(client_key(request).encode(errors="surrogateescape")).hexdigest()[:12]
         session = self.sessions.pop(name, None)
-        if session is None or session.turns >= MAX_TURNS:
+        if session is None or session.turns >= MAX_TURNS or session.size > MAX_SIZE // 4:
             settings = SessionSettings(
                 seed=secrets.randbits(48),
                 max_turns=NO_LIMIT,
                 max_tokens=NO_LIMIT,
+                max_prompt=self.longest,
                 seconds=float("inf"),
                 max_open=MAX_OPEN,
                 is_served=True,
@@ -99,7 +105,7 @@ class ModelServer(Gateway):
 
         # Inserted at the end, so that the first session is the least recently used.
         self.sessions[name] = session
-        if len(self.sessions) > MAX_SESSIONS:
+        while len(self.sessions) > MAX_SESSIONS or sum(kept.size for kept in self.sessions.values()) > MAX_SIZE:
             del self.sessions[next(iter(self.sessions))]
         return session
 
@@ -157,7 +163,8 @@ def serve_model(args: argparse.Namespace) -> None:
         model = resolve_model(args.model)
         tokenizer = open_tokenizer(model)
         name = args.name or Path(args.model).resolve().name
-        make_server = partial(ModelServer, tokenizer=tokenizer, name=name, key=key)
+        longest = options.get("max_seq_len") or max_length(model_config(model))
+        make_server = partial(ModelServer, tokenizer=tokenizer, name=name, key=key, longest=longest)
         with bind_socket(args.host, args.port) as listener:
             run(_serve_policy(args, model, name, make_server, options, listener))
     except (ForgeError, ValueError, OSError, ImportError) as error:
@@ -173,9 +180,18 @@ async def _serve_policy(
     listener: socket.socket,
 ) -> None:
     from forge.actors import Generator
+    from forge.runtime.controller.home import private_folder
+    from forge.system.scratch import remove_tree
 
     policy = await Generator.options(num_replicas=args.replicas, with_gpus=args.with_gpus).as_service(model, **options)
     async with make_server(policy).listen(listener) as url:
         # Anthropic's clients add /v1 to their base URL, OpenAI's do not.
         print(f"{name} is served at {url}/v1 (OpenAI) and {url} (Anthropic)", flush=True)
-        await asyncio.Event().wait()
+        signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, number)
+        number = await signals.get()
+    # Nothing has to be saved: the engines end with this process, and to stop them one by one would take seconds.
+    print(f"forge: {number.name}: ended", flush=True)
+    remove_tree(private_folder())
+    os._exit(128 + number)

@@ -4,9 +4,9 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from forge.engines.interface import extend_completion
@@ -14,64 +14,21 @@ from forge.types import Completion
 
 from .dialects import Dialect
 from .messages import BadRequest, Call, Delta, Finish, ModelRequest, ModelTurn
-from .policies import Policy, choose_grammar, client_sampling, read_logprobs, sample_turns
+from .policies import (
+    Generation,
+    Policy,
+    choose_grammar,
+    client_sampling,
+    cut_turn,
+    make_token,
+    read_logprobs,
+    sample_turns,
+)
 from .reading import OPENING, TurnReader, render_prompt
-from .settings import SessionSettings
+from .settings import TOKEN_LENGTH, SessionSettings
 from .tree import Place, TokenRun, TokenTree, conversation_keys, tools_key
 
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
-
-
-@dataclass(eq=False)
-class Generation:
-    """The answer to one request while it is generated.
-
-    ids: the ids of its samples.
-    turns: the complete samples, once they are all sampled.
-    news: pieces of the samples for the connection that sends them; None once the task has ended.
-    task: generates the answer.
-    """
-
-    request: ModelRequest
-    ids: tuple[str, ...]
-    turns: list[ModelTurn] = field(default_factory=list)
-    prompt_tokens: int = 0
-    news: asyncio.Queue[Delta | None] = field(default_factory=asyncio.Queue)
-    task: asyncio.Task[None] | None = None
-
-    def put_text(self, sample: int, kind: str, text: str) -> None:
-        """Queue a piece of a sample's text, whose kind is "thought" or "content"."""
-        self.news.put_nowait(Delta(sample, thought=text) if kind == "thought" else Delta(sample, content=text))
-
-    async def pieces(self, interval: float) -> AsyncIterator[Delta | None]:
-        """Yield the pieces of the answer as they arrive, and None after each `interval` seconds without one.
-
-        Raises:
-            Exception: the one with which the generation failed, after all of its pieces.
-        """
-        assert self.task is not None
-        while True:
-            try:
-                piece = await asyncio.wait_for(self.news.get(), interval)
-            except TimeoutError:
-                yield None
-                continue
-            if piece is None:
-                break
-            yield piece
-        self.task.result()
-
-
-def cut_turn(turn: Completion, count: int) -> None:
-    """Remove all tokens of a turn after the first `count`, with which a stop string is complete."""
-    del turn.token_ids[count:], turn.logprobs[count:], turn.versions[count:], turn.top_logprobs[count:]
-    turn.finish = "stop"
-
-
-def make_token() -> str:
-    """Return 24 random hexadecimal digits for an id."""
-    # Not from the session's seed: another session with the same seed must have other ids.
-    return f"{random.SystemRandom().getrandbits(96):024x}"
 
 
 class Session:
@@ -85,11 +42,7 @@ class Session:
     """
 
     def __init__(
-        self,
-        key: str,
-        settings: SessionSettings,
-        policies: Mapping[str, Policy],
-        in_thread: InThread,
+        self, key: str, settings: SessionSettings, policies: Mapping[str, Policy], in_thread: InThread
     ) -> None:
         self.key = key
         self.settings = settings
@@ -103,6 +56,9 @@ class Session:
         self.ends_at = time.monotonic() + settings.seconds
         self.readers: set[asyncio.Task[Any]] = set()  # connections that wait for an answer, or send it
         self.open_generations: set[Generation] = set()
+        self.size = 0  # bytes of memory that the turns take, about
+        self.counting = 0  # requests for a count of tokens that are open
+        self._thread_turn = asyncio.Lock()
         self._random = random.Random(f"{settings.seed}/{settings.name}")
 
     @property
@@ -117,9 +73,7 @@ class Session:
             BadRequest: no policy has the model's name, or too many requests are open.
         """
         self.policy_of(request.model)
-        limit = self.settings.max_open
-        if len(self.open_generations) >= limit:
-            raise BadRequest(f"this session has {limit} requests open already: wait for their answers", status=429)
+        self._check_room()
         self.counts["requests"] += 1
         generation = Generation(request, tuple(dialect.id_prefix + make_token() for _ in range(request.samples)))
         generation.task = asyncio.create_task(self._generate_turns(generation, dialect))
@@ -134,6 +88,34 @@ class Session:
 
         generation.task.add_done_callback(end_generation)
         return generation
+
+    async def count_tokens(self, request: ModelRequest) -> int:
+        """Return the number of tokens of a prompt; BadRequest as of `context`, or if too many requests are open."""
+        self._check_room()
+        self.counting += 1
+        try:
+            return len((await self._run_in_thread(lambda: self.context(request)))[1])
+        finally:
+            self.counting -= 1
+
+    def _check_room(self) -> None:
+        limit = self.settings.max_open
+        if len(self.open_generations) + self.counting >= limit:
+            raise BadRequest(f"this session has {limit} requests open already: wait for their answers", status=429)
+
+    def _check_length(self, request: ModelRequest) -> None:
+        # To tokenise a few megabytes takes seconds, in a thread that all sessions share.
+        limit = self.settings.max_prompt or self.settings.max_tokens
+        size = len(request.prompt) + sum(len(str(part)) for part in (*request.messages, *request.tools))
+        if size > TOKEN_LENGTH * limit:
+            raise BadRequest(
+                f"the prompt has {size:,} characters, far more than {limit:,} tokens", code="context_length_exceeded"
+            )
+
+    async def _run_in_thread(self, work: Callable[[], Any]) -> Any:
+        # One function of a session at a time: the thread then turns to the other sessions.
+        async with self._thread_turn:
+            return await self.in_thread(work)
 
     @contextmanager
     def reading(self, generation: Generation) -> Iterator[None]:
@@ -179,11 +161,13 @@ class Session:
         If the request continues no turn, the last two are the same tokens.
 
         Raises:
-            BadRequest: the chat template cannot render the conversation, or the id of the previous turn is unknown.
+            BadRequest: the prompt is far longer than the policy takes or cannot be rendered, or the id of the previous
+                turn is unknown.
         """
         policy = self.policy_of(request.model)
         dialogue = policy.dialogue
         tree = self.trees[request.model]
+        self._check_length(request)
 
         if request.prompt:
             if isinstance(request.prompt, str):
@@ -226,14 +210,20 @@ class Session:
         # Sample the turns that answer a request, add them to the tree, and queue their pieces for the client.
         request = generation.request
         policy = self.policy_of(request.model)
-        place, ids, context = await self.in_thread(lambda: self.context(request))
+        capacity, ids = 0, []
+        try:
+            place, ids, context = await self._run_in_thread(lambda: self.context(request))
+            capacity = self._tokens_left(len(ids), request)
+        except BadRequest as error:
+            if self.settings.is_served or error.code != "context_length_exceeded":
+                raise
         generation.prompt_tokens = len(ids)
 
         # At a limit of the session the answer is empty, not an error: agents then end by themselves.
-        capacity = self._tokens_left(len(ids), request)
         if capacity < 1:
             generation.turns = [ModelTurn(turn, finish="length", prompt_tokens=len(ids)) for turn in generation.ids]
             self.counts["limited"] += 1
+            self.counts["max_tokens" if self._has_turns_left() else "max_turns"] += time.monotonic() < self.ends_at
             return
 
         sampling = self._sampling_settings(request, policy, capacity)
@@ -247,8 +237,10 @@ class Session:
             for _ in generation.ids
         ]
         turns = await self._sample_turns(generation, policy, ids, sampling, readers)
+        longest = len(ids) + max(len(turn.token_ids) for turn in turns)
+        self.counts["max_tokens"] += longest >= self.settings.max_tokens
 
-        runs = await self.in_thread(
+        runs = await self._run_in_thread(
             lambda: [
                 self._make_run(dialect, generation, sample, place, context, turn, readers[sample])
                 for sample, turn in enumerate(turns)
@@ -257,8 +249,11 @@ class Session:
         # No await between the numbers and `add`: another generation of this session could add its runs there.
         tree = self.trees[request.model]
         runs = [replace(run, number=len(tree.runs) + sample) for sample, run in enumerate(runs)]
+        texts = (*place.messages, *(request.tools if place.parent is None else ()))
+        self.size += 40 * len(context) + sum(len(str(text)) for text in texts)
         for run in runs:
             tree.add(run)
+            self.size += 100 * len(run.completion.token_ids)
 
         cached = 0 if place.parent is None else len(tree.tokens(place.parent))
         for sample, (run, reader) in enumerate(zip(runs, readers, strict=True)):
@@ -372,12 +367,14 @@ class Session:
             token_ids=tuple(turn.token_ids),
         )
 
+    def _has_turns_left(self) -> bool:
+        # The open generations include the one that asks.
+        return self.turns + len(self.open_generations) <= self.settings.max_turns
+
     def _tokens_left(self, prompt_tokens: int, request: ModelRequest) -> int:
         """Return the most tokens that the next turn may have; 0 or less: a limit of the session is reached."""
         settings = self.settings
-        # The open generations include the one that asks.
-        has_turns_left = self.turns + len(self.open_generations) <= settings.max_turns
-        if not has_turns_left or time.monotonic() >= self.ends_at:
+        if not self._has_turns_left() or time.monotonic() >= self.ends_at:
             return 0
         limits = (settings.max_tokens - prompt_tokens, settings.max_turn_tokens, request.max_tokens)
         return min(limit for limit in limits if limit is not None)

@@ -7,6 +7,7 @@ from typing import Any
 # Limits of one session in addition to the configured ones, far above what clients need.
 MAX_OPEN = 16  # requests that may be open at once
 MAX_BODY = 8 << 20  # bytes of a request
+TOKEN_LENGTH = 32  # characters of a token, at most on average: a text that is longer is not tokenised to count
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,7 @@ class SessionSettings:
     seed: the seed from which the turns' seeds are drawn.
     max_turns: the limit for the number of answers of all policies together.
     max_tokens: the limit for the tokens of one conversation, both read and sampled.
+    max_prompt: the tokens that the policies take at most; None: `max_tokens`.
     max_turn_tokens: the limit for the tokens of one answer; None: as many as the conversation has left.
     seconds: the time from the session's opening on, after which every answer is empty.
     max_open: the number of requests that may be open at once.
@@ -29,6 +31,7 @@ class SessionSettings:
     seed: int = 0
     max_turns: int = 64
     max_tokens: int = 4096
+    max_prompt: int | None = None
     max_turn_tokens: int | None = None
     seconds: float = 3600.0
     max_open: int = MAX_OPEN

@@ -15,6 +15,7 @@ import yaml
 
 from forge.config.arguments import check_whole
 from forge.config.yaml_files import read_yaml
+from forge.system.files import escape_controls
 
 from .torchforge_keys import ALPACA, ENGINE, ENGINE_KEYS, KEYS, MESH, NOTES, PROGRAM, RECOMPUTED
 
@@ -117,13 +118,13 @@ class Converted:
 
     def text(self, source: str) -> str:
         """Return the YAML file, with a comment for each key without an equivalent; `source` names the original."""
-        lines = [f"# {source} of torchforge. Start it: forge {self.recipe} THIS_FILE"]
+        lines = [f"# {escape_controls(source)} of torchforge. Start it: forge {self.recipe} THIS_FILE"]
         if self.added:
             lines.append(f"# From the code of torchforge's program: {', '.join(self.added)}.")
         lines += ["", yaml.safe_dump(self.values, sort_keys=False, width=110).rstrip()]
         if self.notes:
             lines += ["", "# Keys without an equivalent:"]
-            lines += [f"#   {name}: {_as_flow(value)}  # {note}" for name, value, note in self.notes]
+            lines += [f"#   {escape_controls(name)}: {_as_flow(value)}  # {note}" for name, value, note in self.notes]
         return "\n".join(lines) + "\n"
 
 

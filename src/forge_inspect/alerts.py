@@ -7,15 +7,26 @@ from typing import Any, NamedTuple
 
 from forge.observability.console import log
 from forge.observability.lines import parse_line
+from forge.system.files import is_plain
 
 from .runs import read_metric_rows, read_settings
 
 WINDOW = 20  # the last steps that an alert is about; a trend needs as many, since the mean of fewer varies too much
 FEWEST = 3  # steps that an alert on rewards needs: a step has few groups, while its tokens and completions are many
+MAX_BYTES = 1 << 20  # of a file with the result of `forge mismatch` or of an audit
 SCARCE = 2.0  # GB of free disk or memory: less than a checkpoint of a small model
 
 AUDIT = "audit.json"  # written at the end of the run
 MISMATCH = "mismatch.json"  # the last comparison of engine and trainer, by `forge mismatch`
+
+# Why the agents of a run failed, by the metric of their share.
+FAILURES = {
+    "crashed": "crashed",
+    "timeout": "timed out",
+    "infrastructure": "were lost before a first request or with their environment",
+    "max_turns": "hit episode.max_turns",
+    "max_tokens": "hit episode.max_tokens",
+}
 
 Rows = Sequence[Mapping[str, float]]
 
@@ -80,6 +91,9 @@ def list_alerts(rows: Rows, settings: Mapping[str, Any]) -> list[Alert]:
     unscored = total_of_metric(rows, "dropped/unscored") + total_of_metric(rows, "dropped/unscored_episodes")
 
     disk, memory = (newest.get(f"machine/{name}_free_gb", nan) for name in ("disk", "memory"))
+
+    # NaN, of a run without agents, is not above any limit.
+    failures = {ending: mean_of_metric(window, f"episode/{metric}") for metric, ending in FAILURES.items()}
 
     # Each rule: a condition, the finding and the advice. Unknown numbers are NaN, with which every comparison is False.
     rules: list[tuple[Any, str, str]] = [
@@ -150,6 +164,11 @@ def list_alerts(rows: Rows, settings: Mapping[str, Any]) -> list[Alert]:
             f"{memory:.1f} GB of memory are left on the controller's machine",
             "Lower generator.slots, or use fewer processes",
         ),
+        (
+            any(share > 0.1 for share in failures.values()),
+            ", ".join(f"{share:.0%} of the episodes {ending}" for ending, share in failures.items() if share > 0.1),
+            "The log has the reasons, and each rollout the end of what its agent printed; limits are in `episode`",
+        ),
         (services, f"components were lost and replaced: {services}", "The log says what ended each"),
     ]
 
@@ -171,7 +190,15 @@ def folder_alerts(folder: Path) -> list[Alert]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    return (parse_line(path.read_bytes()) if path.is_file() else None) or {}
+    # Return the object in a file, {} if there is none. One that is damaged or too large is a fault itself.
+    if not is_plain(path):
+        return {}
+    with path.open("rb") as file:
+        return parse_line(file.read(MAX_BYTES)) or {
+            "is_sound": False,
+            "sentence": f"{path.name} is damaged",
+            "faults": [f"{path.name} is damaged"],
+        }
 
 
 def mean_of_metric(rows: Rows, metric: str) -> float:

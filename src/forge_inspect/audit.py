@@ -9,18 +9,18 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
-from forge.config.sections import flatten_config
-from forge.config.yaml_files import parse_yaml
 from forge.observability.console import log
-from forge.observability.folder import CONFIG, LOGS, MARK, hash_file
-from forge.observability.lines import Row
+from forge.observability.folder import LOGS, MARK, hash_file
+from forge.observability.lines import Row, appended_lines, parse_line
 from forge.observability.rollouts import ROLLOUTS, read_batches
 from forge.observability.schedule import SCHEDULE
 from forge.system.files import write_atomic
 from forge_inspect.alerts import AUDIT
+from forge_inspect.runs import read_settings
 
 COLUMNS = (
     *("step", "group", "sample", "branch", "reward", "version", "origins", "finish", "dropped", "length", "versions"),
@@ -52,6 +52,11 @@ class Audit:
         return json.dumps(asdict(self) | {"is_sound": self.is_sound}, indent=1)
 
 
+def print_audit(folder: str) -> None:
+    """Print the audit of the run in a folder as JSON, in a process that may read the files of a stranger."""
+    print(audit_run(Path(folder)).json())
+
+
 def audit_run(folder: Path, by_schedule: bool = False) -> Audit:
     """Audit the run in a folder.
 
@@ -64,15 +69,15 @@ def audit_run(folder: Path, by_schedule: bool = False) -> Audit:
     """
     if not (folder / MARK).is_file():
         raise FileNotFoundError(f"{folder} is not a run that has made a step")
-    settings = flatten_config(parse_yaml((folder / CONFIG).read_text(), folder / CONFIG))
-    history = [json.loads(line) for line in (folder / MARK).read_text().splitlines()]
+    settings = read_settings(folder)
+    history = _read_rows(folder / MARK)
     by_schedule = by_schedule or settings.get("metrics.rollouts") != "all"
     if by_schedule:
         rows = scheduled_rows(folder / SCHEDULE)
     else:
         rows = [row for _, batch in read_batches(folder / ROLLOUTS, COLUMNS) for row in batch.to_pylist()]
 
-    if not rows:
+    if not rows or not history:
         raise ValueError(f"{folder} has neither a schedule nor all rollouts: it trained no step of forge.recipes.rl")
     auditor = _Auditor(rows, history, settings, by_schedule)
     auditor.check_steps()
@@ -86,6 +91,8 @@ def audit_run(folder: Path, by_schedule: bool = False) -> Audit:
     for line in path.read_text().splitlines() if path.exists() else ():
         if not line.startswith("#"):
             expected, size, name = line.split(" ", 2)
+            if "/" in name:
+                raise ValueError(f"{path} names {name}, which is not a file of the run")
             if hash_file(folder / name, int(size)).hexdigest() != expected:
                 auditor.fault(f"{name} is not what the run wrote: its first {size} bytes have another checksum")
 
@@ -115,8 +122,7 @@ def scheduled_rows(path: Path) -> list[Row]:
     The list is empty if there is no file.
     """
     rows: list[Row] = []
-    for text in path.read_text().splitlines() if path.exists() else ():
-        line = json.loads(text)
+    for line in _read_rows(path):
         for index, reason, samples in (*line.get("groups", ()), *line.get("dropped", ())):
             for number, spans, reward, _ in samples:
                 versions = [version for version, _ in spans]
@@ -124,6 +130,14 @@ def scheduled_rows(path: Path) -> list[Row]:
                 tokens = {"length": sum(count for _, count in spans), "versions": versions}
                 rows.append({**identity, **tokens, "reward": reward, "dropped": reason or None, **EMPTY})
     return rows
+
+
+def _read_rows(path: Path) -> list[Row]:
+    """Return the rows of a file of JSON lines; none if it does not exist. ValueError: a line is damaged."""
+    rows = [parse_line(line) for _, line in appended_lines(path)]
+    if None in rows:
+        raise ValueError(f"{path} is damaged in line {rows.index(None) + 1}")
+    return [row for row in rows if row is not None]
 
 
 class _Auditor:
@@ -174,7 +188,11 @@ class _Auditor:
         trained = {row["group"] for row in self.trained}
         # A group may be in both: its unscored episodes are recorded as dropped, and the others train.
         dropped = {row["group"]: row["dropped"] for row in self.dropped if row["group"] not in trained}
-        missing = sorted(set(range(max(trained | dropped.keys()) + 1)) - trained - dropped.keys())
+        known = sorted({-1, *trained, *dropped})
+        # As ranges, which take no memory: a number of a damaged file may be anything.
+        gaps = [range(before + 1, after) for before, after in pairwise(known)]
+        missing = sum(map(len, gaps))
+        self.fault_if([group for group in known if group < -1], "groups have no valid number")
         counted: Counter[str] = Counter()
         for row in self.history:
             counts = {name.removeprefix("dropped/"): row[name] for name in row if name.startswith("dropped/")}
@@ -190,15 +208,16 @@ class _Auditor:
         self.result.counts |= {
             "groups trained": len(trained),
             "groups dropped": len(dropped),
-            "groups in flight at the end or not recorded": len(missing),
+            "groups in flight at the end or not recorded": missing,
         }
-        if len(missing) > in_flight + unlisted:
-            self.fault_if(missing, f"{len(missing)} prompts were neither trained nor dropped")
+        first = list(islice(chain.from_iterable(gaps), SHOWN + 1))
+        if missing > in_flight + unlisted:
+            self.fault_if(first, f"{missing} prompts were neither trained nor dropped")
 
         # Groups are handed out in order, so a missing group far before the last trained one cannot be in flight.
-        lost = [group for group in missing if group < max(trained) - in_flight - len(dropped)]
-        if len(lost) > unlisted:
-            self.fault_if(lost, "prompts that were handed out long before the end never came back")
+        lost = sum(len(range(gap.start, min(gap.stop, max(trained) - in_flight - len(dropped)))) for gap in gaps)
+        if lost > unlisted:
+            self.fault_if(first[:lost], "prompts that were handed out long before the end never came back")
 
         for reason, number in sorted(Counter(dropped.values()).items()):
             self.result.counts[f"groups dropped: {reason}"] = number

@@ -13,7 +13,8 @@ from forge.actors.replay_buffer import ReplayBuffer
 from forge.config.arguments import read
 from forge.config.sections import ConfigError
 from forge.observability.console import log
-from forge.observability.folder import CONFIG
+from forge.observability.folder import CONFIG, MARK
+from forge.observability.lines import appended_lines
 from forge.observability.schedule import FORMAT, SCHEDULE, GroupEntry, SampleEntry, StepEntry, checksum_of
 from forge.recipes.components import POLICY, Job, RLComponents, start_rl
 from forge.recipes.hooks import Hooks
@@ -22,6 +23,7 @@ from forge.recipes.rl import Loop
 from forge.recipes.rl_config import RLConfig
 from forge.recipes.schema import sample_seed
 from forge.runtime.controller import ForgeError, endpoint
+from forge.system.files import is_plain, write_atomic
 from forge.types import Completion, Group, Sample, Spans
 from forge_envs.rollout import turn_seeds
 
@@ -60,22 +62,24 @@ def read_schedule(folder: Path) -> Schedule:
 
     # Merged by prompt: a replay draws all samples of a prompt in one request, also if a part of them was dropped.
     samples: dict[int, dict[int, SampleEntry]] = defaultdict(dict)
-    for line in _read_lines(path):
-        if "format" in line:
-            head = line
-        elif "published" in line:
-            published[line["step"]] = line["published"]
-        else:
-            entry = StepEntry(
-                line["step"], _read_groups(line["groups"]), _read_groups(line["dropped"]), line["numbers"]
-            )
-            steps[entry.step] = entry
-            for group in (*entry.groups, *entry.dropped):
-                samples[group.index].update(group.samples)
-    if not steps or head["format"] != FORMAT:
+    for location, line in _read_lines(path):
+        try:
+            if "format" in line:
+                head = {**line, "by_hand": tuple(line["by_hand"]), "recipe": str(line["recipe"])}
+            elif "published" in line:
+                published[int(line["step"])] = line["published"]
+            else:
+                trained, dropped = _read_groups(line["groups"]), _read_groups(line["dropped"])
+                entry = StepEntry(int(line["step"]), trained, dropped, dict(line["numbers"]))
+                steps[entry.step] = entry
+                for group in (*entry.groups, *entry.dropped):
+                    samples[group.index].update(group.samples)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{location} is not what a run writes: {type(error).__name__}: {error}") from None
+    if not steps or head.get("format") != FORMAT:
         raise ConfigError(f"{path} has no step, or is of another version of forge")
     groups = {index: GroupEntry(index, entries) for index, entries in samples.items()}
-    return Schedule(head["recipe"], tuple(head["by_hand"]), steps, published, groups)
+    return Schedule(head["recipe"], head["by_hand"], steps, published, groups)
 
 
 def find_difference(recorded: StepEntry, entry: StepEntry) -> str | None:
@@ -91,10 +95,8 @@ def find_difference(recorded: StepEntry, entry: StepEntry) -> str | None:
                 versions = f"versions {_describe_spans(sample.spans)}, now {_describe_spans(replayed.spans)}"
                 return f"sample {number} of prompt {group.index} has other tokens or log-probabilities ({versions})"
             if sample.reward != replayed.reward:
-                return (
-                    f"sample {number} of prompt {group.index} had the reward {sample.reward}, and now "
-                    f"{replayed.reward} for the same tokens"
-                )
+                rewards = f"the reward {sample.reward}, and now {replayed.reward} for the same tokens"
+                return f"sample {number} of prompt {group.index} had {rewards}"
 
     for name, value in recorded.numbers.items():
         if value != entry.numbers.get(name):
@@ -102,31 +104,33 @@ def find_difference(recorded: StepEntry, entry: StepEntry) -> str | None:
     return None
 
 
-def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a schedule, parsed. ConfigError: a line is not what the run wrote."""
-    for number, text in enumerate(path.read_text().splitlines(), 1):
+def _read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the place and the content of each line of a schedule. ConfigError: a line is not what the run wrote."""
+    for number, (_, text) in enumerate(appended_lines(path), 1):
         location = f"{path}, line {number}"
         try:
             line = json.loads(text)
             location = f"{location} (step {line['step']})"
             checksum = line.pop("checksum")
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ConfigError(f"{location} is damaged: {text:.60}") from None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise ConfigError(f"{location} is damaged: {text[:60].decode(errors='replace')}") from None
         # The checksum is of the contents: another program may have written the same line with other spaces.
         if checksum != checksum_of(json.dumps(line, separators=(",", ":"))):
             raise ConfigError(f"{location} is not what the run wrote: its checksum differs")
-        yield line
+        yield location, line
+
+
+def _read_sample(spans: list[Any], reward: float | None, digest: str) -> SampleEntry:
+    return SampleEntry(tuple((int(version), int(count)) for version, count in spans), reward, digest)
 
 
 def _read_groups(lists: list[Any]) -> tuple[GroupEntry, ...]:
-    groups = []
-    for index, reason, samples in lists:
-        entries = {
-            number: SampleEntry(tuple((int(version), int(count)) for version, count in spans), reward, digest)
-            for number, spans, reward, digest in samples
-        }
-        groups.append(GroupEntry(int(index), entries, reason))
-    return tuple(groups)
+    if any(index < 0 for index, _, _ in lists):
+        raise ValueError("the number of a prompt is negative")
+    return tuple(
+        GroupEntry(int(index), {number: _read_sample(*sample) for number, *sample in samples}, str(reason))
+        for index, reason, samples in lists
+    )
 
 
 def _prompt_indices(entry: StepEntry) -> str:
@@ -137,15 +141,11 @@ def _describe_spans(spans: Spans) -> str:
     return " ".join(f"{version}x{count}" for version, count in spans) or "none"
 
 
+REPLAYED = "replay.txt"  # in the folder of a replay, the checksum of the first step of the run that it replays
 POLL = 0.02  # seconds between two checks of what the generators hold
 
 
-def replay_run(
-    folder: Path,
-    *,
-    until: int | None = None,
-    replicas: int | None = None,
-) -> Path:
+def replay_run(folder: Path, *, until: int | None = None, replicas: int | None = None) -> Path:
     """Compute a run again, and compare each step with the run's schedule.
 
     Args:
@@ -154,17 +154,21 @@ def replay_run(
         replicas: number of generators; None for as many as the run had.
 
     Returns:
-        The folder of the new run, NAME-replay next to the folder NAME; an earlier replay is replaced.
+        The folder of the new run, NAME-replay next to the folder NAME; an earlier replay of the same run is replaced.
 
     Raises:
-        ConfigError: the run cannot be replayed, or `until` is none of its steps.
+        ConfigError: the run cannot be replayed, `until` is none of its steps, or the folder holds anything else.
         ReplayDiffers: a step differs from the schedule.
     """
     schedule = read_schedule(folder)
     last = max(schedule.steps)
     if until is not None and not 1 <= until <= last:
         raise ConfigError(f"--until {until}: the schedule has the steps 1 to {last}")
-    overrides = [("run.name", f"{folder.resolve().name}-replay"), ("run.overwrite", "true")]
+    target = folder.resolve().with_name(f"{folder.resolve().name}-replay")
+    overrides = [("run.name", target.name), ("run.overwrite", "true")]
+    mark = checksum_of(schedule.steps[min(schedule.steps)].line())  # a run of the same name is not the same run
+    if (target / MARK).exists() and (not is_plain(target / REPLAYED) or (target / REPLAYED).read_text() != mark):
+        raise ConfigError(f"{target} is not a replay of this run, and would be replaced: move it away, or rename it")
     if replicas is not None:
         overrides.append(("services.generator.num_replicas", str(replicas)))
 
@@ -175,8 +179,8 @@ def replay_run(
     if cfg.from_scratch is not None:
         # The run built its model in a folder next to its own.
         cfg.from_scratch, cfg.model = None, f"{folder.resolve()}-initial"
-    recipe = update_wrapper(partial(train_by_schedule, schedule=schedule, until=until or last), train_by_schedule)
-    return run_recipe(recipe, cfg)
+    train = partial(train_by_schedule, schedule=schedule, until=until or last, mark=mark)
+    return run_recipe(update_wrapper(train, train_by_schedule), cfg)
 
 
 def check_replayable(cfg: RLConfig, schedule: Schedule) -> None:
@@ -380,8 +384,9 @@ class Replay(Loop):
         log.info("steps %d to %d equal the run's, bit for bit", min(self.schedule.steps), self.until)
 
 
-async def train_by_schedule(cfg: RLConfig, job: Job, schedule: Schedule, until: int) -> None:
-    """Train from step 1 to step `until` by a schedule; the recipe of a replay."""
+async def train_by_schedule(cfg: RLConfig, job: Job, schedule: Schedule, until: int, mark: str) -> None:
+    """Train from step 1 to step `until` by a schedule; the recipe of a replay, whose folder gets the file `mark`."""
+    write_atomic(job.record.folder / REPLAYED, mark)
     job.record.begin_schedule(schedule.recipe, ())
     parts = await start_rl(cfg, job, cfg.load_algorithm())
     steps = schedule.steps.values()

@@ -20,7 +20,8 @@ from typing import Any
 
 import pytest
 
-from forge_agents.command import INNER_FOLDER, AgentCommand, CommandResult, CommandRunner
+from forge.config import ConfigError
+from forge_agents.command import INNER_FOLDER, MAX_CONNECTIONS, AgentCommand, CommandResult, CommandRunner
 from tests.forge_agents.programs import ASK, DENIED, FORBIDDEN, KERNEL, LOOK
 
 pytestmark = pytest.mark.processes
@@ -151,6 +152,74 @@ def test_agent_result_has_exit_status_output_and_files(tmp_path: Path) -> None:
 
     asyncio.run(run())
     assert (tmp_path / "data" / "in.txt").read_text() == "from the folder"
+
+
+DEEP = "import os\nfor _ in range({count}):\n    os.mkdir('{name}'); os.chdir('{name}')"
+FLOOD = """
+import socket, sys, time
+from urllib.parse import urlsplit
+
+address = urlsplit(sys.argv[1])
+connections = []
+for _ in range(300):
+    try:
+        connections.append(socket.create_connection((address.hostname, address.port), timeout=0.5))
+    except OSError:
+        break
+time.sleep(1)
+"""
+
+
+@pytest.mark.parametrize(("count", "name"), [(1200, "d"), (300, "d" * 200), (5000, "d")])
+def test_deep_folders_of_agent_are_removed(count: int, name: str) -> None:
+    async def run() -> None:
+        async with CommandRunner() as runner:
+            result = await runner.run(python(DEEP.format(count=count, name=name)))
+            after = await runner.run(
+                AgentCommand(["cat", "t"], timeout=60), folder=result.folder, files={"t": "text", f"{name}/u": ""}
+            )
+            assert (result.status, after.stdout) == ("exited", "text")
+            result.remove()
+            assert not result.folder.parent.exists()
+            left = await runner.run(python(DEEP.format(count=count, name=name)))
+        assert not left.folder.exists()
+
+    asyncio.run(run())
+
+
+def test_connections_of_agents_leave_descriptors_to_the_run(url: str) -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    most = 0
+
+    async def watch() -> None:
+        nonlocal most
+        while True:
+            most = max(most, len(os.listdir("/proc/self/fd")) - descriptors)
+            await asyncio.sleep(0.01)
+
+    async def run() -> None:
+        async with CommandRunner() as runner:
+            watching = asyncio.create_task(watch())
+            flood = AgentCommand([*python(FLOOD).command, "{url}"], timeout=20)
+            results = await asyncio.gather(*(runner.run(flood, url=url) for _ in range(2)))
+            results.append(await runner.run(AgentCommand([*python(FLOOD).command, "{url}"], timeout=20), url=url))
+            watching.cancel()
+            assert [result.exit_code for result in results] == [0, 0, 0]
+
+    asyncio.run(run())
+    # Those of a connection are two; the server of this process has a third.
+    assert MAX_CONNECTIONS < most < 3 * 2 * MAX_CONNECTIONS + 40
+
+
+@pytest.mark.parametrize("task", ["x" * 131_000, "\u00e4" * 70_000, "a\0b", "a\ud800b"])
+def test_task_that_is_no_variable_is_in_a_file(task: str) -> None:
+    command = python(
+        "import os; print(ascii(open(os.environ['FORGE_TASK_FILE']).read()[:99]), 'FORGE_TASK' in os.environ)"
+    )
+    (result,) = play(command, task_text=task)
+    assert result.stdout.split() == [ascii(task[:99]).replace("\\ud", "\\\\ud"), "False"]
+    with pytest.raises(ConfigError, match="FORGE_TASK_FILE"):
+        play(AgentCommand(["echo", "{task}"]), task_text=task)
 
 
 def test_symlinks_of_agent_do_not_reach_outside_folder(tmp_path: Path) -> None:

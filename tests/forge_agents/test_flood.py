@@ -3,6 +3,7 @@
 import asyncio
 from types import SimpleNamespace
 
+import httpx
 import openai
 import pytest
 
@@ -68,6 +69,41 @@ async def flood(gateway, run, gate):
     for asking in (asker, patient, other):
         await asking.close()
     return rejected, quick, answers, patience, [run(gateway.close(key)) for key in keys]
+
+
+async def count_long(gateway, run):
+    """What a session with long texts gets, and how many texts are tokenised."""
+    settings = [SessionSettings(name=name, max_tokens=512, max_open=4) for name in ("long", "other")]
+    long, other = [gateway.open(one).key for one in settings]
+    rendered = []
+    dialogue = gateway.policies["policy"].dialogue
+    initial = dialogue.initial
+    dialogue.initial = lambda *args: rendered.append(args) or initial(*args)
+    headers = {"x-api-key": long}
+    async with httpx.AsyncClient(timeout=60, base_url=gateway.url, headers=headers) as http:
+
+        async def count(text):
+            said = {"model": "policy", "messages": [{"role": "user", "content": text}]}
+            return (await http.post("/v1/messages/count_tokens", json=said)).status_code
+
+        statuses = await asyncio.gather(*(count("word " * 400_000) for _ in range(3)))
+        assert not rendered
+        several = await asyncio.gather(*(count("word " * 1000) for _ in range(12)))
+        answer = await http.post(
+            "/v1/chat/completions", json={"model": "policy", "messages": [{"role": "user", "content": "w " * 400_000}]}
+        )
+    quick = client(gateway, other)
+    finish = await ask(quick, "quick")
+    await quick.close()
+    return statuses, several, answer.json()["choices"][0]["finish_reason"], finish, run(gateway.close(long))
+
+
+def test_texts_far_beyond_limit_are_not_tokenised(served):
+    statuses, several, finish, quick, record = asyncio.run(count_long(*served))
+    assert statuses == [400] * 3
+    assert {200, 429} >= set(several) >= {200}
+    assert (finish, record.counts.get("max_tokens"), record.counts.get("max_turns")) == ("length", 1, None)
+    assert quick in ("stop", "length")
 
 
 def test_requests_beyond_limits_get_rate_limit_errors(gated):

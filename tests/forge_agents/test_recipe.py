@@ -13,6 +13,7 @@ import forge
 from benchmarks import agent_soak
 from benchmarks.machine import descendants
 from forge.config import ConfigError
+from forge.recipes.launch import BadInput
 from forge_agents.record import EXCLUSIONS
 from forge_inspect.account import account_text, token_account
 from forge_inspect.runs import read_metric_rows
@@ -103,7 +104,12 @@ def test_token_account_of_resumed_run_counts_steps_once(tmp_path):
         "training": {**SETTINGS["training"], "steps": 4},
         "async": {"max_policy_age": 0},
     }
-    episode = {"max_turns": 3, "max_tokens": 96, "template": TEMPLATE, "agent": {"function": fail_once}}
+    episode = {
+        "max_turns": 3,
+        "max_tokens": 96,
+        "template": TEMPLATE,
+        "agent": {"function": fail_once, "on_error": "raise"},
+    }
     values = {**SETTINGS, **settings, "episode": episode, "run": {"name": "run", "root": str(tmp_path)}}
     with pytest.raises(RuntimeError, match="first attempt"):
         forge.train(None, **values)
@@ -131,7 +137,7 @@ def test_unbalanced_token_account_is_reported():
 
 
 def test_missing_agent_program_ends_run_with_one_line(tmp_path):
-    with pytest.raises(ConfigError, match=r"episode\.agent\.command: \./no-such-agent cannot be executed .*readable"):
+    with pytest.raises(BadInput, match=r"episode\.agent\.command: \./no-such-agent cannot be executed.*readable"):
         run(tmp_path, {"command": ["./no-such-agent"], "reward": "ExactMatch"})
 
 

@@ -155,6 +155,7 @@ def written(folder: Path, values: dict[str, Any], name: str = "qwen3.yaml") -> P
     return path
 
 
+@pytest.mark.processes
 def test_torchforge_grpo_file_converts_with_its_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = written(tmp_path, SMALL)
     main(["convert", "upstream", str(file)])
@@ -236,8 +237,6 @@ def test_unreadable_torchforge_files_raise_one_line(tmp_path: Path, text: str, m
     with pytest.raises(ValueError, match=message) as caught:
         read_upstream(file)
     assert "\n" not in str(caught.value)
-    with pytest.raises(SystemExit, match=f"error: .*{message}"):
-        main(["convert", "upstream", str(file)])
 
 
 def test_config_interpolations_keep_types(tmp_path: Path):
@@ -330,13 +329,10 @@ RL = {"group_size": 8, "local_batch_size": 16}
         (SFT | {"parallelism": {"tensor_parallel_degree": 0}}, "parallelism.tensor_parallel_degree must be a whole"),
     ],
 )
-def test_invalid_torchforge_values_name_the_key(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], values: dict[str, Any], message: str
-):
-    with pytest.raises(SystemExit, match=f"^error: .*{message}") as caught:
-        main(["convert", "upstream", str(written(tmp_path, values))])
+def test_invalid_torchforge_values_name_the_key(tmp_path: Path, values: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message) as caught:
+        convert_config(read_upstream(written(tmp_path, values)))
     assert "\n" not in str(caught.value)
-    assert not capsys.readouterr().out
 
 
 def test_checkpoint_and_activation_switches_are_converted():

@@ -143,6 +143,7 @@ def test_audit_of_interrupted_run_has_no_faults(tmp_path):
     assert max(row["step"] for row in forge.Result(tmp_path / "run").metrics) > 20
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("words", [["audit", "nowhere"]])
 def test_unauditable_run_raises(words):
     with pytest.raises(SystemExit, match="is not a run that has made a step"):

@@ -57,6 +57,10 @@ def empty_is_right(prompt, response, target):
     return float(response.split()[-1:] == target.split()[-1:])
 
 
+def unknown(prompt, response, target):
+    return float("nan")
+
+
 def judge(prompt, response, target):
     return 1.0 if "highest score" in response else good(prompt, response, target)
 
@@ -94,6 +98,7 @@ def rewards(tmp_path, monkeypatch):
         ("empty_is_right", "fault", "target", "an empty answer to a row with an empty target earns 1.000"),
         ("judge", "fault", "injection", "an instruction earns what a right one does"),
         ("ranked", "fault", "order", "depend on the order"),
+        ("unknown", "fault", "unscored", "no right answer is scored, in any form"),
     ],
 )
 def test_reward_doctor_names_each_fault(rewards, name, severity, kind, text):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.system.scratch import MACHINE, Scratch, sweep_folders
+from forge.system.scratch import MACHINE, Scratch, remove_tree, sweep_folders
 
 pytestmark = pytest.mark.processes
 
@@ -59,6 +59,24 @@ def test_sweep_keeps_folders_of_other_hosts_and_versions(base: Path):
         (base / name).mkdir()
         assert base / name not in sweep_folders()
         assert (base / name).is_dir()
+
+
+def test_tree_of_any_depth_is_removed_and_links_are_not_followed(tmp_path: Path):
+    tree = tmp_path / "tree"
+    (tmp_path / "kept").touch()
+    (tree / "a" / "locked").mkdir(parents=True)
+    (tree / "a" / "link").symlink_to(tmp_path)
+    (tree / "a" / "locked").chmod(0)
+    descriptor = os.open(tree / "a", os.O_RDONLY)
+    for _ in range(2000):
+        os.mkdir("d", dir_fd=descriptor)
+        inner = os.open("d", os.O_RDONLY, dir_fd=descriptor)
+        os.close(descriptor)
+        descriptor = inner
+    os.close(descriptor)
+    remove_tree(tree)
+    remove_tree(tree)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
 def test_closing_removes_scratch_folder(base: Path):

@@ -8,6 +8,7 @@ from typing import Any
 
 Json = Any  # a value of JSON
 Row = dict[str, Json]
+MAX_LINE = 1 << 26  # bytes of a line, at most
 TAIL = 1 << 20  # bytes at the end of a file that `last_rows` reads
 
 
@@ -17,12 +18,17 @@ def appended_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
 
     Args:
         start: offset of the first line, in bytes.
+
+    Raises:
+        ValueError: a line has MAX_LINE bytes or more.
     """
     if not path.is_file():
         return
     with path.open("rb") as file:
         file.seek(start)
-        for line in file:
+        for line in iter(lambda: file.readline(MAX_LINE), b""):
+            if len(line) == MAX_LINE:
+                raise ValueError(f"{path} is damaged: at byte {start}, a line has more than {MAX_LINE >> 20} MiB")
             if not line.endswith(b"\n"):
                 return
             start += len(line)

@@ -2,11 +2,12 @@
 
 import atexit
 import fcntl
+import itertools
 import logging
 import os
 import platform
-import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import xxhash
@@ -60,9 +61,35 @@ class Scratch:
         if self._lock is None or os.getpid() != self._owner:
             return
         atexit.unregister(self.close)
-        shutil.rmtree(self.path, ignore_errors=True)
+        with suppress(OSError):
+            remove_tree(self.path)
         os.close(self._lock)
         self._lock = None
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a folder if it exists, however deep folders are nested in it and whatever rights to them are missing.
+
+    `shutil.rmtree` recurses, and holds a descriptor for each level: a program could nest more folders than it removes.
+
+    Raises:
+        OSError: a file cannot be removed.
+    """
+    if not folder.exists():
+        return
+    names = (folder / f".{os.urandom(8).hex()}-{number}" for number in itertools.count())
+    folders = [folder]
+    for path in folders:  # to which the loop adds the folders that it finds
+        path.chmod(0o700)
+        for entry in list(os.scandir(path)):
+            if entry.is_dir(follow_symlinks=False):
+                # Moved up, so that no path becomes longer than the system allows; which takes the rights to the folder.
+                os.chmod(entry.path, 0o700)
+                folders.append(Path(entry.path).rename(next(names)))
+            else:
+                os.unlink(entry.path)
+    for path in reversed(folders):
+        path.rmdir()
 
 
 def sweep_folders() -> list[Path]:
@@ -92,7 +119,7 @@ def _remove_abandoned(folder: Path) -> bool:
         if any(mount.startswith(os.path.realpath(folder)) for mount in mounts):
             log.warning("%s was left by a process that is dead, and something is mounted in it: unmount it", folder)
             return False
-        shutil.rmtree(folder)
+        remove_tree(folder)
     except (BlockingIOError, FileNotFoundError):  # its process lives, or another process removed it
         return False
     except OSError as error:

@@ -52,7 +52,7 @@ def record_rollouts(episodes: Iterable[Episode]) -> None:
             record_metric("episode/calls", info["calls"])
             record_metric("episode/unread_calls", info["unread_calls"])
             for stop in ("terminated", "truncated", "max_turns", "max_tokens"):
-                record_metric(f"episode/{stop}", info["stop"] == stop)
+                record_metric(f"episode/{stop}", stop in (info["stop"], *info.get("limits", ())))
 
     record_metric("generation/tokens", tokens, Reduce.SUM)
 

@@ -1,9 +1,12 @@
 """`forge audit RUN`: what became of each prompt and token of a run."""
 
 import argparse
+import json
 from pathlib import Path
 
 from forge.cli.subparsers import Subparsers
+from forge.system.files import escape_controls
+from forge.system.trial import try_in_child
 
 from . import Option, add_command
 
@@ -21,9 +24,10 @@ def add_to(commands: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print the audit; exit code 1 if there is a fault."""
-    from ..audit import audit_run
+    from ..audit import Audit
 
-    result = audit_run(args.folder)
+    text = try_in_child("forge_inspect.audit:print_audit", str(args.folder), subject=str(args.folder), seconds=3600)
+    result = Audit(**{name: value for name, value in json.loads(text).items() if name != "is_sound"})
     if args.json:
         print(result.json())
     else:
@@ -31,7 +35,7 @@ def run(args: argparse.Namespace) -> None:
         for name, count in result.counts.items():
             print(f"{name:<46} {count}")
         for fault in result.faults:
-            print(f"fault: {fault}")
+            print(f"fault: {escape_controls(fault)}")
         if result.is_sound:
             print("no fault: every prompt was trained once, dropped for a counted reason, or in flight at the end")
 

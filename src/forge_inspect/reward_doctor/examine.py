@@ -207,6 +207,11 @@ class _Examiner:
         right = self.result.right = _mean_score(forms[best]) if forms else None
         wrong = self.result.wrong = _mean_score(wrongs) if wrongs else None
 
+        if forms == {} and self.targets:
+            self.add(
+                "fault", "unscored", "no right answer is scored, in any form: it returns None or NaN, so nothing trains"
+            )
+
         # The median: partial credit for a few lucky ones must not hide what most earn.
         self.typical = median(earned.reward for earned in wrongs) if wrongs else 0.0
         if right is not None and wrong is not None and not self._separates_answers():

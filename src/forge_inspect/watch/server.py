@@ -15,12 +15,24 @@ from forge.observability.folder import CONFIG, ENDED, FINISHED, MARK
 from forge.observability.rollouts import HELD_OUT, ROLLOUTS
 from forge.observability.trace import TRACE
 from forge_http.web import Json, guard_requests, serve_application, web
+from forge_inspect.alerts import AUDIT, MISMATCH
 from forge_inspect.runs import file_signature, list_differences, read_state, summarise_run
 
 from .report import CHARTS, PAGE, SCRIPTS, STYLES
 from .views import Fields, RunView, to_json_value
 
-READ = (CONFIG, MARK, ROLLOUTS, HELD_OUT, TRACE, FINISHED, ENDED, "lock")  # files of a run's folder that are read
+READ = (
+    CONFIG,
+    MARK,
+    ROLLOUTS,
+    HELD_OUT,
+    TRACE,
+    FINISHED,
+    ENDED,
+    AUDIT,
+    MISMATCH,
+    "lock",
+)  # files of a run's folder that are read
 DEPTH = 3  # levels of folders that are searched for runs
 MAX_VIEWS = 16  # runs whose numbers are kept in memory
 MAX_ERROR = 500  # characters of an error

@@ -65,6 +65,21 @@ def test_request_killing_two_replicas_is_quarantined():
     run(main())
 
 
+def test_replicas_killed_from_outside_do_not_blame_request():
+    async def main():
+        service = await Counter.options(num_replicas=2).as_service()
+        asked = asyncio.create_task(service.overlap.route(4.0))
+        for retries in (1, 2):
+            await asyncio.sleep(1.5)  # longer than a request takes that ends its process
+            (serving,) = [replica for replica in service.status().replicas if replica.in_flight]
+            os.kill(serving.pids[0], signal.SIGKILL)
+            await until(lambda retries=retries: service.status().retried == retries)
+        await asked
+        assert service.status().quarantined == []
+
+    run(main())
+
+
 def test_lost_rank_replaces_all_ranks():
     async def main():
         service = await Counter.options(procs=2).as_actor()

@@ -251,7 +251,9 @@ class Service(Handle):
         request.avoid.add(replica.index)
         if not replica.blameless:
             request.record_death(replica.suspects)
-            if request.deaths >= self._options.quarantine_after and replica.suspects == {request}:
+            # Replicas that are killed from outside within seconds have served it for longer: one more must die.
+            is_blamed = max(request.sudden_deaths, request.deaths - 1) >= self._options.quarantine_after
+            if is_blamed and replica.suspects == {request}:
                 label = f"{self._name}.{request.endpoint} (request {request.id}, from {request.caller})"
                 self._quarantined.append(label)
                 raise PoisonRequest(

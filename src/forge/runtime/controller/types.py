@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+SUDDEN = 1.0  # seconds; a request that ends its process mostly does so at once
 Value = Any  # what an endpoint returned: anything that pickle carries
 Kwargs = dict[str, Any]  # the keyword arguments of a call
 Pending = Coroutine[Any, Any, T]  # a call that was written and is to be awaited
@@ -57,6 +58,7 @@ class Request:
         sent: when it was last sent.
         attempts: number of times that it was sent.
         deaths: number of replicas whose death this request may have caused.
+        sudden_deaths: number of those that died within SUDDEN of getting it.
         suspects: number of requests that may have caused the last of these deaths.
         avoid: indices of the replicas that died with it.
     """
@@ -73,6 +75,7 @@ class Request:
     sent: float = 0.0
     attempts: int = 0
     deaths: int = 0
+    sudden_deaths: int = 0
     suspects: int = 0
     avoid: set[int] = field(default_factory=set)
 
@@ -91,6 +94,7 @@ class Request:
         """Record that its replica died; does nothing if the request is not among the `suspects` of this death."""
         if self in suspects:
             self.deaths += 1
+            self.sudden_deaths += time.monotonic() - self.sent < SUDDEN
             self.suspects = len(suspects)
 
 

@@ -23,6 +23,8 @@ export const METRICS = {
   "episode/max_tokens": "episode/terminated, episode/truncated, episode/max_turns, episode/max_tokens: share that ended for this reason",
   "episode/unscored": "episode/unscored, episode/infrastructure: share without a reward; share lost to a failed environment",
   "episode/infrastructure": "episode/unscored, episode/infrastructure: share without a reward; share lost to a failed environment",
+  "episode/crashed": "episode/crashed, episode/timeout: share of agents that crashed or were ended by a limit; that ran out of time",
+  "episode/timeout": "episode/crashed, episode/timeout: share of agents that crashed or were ended by a limit; that ran out of time",
   "certificate/NAME": "certificate/NAME: tokens of agents: sampled, trained, or not for this reason",
   "certificate/batch": "certificate/batch, certificate/idle: their tokens in a step; of episodes without an advantage",
   "certificate/idle": "certificate/batch, certificate/idle: their tokens in a step; of episodes without an advantage",
