@@ -119,9 +119,9 @@ def test_unreadable_data_file_raises_with_its_path(tmp_path, places):
         make(str(tmp_path / "trian.jsonl"))
     with pytest.raises(FileNotFoundError, match=r"no such file: nowhere/at/all"):
         make("nowhere/at/all")
-    (tmp_path / "rows.csv").write_text("question,answer\n")
-    with pytest.raises(ValueError, match=r"unknown extension '.csv': use .json, .jsonl, .parquet"):
-        make(str(tmp_path / "rows.csv"))
+    (tmp_path / "rows.xml").write_text("<a/>")
+    with pytest.raises(ValueError, match=r"unknown extension '.xml': use .json, .jsonl, .csv, .tsv, .parquet, or pass"):
+        make(str(tmp_path / "rows.xml"))
     for content, message in (
         ("{}", "must hold a list of objects, not dict"),
         ("[1]", "row 1: a row must be an object, not int"),

@@ -11,9 +11,11 @@ import subprocess
 import sys
 import threading
 import unicodedata
+from collections.abc import Iterable
 from fractions import Fraction
 from functools import lru_cache
 from importlib.metadata import entry_points
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,8 @@ class Helper:
             raise RuntimeError(f"{self._program.name} ends at once, with status {status}; its error is on stderr")
 
 
+TOLERANCE = 1e-6  # of two numbers, as of `MathReward`
+MAX_KINDS = 32  # answers with which another one is compared: a symbolic comparison may take most of a second
 LONGEST = 2000  # maximum number of characters of an answer that is compared
 _helper = Helper(Path(__file__).with_name("verify_process.py"))
 _CHOICE = re.compile(
@@ -112,6 +116,16 @@ def load_comparison() -> Any:
     for point in entry_points(group="forge.answers"):
         return point.load()
     return sys.modules[__name__]
+
+
+def first_equal(answer: str, others: Iterable[str]) -> str:
+    """Return the first of several answers, of which MAX_KINDS are compared, that equals an answer; itself for none.
+
+    >>> first_equal("1/2", ["3", "0.5"])
+    '0.5'
+    """
+    are_equal = load_comparison().are_equal
+    return next((other for other in islice(others, MAX_KINDS) if are_equal(answer, other, TOLERANCE)), answer)
 
 
 def same_text(one: str, other: str) -> bool:
