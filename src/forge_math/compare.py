@@ -64,7 +64,7 @@ def are_equal(answer: str, target: str, tolerance: float) -> bool | None:
     """
     if not tokenize_answer(answer) or not tokenize_answer(target):
         return False
-    if same_text(answer, target):
+    if same_text(answer, target) or (_choices(answer) and _choices(answer) == _choices(target)):
         return True
     if max(len(answer), len(target)) > LONGEST:
         return False
@@ -114,6 +114,13 @@ def split_choice(text: str) -> tuple[str, Sequence[Token]]:
         return "", ()
 
     return letter.text, following
+
+
+def _choices(text: str) -> list[str]:
+    """Return the letters of several choices, A to J, in alphabetical order: of AC, "A, C" and "C and A"; [] for another
+    text."""
+    letters = sorted(token.text for token in tokenize_answer(text) if token.text not in (",", ";", "and"))
+    return letters if len(set(letters)) == len(letters) > 1 and set(letters) <= set("ABCDEFGHIJ") else []
 
 
 def _same_values(answer: Value, target: Value, tolerance: float) -> bool | None:

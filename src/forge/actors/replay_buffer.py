@@ -312,8 +312,7 @@ def _item_outcomes(item: Item) -> list[float]:
 
     Episodes whose outcome is unknown are left out.
     """
-    episodes = item.episodes if isinstance(item, Group) else [item]
-    outcomes = [episode.info.get("correct", episode.outcome) for episode in episodes]
+    outcomes = (each.info.get("correct", each.outcome) for each in getattr(item, "episodes", [item]))
     return [float(outcome) for outcome in outcomes if outcome is not None]
 
 

@@ -88,6 +88,7 @@ Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
 # Dates and times are text, of which YAML 1.1 makes dates and numbers to the base 60: 1:30 would be 90.
-_TIME = re.compile(r"[-+]?\d[\d_]*(?::\d|-\d\d?-\d).*")
 for _sign in "-+0123456789":
-    Loader.yaml_implicit_resolvers[_sign].insert(0, ("tag:yaml.org,2002:str", _TIME))
+    Loader.yaml_implicit_resolvers[_sign].insert(
+        0, ("tag:yaml.org,2002:str", re.compile(r"[-+]?\d[\d_]*(?::\d|-\d\d?-\d).*"))
+    )

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from ..config.plugin import hint_nearest
 from ..system.files import read_text
 from .files import Row, check_values
 from .special_tokens import SpecialTokens
@@ -88,7 +89,8 @@ class ChatFormat:
         turns: where turns end (`forge.data.turns.Turns`).
 
     Raises:
-        ValueError, FileNotFoundError: the tokenizer has no chat template, or the file does not exist.
+        ValueError, FileNotFoundError: the tokenizer has no chat template, the file does not exist, or the template
+            reads no option of that name.
     """
 
     def __init__(
@@ -117,6 +119,13 @@ class ChatFormat:
 
         self._special = SpecialTokens(tokenizer)
         self._begin_text()
+        # A template ignores what it does not know. Tools have a message of their own.
+        unread = [name for name in self.options if name != "tools" and not re.search(rf"\b{name}\b", self.template)]
+        if unread:
+            raise ValueError(
+                f"chat_options: the chat template does not read {unread[0]!r}"
+                + hint_nearest(unread[0], re.findall(r"\w+", self.template)).partition("; known here")[0]
+            )
 
     def _begin_text(self) -> None:
         if self._own_template:

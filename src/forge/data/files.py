@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import suppress
 from io import StringIO
 from itertools import islice
 from pathlib import Path
@@ -43,7 +44,9 @@ class Rows(Sequence[Row]):
             if not isinstance(row, Mapping):
                 fix = "give mappings of columns, of a pandas table table.to_dict('records')"
                 raise ValueError(f"dataset, row {number} is {row!r:.40}, not a row: {fix}")
-        self._rows = [from_columns(row) if hasattr(rows, "features") else dict(row) for row in first_rows]
+        self._rows = [
+            from_columns(row, rows.features) if hasattr(rows, "features") else dict(row) for row in first_rows
+        ]
         if not self._rows:
             raise ValueError("the dataset is empty: it has no rows")
 
@@ -64,15 +67,10 @@ def read_path_or_rows(value: Any) -> Any:
     with an unknown extension."""
     if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping | Path | Rows):
         return Rows(value)
-    if isinstance(value, str | Path) and Path(value).is_file():
-        _check_suffix(Path(value))
+    if isinstance(value, str | Path):
+        with suppress(OSError):  # a file that does not exist here may exist where the run starts
+            _local_path(str(value))
     return str(value) if isinstance(value, Path) else value
-
-
-def _check_suffix(file: Path) -> None:
-    if file.suffix not in _SUFFIXES:
-        way = f"use {', '.join(_SUFFIXES)}, or pass rows from Python, such as those that datasets.load_dataset returns"
-        raise ValueError(f"{file} has the unknown extension {file.suffix!r}: {way}")
 
 
 # The path of a file or folder, a hub id, or rows from Python.
@@ -89,21 +87,28 @@ class StoredColumns(Sequence[Row]):
         return len(self._rows)
 
     def __getitem__(self, index: Any) -> Any:
-        return from_columns(self._rows[index])
+        return from_columns(self._rows[index], self._rows.features)
 
     def __iter__(self) -> Iterator[Row]:
-        return map(from_columns, self._rows)
+        return (from_columns(row, self._rows.features) for row in self._rows)
 
 
-def from_columns(row: Row) -> Row:
+def from_columns(row: Row, features: Mapping[str, Any] | None = None) -> Row:
     """Return a row without the null keys of the mappings within it; its own null columns stay.
 
     A columnar file gives every mapping in a column the keys of all rows, as null where a row does not have them.
 
+    Args:
+        features: of `datasets`; the numbers of a ClassLabel become its names, -1, which is no label, becomes None.
+
     >>> from_columns({"id": None, "message": {"role": "user", "name": None}})
     {'id': None, 'message': {'role': 'user'}}
     """
-    return {name: _drop_nulls(value) for name, value in row.items()}
+    labels = {name: [*feature.names, None] for name, feature in (features or {}).items() if hasattr(feature, "int2str")}
+    return {
+        name: labels[name][value] if name in labels and isinstance(value, int) else _drop_nulls(value)
+        for name, value in row.items()
+    }
 
 
 def _drop_nulls(value: object) -> object:
@@ -164,11 +169,11 @@ def open_rows(path: str | Rows, *, split: str, subset: str | None = None) -> Seq
     elif file.suffix != ".parquet":
         rows = list(FileStream(file))
     else:
-        _import_datasets("a parquet file")
+        datasets = _import_datasets("a parquet file")
         import pyarrow.parquet as parquet
 
         try:
-            rows = list(map(from_columns, parquet.read_table(file).to_pylist()))
+            rows = StoredColumns(datasets.Dataset(parquet.read_table(file)))
         except (ValueError, OSError) as error:
             raise ValueError(f"{file} is not a parquet file: {error}") from error
 
@@ -205,10 +210,15 @@ class FileStream:
 
     def __iter__(self) -> Iterator[Row]:
         for file in self._files[self._position["file"] :]:
-            read, noun = (_read_lines, "line") if file.suffix == ".jsonl" else (_read_items, "row")
-            for number, place, row in read(file, self._position["number"], self._position["place"]):
+            start, is_lines = self._position["number"], file.suffix == ".jsonl"
+            items = ((number, 0, row) for number, row in enumerate(() if is_lines else _read_items(file), 1))
+            rows = _read_lines(file, start, self._position["place"]) if is_lines else islice(items, start, None)
+            for number, place, row in rows:
                 if not isinstance(row, dict):
-                    raise ValueError(f"{file}, {noun} {number}: a row must be an object, not {type(row).__name__}")
+                    raise ValueError(
+                        f"{file}, {'line' if is_lines else 'row'} {number}: a row must be an object, "
+                        f"not {type(row).__name__}"
+                    )
                 self._position |= {"number": number, "place": place}
                 yield row
             self._position = {"file": self._position["file"] + 1, "number": 0, "place": 0}
@@ -249,7 +259,9 @@ def _local_path(path: str) -> Path | None:
     if file.is_dir():
         return file
     if file.is_file():
-        _check_suffix(file)
+        if file.suffix not in _SUFFIXES:
+            way = f"use {', '.join(_SUFFIXES)}, or pass rows from Python, such as those of datasets.load_dataset"
+            raise ValueError(f"{file} has the unknown extension {file.suffix!r}: {way}")
         return file
 
     # A misspelt path must not be taken for a hub id.
@@ -274,13 +286,7 @@ def _read_lines(file: Path, number: int, place: int) -> Iterator[tuple[int, int,
                 yield number, place, _parse_json(text, f"{file}, line {number}")
 
 
-def _read_items(file: Path, number: int, _: int) -> Iterator[tuple[int, int, Any]]:
-    """Yield (number, 0, row) of each row after a number of them, of a file that is read at once."""
-    rows = _read_table(file) if file.suffix in _DELIMITERS else _read_list(file)
-    return ((index, 0, row) for index, row in enumerate(rows[number:], number + 1))
-
-
-def _read_table(file: Path) -> list[Row]:
+def _read_table(file: Path) -> list[Any]:
     """Return the rows of a .csv or .tsv file, whose cells are text. ValueError: columns and cells do not fit."""
     table = csv.reader(StringIO(read_text(file)), delimiter=_DELIMITERS[file.suffix], strict=True)
     try:
@@ -293,8 +299,10 @@ def _read_table(file: Path) -> list[Row]:
     return [dict(zip(columns, cells, strict=True)) for cells in rows]
 
 
-def _read_list(file: Path) -> list[Any]:
-    """Return the items of a .json file. ValueError: it is not a list in JSON."""
+def _read_items(file: Path) -> list[Any]:
+    """Return the rows of a .csv or .tsv file, or the items of a .json file. ValueError: it is not a list in JSON."""
+    if file.suffix in _DELIMITERS:
+        return _read_table(file)
     listed = _parse_json(read_text(file), str(file), " (one object a line belongs in a .jsonl file)")
     if not isinstance(listed, list):
         raise ValueError(f"{file} must hold a list of objects, not {type(listed).__name__}")
@@ -338,6 +346,10 @@ def _load_dataset(path: str, folder: Path | None, *, split: str, subset: str | N
     # A folder of data files, or a hub id.
     source = str(folder) if folder else path
     try:
+        if subset is None:
+            # Some datasets require a configuration; "main" is the usual name of the default.
+            names = datasets.get_dataset_config_names(source)
+            subset = "main" if len(names) > 1 and "main" in names else None
         if folder:
             # Files of text are read here, as datasets would guess types: of 1 and 10**23 it makes 1.0 and 1e23.
             files = datasets.load_dataset_builder(source, subset).config.data_files or {}
@@ -345,10 +357,6 @@ def _load_dataset(path: str, folder: Path | None, *, split: str, subset: str | N
             # A .json file of datasets may also have one object a line.
             if paths and all(file.suffix in _TEXTS or file.read_bytes()[:1] == b"[" for file in paths):
                 return FileStream(*paths)
-        if subset is None:
-            # Some datasets require a configuration; "main" is the usual name of the default.
-            names = datasets.get_dataset_config_names(source)
-            subset = "main" if len(names) > 1 and "main" in names else None
         return datasets.load_dataset(source, subset, split=split, streaming=streaming, trust_remote_code=False)
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
         reason = " ".join(str(error).split())

@@ -18,7 +18,8 @@ METHODS = ("draw", "observe", "state_dict", "load_state_dict")
 
 
 class Sampler(ABC):
-    """Chooses rows.
+    """Chooses rows. A subclass may have a method `metrics() -> dict[str, float]`: numbers that describe its state, for
+    the metrics `sampler/NAME`.
 
     Args:
         rows: all of them; rows are named by their position.
@@ -48,11 +49,6 @@ class Sampler(ABC):
                 if none could be judged.
         """
         del row, outcomes
-
-    def metrics(self) -> dict[str, float]:
-        """Return numbers that describe the state, {name: value} for the metrics `sampler/NAME`; the base class has
-        none."""
-        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sampler's state as plain JSON: all attributes except `rows`, `seed` and private ones."""

@@ -190,7 +190,9 @@ class StreamedRows:
 
 
 def _iterate_rows(stream: IterableDataset | FileStream) -> Iterator[Row]:
-    return iter(stream) if isinstance(stream, FileStream) else map(from_columns, stream)
+    if isinstance(stream, FileStream):
+        return iter(stream)
+    return (from_columns(row, getattr(stream, "features", None)) for row in stream)
 
 
 class Task(Protocol):

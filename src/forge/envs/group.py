@@ -112,8 +112,9 @@ class GroupEnv(ABC):
         if keep is not None:
             keep([sample for sample in samples for _ in range(n)], [episode for group in groups for episode in group])
         # In a thread: a symbolic comparison of two answers may take most of a second.
-        metrics = await asyncio.to_thread(summarise_answers, groups, n)
-        return {f"{prefix}/{name}": value for name, value in metrics.items()}
+        return {
+            f"{prefix}/{name}": value for name, value in (await asyncio.to_thread(summarise_answers, groups, n)).items()
+        }
 
 
 class SingleTurnEnv(GroupEnv):

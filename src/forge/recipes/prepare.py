@@ -19,6 +19,7 @@ from ..observability import Run
 from ..observability.console import log
 from ..observability.folder import MARK, check_free
 from ..observability.machine import gpu_name
+from ..rewards.rules import load_reward
 from ..runtime.store.versions import memory_folder
 from ..system.files import free_bytes
 from ..types import Sample
@@ -271,7 +272,7 @@ def check_data(
     tokenizer = model_tokenizer(model)
     training = load_data(tokenizer, kind=dataset.kind, seed=seed, **dataset)
     if isinstance(training, PromptDataset | Mixture):
-        for scorer in scorers:
+        for scorer in (load_reward(scorer) if isinstance(scorer, str) else scorer for scorer in scorers):
             warning = scorer.warning(training.targets()) if hasattr(scorer, "warning") else None
             if warning:
                 log.warning("%s", warning)

@@ -97,7 +97,6 @@ class Helper:
 
 
 TOLERANCE = 1e-6  # of two numbers, as of `MathReward`
-MAX_KINDS = 32  # answers with which another one is compared: a symbolic comparison may take most of a second
 LONGEST = 2000  # maximum number of characters of an answer that is compared
 _helper = Helper(Path(__file__).with_name("verify_process.py"))
 _CHOICE = re.compile(
@@ -119,13 +118,15 @@ def load_comparison() -> Any:
 
 
 def first_equal(answer: str, others: Iterable[str]) -> str:
-    """Return the first of several answers, of which MAX_KINDS are compared, that equals an answer; itself for none.
+    """Return the first of several answers that equals an answer; itself for none. Only the first 32 are compared, as a
+    symbolic comparison may take most of a second.
 
     >>> first_equal("1/2", ["3", "0.5"])
     '0.5'
     """
-    are_equal = load_comparison().are_equal
-    return next((other for other in islice(others, MAX_KINDS) if are_equal(answer, other, TOLERANCE)), answer)
+    return next(
+        (other for other in islice(others, 32) if load_comparison().are_equal(answer, other, TOLERANCE)), answer
+    )
 
 
 def same_text(one: str, other: str) -> bool:
