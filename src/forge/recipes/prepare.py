@@ -294,7 +294,7 @@ def check_data(
     if evaluation.path is None:
         if dataset.sources is not None:
             raise ValueError("with dataset.sources, set eval.path to a file of held-out rows, or eval.problems to 0")
-        if str(dataset.path).endswith((".json", ".jsonl", ".parquet")):
+        if str(dataset.path).endswith((".json", ".jsonl", ".csv", ".tsv", ".parquet")):
             raise ValueError(
                 f"{dataset.path} is a single file: set eval.path to a file of held-out problems, or eval.problems to 0"
             )

@@ -74,3 +74,6 @@ def test_invalid_json_match_settings_and_targets_raise():
         JsonMatch(form=1.0)
     with pytest.raises(ValueError, match="is not a JSON object"):
         JsonMatch()("", "{}", "thirty")
+    JsonMatch().warning(["{}", TARGET])
+    with pytest.raises(ValueError, match="the target 'thirty' is not a JSON object, as JsonMatch needs"):
+        JsonMatch().warning([TARGET, "thirty"])
