@@ -321,8 +321,8 @@ def as_interval(value: Value) -> Value | None:
     """Return an inequality, a set of one variable or the real line as an interval or a union of intervals; None for
     other values."""
     if join_spelling(value.parts) in _REAL_LINE:
-        ends = (_read_expression((_MINUS, _INFINITY)), _read_expression((_INFINITY,)))
-        return Value("tuple", value.parts, ends, ("(", ")"))
+        bounds = (_read_expression((_MINUS, _INFINITY)), _read_expression((_INFINITY,)))
+        return Value("tuple", value.parts, bounds, ("(", ")"))
 
     if value.kind == "such":
         name, condition = value.items

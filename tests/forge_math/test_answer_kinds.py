@@ -407,6 +407,8 @@ def test_math_targets_equal_themselves_but_not_neighbours():
         (r"\boxed{\text{C and A}}", "AC", True),
         (r"\boxed{A, C}", "ACD", False),
         (r"\boxed{A}", "AC", False),
+        (r"\boxed{1.234,56}", "1234.56", False),
+        (r"\boxed{2\ln x}", r"\ln x^2", False),
         (r"\boxed{}", "", False),
         (r"\boxed{" + "(x>0)" * 700 + "}", "4", False),
     ],

@@ -119,7 +119,7 @@ class ChatFormat:
 
         self._special = SpecialTokens(tokenizer)
         self._begin_text()
-        # A template ignores what it does not know. Tools have a message of their own.
+        # A template ignores what it does not know. Tools that it does not read are another matter.
         unread = [name for name in self.options if name != "tools" and not re.search(rf"\b{name}\b", self.template)]
         if unread:
             raise ValueError(

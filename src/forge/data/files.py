@@ -99,7 +99,7 @@ def from_columns(row: Row, features: Mapping[str, Any] | None = None) -> Row:
     A columnar file gives every mapping in a column the keys of all rows, as null where a row does not have them.
 
     Args:
-        features: of `datasets`; the numbers of a ClassLabel become its names, -1, which is no label, becomes None.
+        features: of `datasets`; the numbers of a ClassLabel become its names, -1, an unknown label, becomes None.
 
     >>> from_columns({"id": None, "message": {"role": "user", "name": None}})
     {'id': None, 'message': {'role': 'user'}}
