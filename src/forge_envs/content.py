@@ -27,8 +27,17 @@ def text_of(result: Mapping[str, Json]) -> str:
     blocks = result.get("content") or []
     structured = result.get("structuredContent", result.get("structured_content"))
     if not blocks and structured is not None:
-        return json.dumps(structured)
+        return as_text(structured)
     return "\n".join(map(_text_of_block, blocks))
+
+
+def as_text(value: Json) -> str:
+    """Return a value as the policy reads it: a text as it is, any other value as JSON that keeps its letters.
+
+    >>> as_text({"city": "東京"})
+    '{"city": "東京"}'
+    """
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _text_of_block(block: Mapping[str, Json]) -> str:

@@ -1,11 +1,12 @@
 """Samplers that choose the rows of a dataset by how well the policy has solved them."""
 
 from collections.abc import Sequence
+from statistics import mean
 
 from forge.data.files import Row
 from forge.data.sampler import Sampler
 
-SOLVED = 1.0  # the reward of a right answer
+SOLVED = 1.0  # the outcome of a right answer
 
 
 class Curriculum(Sampler):
@@ -37,17 +38,21 @@ class Curriculum(Sampler):
         level = self.levels[self.stage]
         return self.random().choice([number for number, row in enumerate(self.rows) if row[self.level] == level])
 
-    def observe(self, row: int, rewards: Sequence[float]) -> None:
-        """Record the rewards of a row's group, and start the next level if this one is mostly solved."""
+    def observe(self, row: int, outcomes: Sequence[float]) -> None:
+        """Record the outcomes of a row's group, and start the next level if this one is mostly solved."""
         # Groups that were drawn from an earlier level may still arrive.
-        if not rewards or self.rows[row][self.level] != self.levels[self.stage]:
+        if not outcomes or self.rows[row][self.level] != self.levels[self.stage]:
             return
-        self.shares = [*self.shares, _solved_share(rewards)][-self.window :]
+        self.shares = [*self.shares, _solved_share(outcomes)][-self.window :]
         # Only with a full window: a few lucky groups at its beginning must not end a level.
         is_full = len(self.shares) == self.window
         if is_full and sum(self.shares) / self.window >= self.advance_at and self.stage + 1 < len(self.levels):
             self.stage += 1
             self.shares = []
+
+    def metrics(self) -> dict[str, float]:
+        """Return the current level, by its place from 1, and the share of right answers in its last groups."""
+        return {"level": self.stage + 1} | ({"solved": mean(self.shares)} if self.shares else {})
 
 
 class Frontier(Sampler):
@@ -77,11 +82,15 @@ class Frontier(Sampler):
         weights = [rate * (1 - rate) + self.floor for rate in rates]
         return self.random().choices(range(len(self.rows)), weights)[0]
 
-    def observe(self, row: int, rewards: Sequence[float]) -> None:
-        """Update a row's success rate by the rewards of its group."""
-        if rewards:
+    def observe(self, row: int, outcomes: Sequence[float]) -> None:
+        """Update a row's success rate by the outcomes of its group."""
+        if outcomes:
             old_rate = self.rates.get(str(row), 0.5)
-            self.rates[str(row)] = old_rate + self.memory * (_solved_share(rewards) - old_rate)
+            self.rates[str(row)] = old_rate + self.memory * (_solved_share(outcomes) - old_rate)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the mean success rate of the rows that were drawn."""
+        return {"solved": mean(self.rates.values())} if self.rates else {}
 
 
 class Retire(Sampler):
@@ -110,16 +119,20 @@ class Retire(Sampler):
             self.random().shuffle(self.queue)
         return self.queue.pop()
 
-    def observe(self, row: int, rewards: Sequence[float]) -> None:
+    def observe(self, row: int, outcomes: Sequence[float]) -> None:
         """Count a row's solved groups in succession; one wrong answer in the group starts the count again at 0."""
-        if rewards:
-            all_right = min(rewards) >= SOLVED
+        if outcomes:
+            all_right = min(outcomes) >= SOLVED
             self.streaks[str(row)] = self.streaks.get(str(row), 0) + 1 if all_right else 0
+
+    def metrics(self) -> dict[str, float]:
+        """Return the number of retired rows."""
+        return {"retired": sum(map(self._is_retired, range(len(self.rows))))}
 
     def _is_retired(self, row: int) -> bool:
         return self.streaks.get(str(row), 0) >= self.times
 
 
-def _solved_share(rewards: Sequence[float]) -> float:
+def _solved_share(outcomes: Sequence[float]) -> float:
     """Return the share of right answers in a group that is not empty."""
-    return sum(reward >= SOLVED for reward in rewards) / len(rewards)
+    return sum(outcome >= SOLVED for outcome in outcomes) / len(outcomes)

@@ -3,7 +3,6 @@
 import asyncio
 import functools
 import inspect
-import json
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from forge.rewards.verifier import Unscored
 from forge.types import Prompt, Sample
 from forge_verifiers.threads import await_within, in_own_thread
 
+from .content import as_text
 from .environment import Action, Environment, InfrastructureError, Message, Step, ToolCall
 from .schemas import Arguments, Parameters
 
@@ -134,7 +134,7 @@ class Toolbox:
                 result = await in_own_thread(bound_function, limit=self._timeout, name=call.name)
 
             try:
-                text = result if isinstance(result, str) else json.dumps(result)
+                text = as_text(result)
             except (TypeError, ValueError, RecursionError):
                 text = str(result)
         except InfrastructureError:

@@ -64,7 +64,7 @@ def are_equal(answer: str, target: str, tolerance: float) -> bool | None:
     """
     if not tokenize_answer(answer) or not tokenize_answer(target):
         return False
-    if same_text(answer, target):
+    if same_text(answer, target) or (_choices(answer) and _choices(answer) == _choices(target)):
         return True
     if max(len(answer), len(target)) > LONGEST:
         return False
@@ -116,6 +116,13 @@ def split_choice(text: str) -> tuple[str, Sequence[Token]]:
     return letter.text, following
 
 
+def _choices(text: str) -> list[str]:
+    """Return the letters of several choices, A to J, in alphabetical order: of AC, "A, C" and "C and A"; [] for another
+    text."""
+    letters = sorted(token.text for token in tokenize_answer(text) if token.text not in (",", ";", "and"))
+    return letters if len(set(letters)) == len(letters) > 1 and set(letters) <= set("ABCDEFGHIJ") else []
+
+
 def _same_values(answer: Value, target: Value, tolerance: float) -> bool | None:
     """Return whether two values agree; None if the target takes too long to compare.
 
@@ -134,9 +141,10 @@ def _same_values(answer: Value, target: Value, tolerance: float) -> bool | None:
         return _same_relation(answer, target, tolerance)
 
     # x < 1 or x > 3 is read as the union of two intervals if the other value is an interval or a union.
-    if target.kind in ("tuple", "union") and answer.kind in ("list", "such"):
+    # And R as the interval of all numbers.
+    if target.kind in ("tuple", "union"):
         answer = as_interval(answer) or answer
-    if answer.kind in ("tuple", "union") and target.kind in ("list", "such"):
+    if answer.kind in ("tuple", "union"):
         target = as_interval(target) or target
 
     if answer.kind == target.kind == "expression":
@@ -216,17 +224,18 @@ def _same_relation(answer: Value, target: Value, tolerance: float) -> bool | Non
     """Return whether two values agree, at least one of which is a relation, such as an equation or an inequality."""
     # One relation: an inequality is an interval, and an equation may give the value of the other.
     if target.kind != "relation":
-        interval = as_interval(answer) if target.kind in ("tuple", "union", "set", "such") else None
+        target_interval = as_interval(target)
+        interval = as_interval(answer) if target_interval or target.kind in ("tuple", "union", "set") else None
         if interval is not None:
-            target_interval = as_interval(target) if target.kind == "such" else None
             return _same_values(interval, target_interval or target, tolerance)
         return _equation_gives(answer, target, tolerance)
 
     gives_value = target.ends == ("=",) and is_name(target.items[0])
     if answer.kind != "relation":
-        interval = as_interval(target) if answer.kind in ("tuple", "union", "such", "set") else None
+        answer_interval = as_interval(answer)
+        interval = as_interval(target) if answer_interval or answer.kind in ("tuple", "union", "set") else None
         if interval is not None:
-            return _same_values(as_interval(answer) or answer, interval, tolerance)
+            return _same_values(answer_interval or answer, interval, tolerance)
         return gives_value and _same_values(answer, target.items[1], tolerance)
 
     # Two equations that give values: for the same name the values are compared; for different names, y = 2 and x = 3, a

@@ -23,7 +23,7 @@ LONGEST = 4000  # characters of a final answer; longer ones are compared as text
 RAISED = frozenset("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ")  # exponents
 _RAISED = re.compile(f"[{''.join(sorted(RAISED))}]+")
 _LOWERED = re.compile("[₀₁₂₃₄₅₆₇₈₉₊₋ₙ]+")  # indices
-_MINUS = dict.fromkeys(map(ord, "−–‐‑"), "-")
+_MINUS = dict.fromkeys(map(ord, "−–‐‑"), "-") | {ord("∶"): ":"}
 CURRENCIES = {"$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": "rupee", "₩": "won", "₽": "rouble"}
 
 # Unicode symbols by their LaTeX commands.
@@ -391,7 +391,7 @@ def _trim_tokens(parts: list[Token]) -> list[Token]:
         parts = parts[1:]
     while parts:
         is_exclamation = parts[-1].text == "!" and len(parts) > 1 and parts[-2].kind == "word"
-        if is_exclamation or parts[-1].text in (".", ",", ";", ":", r"\\", "\\"):
+        if is_exclamation or parts[-1].text in (*".,;:。।॥۔։።។။\\", r"\\"):
             parts = parts[:-1]
         elif len(parts) > 1 and parts[0].text == "{" and find_closing(parts, 0) == len(parts) - 1:
             parts = parts[1:-1]

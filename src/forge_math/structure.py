@@ -26,6 +26,7 @@ _CHANGES = word_set(
 _HEDGES = word_set("about approximately exactly only around roughly therefore thus indeed simply just then")
 _NUMERALS = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9"}
 SCALES = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_REAL_LINE = {("R",), ("all", "real", "numbers"), ("all", "reals"), ("set", "of", "real", "numbers")}
 _INFINITY, _MINUS = Token(r"\infty", "command"), Token("-", "symbol")
 
 
@@ -79,6 +80,7 @@ def value_of(parts: Sequence[Token]) -> Value:
         _read_bracketed,
         _read_matrix,
         _read_based,
+        _read_ratio,
         _read_condition,
     ):
         value = reader(parts)
@@ -233,6 +235,19 @@ def _read_based(parts: tuple[Token, ...]) -> Value | None:
     return Value("based", parts, ends=(digits.lstrip("0") or "0", base))
 
 
+def _read_ratio(parts: tuple[Token, ...]) -> Value | None:
+    """Return a ratio, 3:4, as the fraction of its terms, and 1:2:3 as a tuple of the first one's fractions of the
+    others; None for other tokens."""
+    pieces, colons = split_tokens(parts, (":",))
+    terms = [_read_expression(piece) for piece in pieces if piece]
+    if not colons or len(terms) <= len(colons) or len({term.unit for term in terms}) > 1:
+        return None
+    if any(term.tree is None for term in terms):
+        return None
+    fractions = [Value("expression", parts, tree=["divide", terms[0].tree, term.tree]) for term in terms[1:]]
+    return fractions[0] if len(fractions) == 1 else Value("tuple", parts, tuple(fractions), (":",))
+
+
 def _read_condition(parts: tuple[Token, ...]) -> Value | None:
     """Return a value with a condition in brackets after it, as \\frac{1}{x}(x > 0); None for other tokens."""
     if len(parts) < 5 or parts[-1].text != ")":
@@ -303,7 +318,12 @@ def is_name(value: Value) -> bool:
 
 
 def as_interval(value: Value) -> Value | None:
-    """Return an inequality or a set of one variable as an interval or a union of intervals; None for other values."""
+    """Return an inequality, a set of one variable or the real line as an interval or a union of intervals; None for
+    other values."""
+    if join_spelling(value.parts) in _REAL_LINE:
+        bounds = (_read_expression((_MINUS, _INFINITY)), _read_expression((_INFINITY,)))
+        return Value("tuple", value.parts, bounds, ("(", ")"))
+
     if value.kind == "such":
         name, condition = value.items
         # {x | condition of x}: the condition's interval.
@@ -322,7 +342,7 @@ def as_interval(value: Value) -> Value | None:
         return Value("union", value.parts, members, (r"\cup",))
 
     if value.kind == "relation" and value.ends == (r"\in",) and is_name(value.items[0]):
-        return value.items[1] if value.items[1].kind in ("tuple", "union", "set") else None
+        return value.items[1] if value.items[1].kind in ("tuple", "union", "set") else as_interval(value.items[1])
 
     # An inequality of one letter, with one bound or two.
     variable = _bounded_variable(value) if value.kind == "relation" else None

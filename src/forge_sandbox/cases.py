@@ -6,7 +6,7 @@ import json
 import operator
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,15 @@ Value = Any  # of a Python literal
 _CONSTANT = (ast.Constant, ast.UnaryOp, ast.unaryop, ast.BinOp, ast.expr_context, ast.Call, ast.Name)
 _ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow)
 _DISPLAYS = (ast.List, ast.Tuple, ast.Set, ast.Dict)
+_CONSTANT_NAMES = {
+    "float": float,
+    "inf": float("inf"),
+    "set": set,
+    "nan": float("nan"),
+    "true": True,
+    "false": False,
+    "null": None,
+}
 MAX_EXPONENT = 1024  # larger powers could take minutes
 
 # The names of functions of the harness in guarded tests. They compare plain values, without methods of the program's
@@ -54,7 +63,8 @@ class Case:
     """One test of a program, in one of three forms.
 
     stdin, stdout: the input, "" if None, and the output that the program must print.
-    call, value: an expression that is evaluated after the program has run, and the value that it must have.
+    call, value: an expression that is evaluated after the program has run, and the value that it must have: in JSON, as
+        a Python literal, or as any other text, which must be the value itself or its `repr`.
     test: statements that must not raise an error after the program has run.
 
     A program cannot see the expected outputs and values, which stay outside the sandbox, nor the constants in a test of
@@ -75,13 +85,19 @@ class Case:
 
 
 def read_cases(target: str) -> list[Case]:
-    """Return the cases in a JSON list of objects with the fields of `Case`; ValueError if it is not one, or is empty.
+    """Return the cases in a JSON list of objects with the fields of `Case`; `value` may also be any JSON.
+
+    Raises:
+        ValueError: the target is not such a list, or is empty.
 
     >>> read_cases('[{"call": "f(1)", "value": "2"}]')
     [Case(stdin=None, stdout=None, call='f(1)', value='2', test=None)]
     """
     try:
-        cases = [Case(**row) for row in json.loads(target)]
+        cases = [
+            Case(**{name: text if name != "value" or isinstance(text, str) else json.dumps(text) for name, text in row})
+            for row in map(dict.items, json.loads(target))
+        ]
     except (ValueError, TypeError) as error:
         raise ValueError(f"the target is not a list of test cases ({error}): {target[:80]!r}") from None
     if not cases:
@@ -122,10 +138,10 @@ def parse_literal(text: str) -> tuple[Value] | None:
 def evaluate_constant(expression: str | ast.expr) -> tuple[Value] | None:
     """Return the value of a constant expression of a test in a 1-tuple; None if the expression is not constant.
 
-    The only names that it may contain are `float`, `inf` and `set`.
+    The only names that it may contain are `float`, `inf`, `nan`, `set`, and `true`, `false` and `null` of JSON.
 
-    >>> evaluate_constant("2 ** 10"), evaluate_constant("f(1)")
-    ((1024,), None)
+    >>> evaluate_constant("2 ** 10"), evaluate_constant("[true, null]"), evaluate_constant("f(1)")
+    ((1024,), ([True, None],), None)
     """
     with suppress(ValueError, SyntaxError, TypeError, ArithmeticError, MemoryError, RecursionError):
         node = ast.parse(expression.strip(), "<test>", mode="eval").body if isinstance(expression, str) else expression
@@ -134,14 +150,16 @@ def evaluate_constant(expression: str | ast.expr) -> tuple[Value] | None:
         exponents = [part.right for part in parts if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Pow)]
         is_small = all(ast.literal_eval(exponent) <= MAX_EXPONENT for exponent in exponents)
         is_constant = all(isinstance(part, _CONSTANT + _ARITHMETIC + _DISPLAYS) for part in parts)
-        if names <= {"float", "inf", "set"} and is_small and is_constant:
-            return (
-                eval(
-                    compile(ast.Expression(node), "<test>", "eval"),
-                    {"__builtins__": {}, "float": float, "inf": float("inf"), "set": set},
-                ),
-            )
+        if names <= _CONSTANT_NAMES.keys() and is_small and is_constant:
+            return (eval(compile(ast.Expression(node), "<test>", "eval"), {"__builtins__": {}, **_CONSTANT_NAMES}),)
     return None
+
+
+def _expected_value(text: str) -> tuple[Value] | None:
+    """Return the value of a text in JSON, or of a constant expression, in a 1-tuple; None for any other text."""
+    with suppress(ValueError, RecursionError):
+        return (json.loads(text),)
+    return evaluate_constant(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +184,29 @@ class Check:
     in_process: bool = False
 
 
+def check_passable(cases: Sequence[Case]) -> None:
+    """Check that a program could pass each case. ValueError: none can pass one of them, and why."""
+    for number, case in enumerate(cases):
+        try:
+            "".join([case.stdin or "", case.stdout or "", case.call or "", case.test or ""]).encode()
+            compile((case.call or "0").strip(), "<model output>", "eval")
+            compile((case.test or "").strip(), "<model output>", "exec")
+            for check in checks_of(number, case):
+                if not _is_passable(check):
+                    raise ValueError(f"{check.text} is never {check.expected or 'true'}")
+        except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
+            raise ValueError(f"no program can pass test {number + 1}: {error}") from None
+
+
+def _is_passable(check: Check) -> bool:
+    """Return whether some program could pass a check: it is right for its own constant, and expects no NaN."""
+    constant = evaluate_constant(check.text) if check.kind in ("value", "truth") else None
+    if constant is not None:
+        return check.right(constant[0] if check.kind == "value" else bool(constant[0]))
+    expected = _expected_value(check.expected)
+    return re.search(r"(?<!['\w])nan\b", repr(expected)) is None or check.right(NO_LITERAL)
+
+
 # Stands for a value of a program without a literal form. It equals no expected value.
 NO_LITERAL = object()
 
@@ -183,10 +224,12 @@ def checks_of(number: int, case: Case) -> list[Check]:
     """
     if case.call is not None:
         expected = (case.value or "").strip()
-        value_of = evaluate_constant(expected)
+        value_of = _expected_value(expected)
         if value_of is not None:
             return [Check(number, case.call, "value", lambda value: bool(value == value_of[0]), expected)]
-        return [Check(number, case.call, "text", lambda value: bool(value == expected), expected)]
+        texts = (expected, case.value)
+        is_text = lambda shown: any(text in texts for text in (shown, *(parse_literal(str(shown)) or ())))  # noqa: E731
+        return [Check(number, case.call, "text", is_text, expected)]
     if case.test is None:
         return []
     guarded = ast.unparse(_Guard().visit(_parse_test(case.test))) or case.test

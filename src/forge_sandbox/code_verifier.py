@@ -12,7 +12,7 @@ from forge.data.thoughts import after_thoughts
 from forge.rewards.verifier import Scores, Unscored, collect_scores
 from forge_sandbox.code_blocks import python_block
 
-from .cases import NO_LITERAL, Case, Check, checks_of, forgeable, parse_literal, read_cases
+from .cases import NO_LITERAL, Case, Check, check_passable, checks_of, forgeable, parse_literal, read_cases
 from .harness import BEGUN, HARNESS, read_marked
 from .sandbox import Sandbox
 
@@ -43,8 +43,8 @@ class CodeVerifier:
     """A verifier that scores the program in a response by tests, from 0 to 1.
 
     A response without a program, or whose program raises an error or times out, scores 0. A response is unscored (NaN)
-    if the sandbox fails, there are no tests, or the expected output exceeds the sandbox's output limit. A program whose
-    output exceeds the limit is wrong.
+    if the sandbox fails, there are no tests, no program can pass them, or the expected output exceeds the sandbox's
+    output limit. A program whose output exceeds the limit is wrong.
 
     Args:
         sandbox: a `forge_sandbox.Sandbox`, its settings, or any `Runner`; None: a sandbox with default settings. It is
@@ -114,6 +114,7 @@ class CodeVerifier:
             return Scores.none(len(responses), 1, "there is no target with tests")
         try:
             cases = self._cases(target)
+            check_passable(cases)
         except ValueError as error:
             return Scores.none(len(responses), 1, str(error))
         slots = asyncio.Semaphore(self._concurrency)

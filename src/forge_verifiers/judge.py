@@ -216,15 +216,19 @@ def read_verdict(answer: str, yes: str, no: str) -> bool | None:
 
     The words count in upper and lower case, and after the judge's thoughts. The verdict is the last word that is the
     only one on its line, or is marked as the verdict: "Verdict: yes" at the beginning of a line, `[[yes]]`,
-    `\boxed{yes}`, `<verdict>yes</verdict>`, a value in JSON. Without such a word it is the first word of the first or
-    the last line, if punctuation follows it ("No, it is wrong"). Elsewhere the words do not count, as in "there is no
-    error".
+    `\boxed{yes}`, `<verdict>yes</verdict>`, a value in JSON, in which true is yes. Without such a word it is the first
+    word of the first or the last line, if punctuation follows it ("No, it is wrong"). Elsewhere the words do not count,
+    as in "there is no error".
 
     >>> read_verdict("Verdict: yes", "yes", "no")
     True
     """
     answer = without_thoughts(answer)
     either = f"{re.escape(yes)}|{re.escape(no)}"
+    # A boolean in JSON is one of the words: {"verdict": true}.
+    truths = {"true": yes, "false": no}
+    boolean = re.compile(r"(\"[\w ]{1,40}\"\s*:\s*)\"?(true|false)\b\"?", re.IGNORECASE)
+    answer = boolean.sub(lambda pair: pair[1] + truths[pair[2].lower()], answer)
     # One of the words by itself, not as a part of another word or of a number.
     word = rf"(?<![\w.-])({either})(?![\w-]|\.\d)"
     forms = (

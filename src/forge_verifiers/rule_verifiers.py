@@ -3,17 +3,14 @@
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import takewhile
 from time import monotonic
 from typing import Any
 
 from forge.rewards.rules import MathReward, final_answer
-from forge.rewards.rules.comparison import load_comparison
+from forge.rewards.rules.comparison import TOLERANCE, first_equal
 from forge.rewards.verifier import Scores, Unscored, collect_scores
 from forge_verifiers.threads import Turns, await_within
-
-TOLERANCE = 1e-6
-# Different answers with which another answer is compared: a symbolic comparison may take most of a second.
-MAX_KINDS = 32
 
 
 class Rule:
@@ -109,7 +106,7 @@ class AnswerFrequency:
     Args:
         extract: returns the answer of a response, None if it has none. If it raises an error, the response is unscored
             and not counted. Answers of the default, `final_answer`, are compared as text, as numbers and symbolically
-            (see `forge.rewards.rules`), others as text. An answer is compared with at most MAX_KINDS different ones.
+            (see `forge.rewards.rules`), others as text. An answer is compared with at most 32 different ones.
         name: the name of the column.
         time_limit: seconds for all responses of a prompt.
     """
@@ -135,11 +132,6 @@ class AnswerFrequency:
         if len(responses) < 2:
             return Scores.none(len(responses), 1, "a single response has no others to agree with")
 
-        def is_equal(answer: str, kind: str) -> bool:
-            if self.extract is final_answer:
-                return bool(load_comparison().are_equal(answer, kind, TOLERANCE))
-            return answer == kind
-
         def kinds_of_answers() -> list[str | Exception | None]:
             """Return for each response the first answer that equals its own, its kind, or the error in reading it."""
             deadline = monotonic() + self.time_limit  # after which the caller has given up, but this thread continues
@@ -147,12 +139,9 @@ class AnswerFrequency:
             for response in responses:
                 try:
                     answer = self.extract(response)
-                    kinds_so_far = [kind for kind in dict.fromkeys(kinds) if isinstance(kind, str)][:MAX_KINDS]
-                    if answer is not None:
-                        equal_kinds = (
-                            kind for kind in kinds_so_far if monotonic() < deadline and is_equal(answer, kind)
-                        )
-                        answer = next(equal_kinds, answer)
+                    if answer is not None and self.extract is final_answer:
+                        known = (kind for kind in dict.fromkeys(kinds) if isinstance(kind, str))
+                        answer = first_equal(answer, takewhile(lambda _: monotonic() < deadline, known))
                     kinds.append(answer)
                 except Exception as error:
                     kinds.append(error)

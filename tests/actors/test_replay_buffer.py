@@ -155,3 +155,16 @@ def test_buffer_that_is_never_advanced_admits_by_newest_sampled_version():
             await asyncio.wait_for(told.admit(), 0.05)
 
     asyncio.run(main())
+
+
+def test_outcomes_say_which_answers_are_right():
+    async def main():
+        buffer = ReplayBuffer(keep_outcomes=True)
+        judged = [episode(number) for number in range(3)]
+        for item, correct in zip(judged, (False, True, None), strict=True):
+            item.info["correct"] = correct
+        await buffer.add(Group(judged, index=0))
+        await buffer.add(Group([episode(3, reward=0.5)], index=1))  # of a loop that judges nothing
+        assert await buffer.take_outcomes() == {0: [0.0, 1.0], 1: [0.5]}
+
+    asyncio.run(main())

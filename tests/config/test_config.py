@@ -355,3 +355,13 @@ def test_every_config_key_is_read_in_code(cls):
                 check(nested, name)
 
     check(cls, "")
+
+
+@pytest.mark.parametrize("moment", ["2027-01-31 08:00:00", "2027-01-31T08:00:00Z", "2027-01-31", "2027-01-31T08:00"])
+def test_dates_in_yaml_are_text(config, moment):
+    config.write_text(f"{config.read_text()}\ncheckpoint: {{every: 1}}\n")
+    assert read(config, "--run.save_before", moment).run.save_before == moment
+    with pytest.raises(ConfigError, match=r"run\.save_before is a number of seconds or a date and time"):
+        read(config, "--run.save_before", "1:30:00")
+    with pytest.raises(ConfigError, match=r"training\.batch_size must be a whole number, got '1:30'"):
+        read(config, "--training.batch_size", "1:30")

@@ -9,6 +9,7 @@ from itertools import islice
 
 import pytest
 
+from forge.data.files import Rows, open_rows, open_stream
 from forge.data.sources import StreamedRows
 from tests.data.rows import ROWS, TOKENIZER, make
 
@@ -119,9 +120,9 @@ def test_unreadable_data_file_raises_with_its_path(tmp_path, places):
         make(str(tmp_path / "trian.jsonl"))
     with pytest.raises(FileNotFoundError, match=r"no such file: nowhere/at/all"):
         make("nowhere/at/all")
-    (tmp_path / "rows.csv").write_text("question,answer\n")
-    with pytest.raises(ValueError, match=r"unknown extension '.csv': use .json, .jsonl, .parquet"):
-        make(str(tmp_path / "rows.csv"))
+    (tmp_path / "rows.xml").write_text("<a/>")
+    with pytest.raises(ValueError, match=r"unknown extension '.xml': use .json, .jsonl, .csv, .tsv, .parquet, or pass"):
+        make(str(tmp_path / "rows.xml"))
     for content, message in (
         ("{}", "must hold a list of objects, not dict"),
         ("[1]", "row 1: a row must be an object, not int"),
@@ -136,6 +137,65 @@ def test_unreadable_data_file_raises_with_its_path(tmp_path, places):
         make(str(tmp_path / "rows.parquet"))
     with pytest.raises(ValueError, match="no field 'label': it has question, answer, id"):
         make(places["folder"], target_field="label", streaming=True)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"a": 12345678901234567890123}, {"a": 2}, {"a": 2.5}],
+        [{"a": {"b": 1, "c": None}}, {"a": {"d": [1, "t", {}]}}],
+        [{"a": "2020-01-01"}, {"b": True}, {"a": None, "b": "no"}],
+    ],
+)
+@pytest.mark.parametrize("place", ["rows.jsonl", "rows.json", "folder"])
+@pytest.mark.parametrize("read", [open_rows, open_stream])
+def test_json_rows_keep_values_and_types(offline, tmp_path, rows, place, read):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    for name in ("rows.jsonl", "folder/train.jsonl"):
+        (tmp_path / name).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    found = list(read(str(tmp_path / place), split="train"))
+    assert [repr(row) for row in found] == [repr(row) for row in rows]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(("name", "delimiter"), [("rows.csv", ","), ("rows.tsv", "\t")])
+def test_cells_of_tables_are_exact_text(tmp_path, name, delimiter, streaming):
+    cells = [["question", "answer"], ['"a\n,\tb"', "007"], ["q", "NA"], ["r", "1.50"]]
+    (tmp_path / name).write_text("\n".join(delimiter.join(row) for row in cells), encoding="utf-8-sig")
+    data = make(str(tmp_path / name), shuffle=False, epochs=1, streaming=streaming)
+    assert [(str(sample.prompt), sample.target) for sample in data] == [("a\n,\tb", "007"), ("q", "NA"), ("r", "1.50")]
+    for content, fault in (
+        ("a,a\n1,2", "row 1: 2 cells"),
+        ("a,b\n1", "row 1: 1 cells"),
+        ('a\n"', "line 2"),
+        ("", "empty"),
+    ):
+        (tmp_path / "bad.csv").write_text(content)
+        with pytest.raises(ValueError, match=fault):
+            make(str(tmp_path / "bad.csv"))
+
+
+@pytest.mark.parametrize("split", ["train[:1]", "validation", "nosuch"])
+@pytest.mark.parametrize("form", ["rows.json", "rows.jsonl", "rows.parquet", "saved", Rows(ROWS)])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_split_of_rows_without_splits_raises(places, split, form, streaming):
+    with pytest.raises(ValueError, match="has no split"):
+        make(places.get(form, form) if isinstance(form, str) else form, split=split, streaming=streaming)
+
+
+@pytest.mark.parametrize("form", ["rows", "saved", "parquet"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_class_labels_are_read_as_their_names(offline, tmp_path, form, streaming):
+    from datasets import ClassLabel, Dataset, Features, Value
+
+    features = Features({"question": Value("string"), "answer": ClassLabel(names=["no", "yes"])})
+    rows = Dataset.from_dict({"question": ["a", "b", "c"], "answer": [1, 0, -1]}, features)
+    rows.save_to_disk(tmp_path / "saved")
+    rows.to_parquet(tmp_path / "rows.parquet")
+    path = {"rows": Rows(rows), "saved": str(tmp_path / "saved"), "parquet": str(tmp_path / "rows.parquet")}[form]
+    kept = make(path, shuffle=False, streaming=streaming, checked=True)
+    assert [next(kept).target for _ in range(3)] == ["yes", "no", "yes"]  # the row without a label is left out
 
 
 def test_hub_id_without_datasets_package_names_install_command(monkeypatch):

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from forge.data.sampler import make_sampler
+from forge.data.sampler import Sampler, make_sampler
 from forge.data.sources import SampledRows
 from forge_envs.samplers import Curriculum, Frontier, Retire
 
@@ -42,6 +42,27 @@ def test_frontier_sampler_prefers_sometimes_solved_rows():
     # p (1 - p) is .25 for two rows and 0 for ten, each with .01 more: the two get .52 of .62.
     assert sum(counts[row] for row in (10, 11)) / 2000 == pytest.approx(0.52 / 0.62, abs=0.04)
     assert len(counts) == 12
+
+
+@pytest.mark.parametrize(
+    ("use", "state"),
+    [
+        ({"use": "curriculum", "window": 1}, {"sampler/level": 2}),
+        ("frontier", {"sampler/solved": 0.75}),
+        ("retire", {"sampler/retired": 1}),
+        (Sampler, {}),
+    ],
+)
+def test_state_of_sampler_is_in_metrics(use, state, monkeypatch):
+    recorded = {}
+    monkeypatch.setattr("forge.data.sources.record_metric", recorded.__setitem__)
+    monkeypatch.setattr(Sampler, "__abstractmethods__", frozenset())
+    source = SampledRows(ROWS[:8], use, seed=0)
+    source.sampler.draw = lambda: 0
+    source.read()
+    source.issue(0)
+    source.observe({0: [1.0, 1.0]})
+    assert recorded == state
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ TARGETS = Path(__file__).parents[2].parent / "shared" / "data" / "math_targets.j
 
 # Each pair differs in its value, by what the name says.
 DIFFERENT = {
+    "ratio": [("4:3", "3:4"), ("3:2:1", "1:2:3"), ("1:2", "1:2:3"), ("1:2", "2"), ("(1/2,1/3)", "1:2:3")],
+    "real line": [(r"\mathbb{R}", r"(0,\infty)"), (r"\mathbb{Z}", r"(-\infty,\infty)"), ("x<3", r"\mathbb{R}")],
     "exponent": [
         (r"3\sigma^3", r"3\sigma"),
         ("AB^2", "AB"),
@@ -210,6 +212,14 @@ SAME = {
         (r"\left\{1,2\right\}", r"\{2,1\}"),
         ("①③", r"\textcircled{1}\textcircled{3}"),
     ],
+    "ratio": [("3:4", r"\frac{3}{4}"), ("6:8", "3:4"), (r"1:\sqrt2", r"\frac{1}{\sqrt{2}}"), ("1∶2∶3", "2:4:6")],
+    "real line": [
+        (r"(-\infty,\infty)", r"\mathbb{R}"),
+        (r"\mathbb{R}", r"(-\infty,+\infty)"),
+        (r"x \in \mathbb{R}", r"\mathbb{R}"),
+        (r"\text{all real numbers}", r"x\in(-\infty,\infty)"),
+        (r"-\infty<x<\infty", "ℝ"),
+    ],
     "sum": [(r"\sum_{k=1}^{n} k", r"\frac{n(n+1)}{2}"), (r"\int_0^1 x^3 dx\cdot\pi", r"\frac{\pi}{4}")],
 }
 
@@ -366,6 +376,39 @@ def test_math_targets_equal_themselves_but_not_neighbours():
         ("The answer is therefore 12", "12", True),
         ("<answer> The answer is 12. </answer>", "12", True),
         ("答案：B", "B", True),
+        # Marks of other scripts end an answer, and other answers after them count.
+        ("答案是42。", "42", True),
+        ("所以答案为 $\\frac{1}{2}$。", "1/2", True),
+        ("答案是3.5！", "3.5", True),
+        ("答案是３．５．", "3.5", True),
+        ("The answer is 42।", "42", True),
+        ("The answer is 42۔", "42", True),
+        ("#### 42。", "42", True),
+        ("答案是42，因为6*7=42。", "42", True),
+        ("答案是42（两个数的和）", "42", True),
+        ("答案是（1，2）。", "(1,2)", True),
+        ("The answer is $x \\in (1, 2)$.", "(1,2)", True),
+        ("答案是42。或43。", "42", False),
+        ("答案是42，但43也对", "42", False),
+        ("答案是3，4。", "3", False),
+        (r"\boxed{4}或\boxed{5}", "5", False),
+        ("答案不是42。", "42", False),
+        # Of a bound, a calculation, two signs or a box that is not closed the last number is only a part.
+        ("x is less than 4", "4", False),
+        ("so x<4", "4", False),
+        ("±4", "4", False),
+        ("3+4", "4", False),
+        ("10 - 4", "4", False),
+        (r"so \boxed{12", "12", False),
+        ("It is 4!", "4", True),
+        ("<b>4</b>", "4", True),
+        # Several letters are in any order, with or without commas.
+        (r"\boxed{A, C}", "AC", True),
+        (r"\boxed{\text{C and A}}", "AC", True),
+        (r"\boxed{A, C}", "ACD", False),
+        (r"\boxed{A}", "AC", False),
+        (r"\boxed{1.234,56}", "1234.56", False),
+        (r"\boxed{2\ln x}", r"\ln x^2", False),
         (r"\boxed{}", "", False),
         (r"\boxed{" + "(x>0)" * 700 + "}", "4", False),
     ],

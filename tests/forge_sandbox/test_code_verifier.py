@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import os
+from contextlib import nullcontext
 
 import pytest
 
-from forge_sandbox import Case, CodeVerifier, forgeable
+from forge_sandbox import Case, CodeVerifier, forgeable, read_cases
+from forge_sandbox.cases import check_passable, checks_of
+from forge_sandbox.code_verifier import _check_passes
 
 pytestmark = pytest.mark.processes
 
@@ -257,3 +261,41 @@ def test_forgeable_tests_of_dataset_are_warned():
     targets = [json.dumps([{"test": test}]) for test in (*inside, *decided_outside)]
     assert verifier.warning([*targets, "nonsense", None]).startswith(f"code: 5 of {len(targets) + 2} problems have ")
     assert verifier.warning(targets[5:]) == ""
+
+
+@pytest.mark.parametrize(
+    ("case", "is_passable"),
+    [
+        ({"call": "f()", "value": None}, True),
+        ({"call": "f()", "value": [True, None]}, True),
+        ({"call": "f()", "value": "{'a': true}"}, True),
+        ({"call": "f()", "value": "some text"}, True),
+        ({"test": "assert f() != float('nan') and 1 == 1"}, True),
+        ({"call": "f(", "value": "1"}, False),
+        ({"call": "f()", "value": "[NaN]"}, False),
+        ({"test": "assert f(2) = 4"}, False),
+        ({"test": "assert f(2) == 4 and 1 == 2"}, False),
+        ({"stdout": 5}, False),
+        ({"stdout": "\ud800"}, False),
+    ],
+)
+def test_case_that_no_program_can_pass_is_found(case, is_passable):
+    cases = read_cases(json.dumps([{"call": "g()", "value": "1"}, case]))
+    with nullcontext() if is_passable else pytest.raises(ValueError, match="no program can pass test 2: "):
+        check_passable(cases)
+
+
+@pytest.mark.parametrize(
+    ("body", "value"),
+    [
+        ("True", "true"),
+        ("None", "null"),
+        ("[True, None]", "[true, null]"),
+        ("'a b'", "a b"),
+        ("'😀'", '"\\ud83d\\ude00"'),
+    ],
+)
+def test_values_in_json_are_compared_as_values(body, value):
+    checks = checks_of(0, Case(call="f()", value=value))
+    assert [_check_passes(check, [repr(ast.literal_eval(body))]) for check in checks] == [True]
+    assert [_check_passes(check, ["5"]) for check in checks] == [False]

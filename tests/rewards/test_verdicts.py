@@ -18,6 +18,9 @@ VERDICTS = {
         r"\boxed{\text{yes}}",
         "<verdict> yes </verdict>",
         '{"verdict": "yes"}',
+        '{\n"reason": "no error",\n"verdict": true\n}',
+        '{"correct": True}',
+        '```json\n{"correct": "true"}\n```',
         "<think>no, no</think>\nyes",
         "- yes",
         "Decision: yes, since both agree.",
@@ -31,6 +34,7 @@ VERDICTS = {
         "The answer is no",
         "yes\n\nno",
         "Judgment - no",
+        '{"verdict": false, "reason": "yes?"}',
     ],
     None: [
         "",
@@ -43,6 +47,8 @@ VERDICTS = {
         "Yes, it holds.\nNo, wait.",
         "yes or no",
         "<think>yes",
+        '{"verdict": null}',
+        "It is true",
         "It is not clear whether the verdict is yes",
     ],
 }

@@ -96,10 +96,10 @@ class DatasetActor(ForgeActor):
 
     @endpoint
     def observe(self, outcomes: Mapping[int, Sequence[float]]) -> None:
-        """Pass the rewards of finished groups to the data's sampler, if it has one, for its choice of prompts.
+        """Pass the outcomes of finished groups to the data's sampler, if it has one, for its choice of prompts.
 
         Args:
-            outcomes: the rewards of each group, by the index of its prompt.
+            outcomes: of each group, by the index of its prompt.
         """
         if isinstance(self.dataset, RowStream):
             self.dataset.observe(outcomes)

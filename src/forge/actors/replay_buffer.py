@@ -43,7 +43,7 @@ class ReplayBuffer(ForgeActor):
         steps: training steps of the run; no rollout beyond them is admitted. None admits all.
         start: the version that is served at the start.
         keep_dropped: maximum number of dropped groups that are kept for `take_dropped`, the first ones.
-        keep_outcomes: whether the rewards of groups are kept for `take_outcomes`.
+        keep_outcomes: whether the outcomes of groups are kept for `take_outcomes`.
     """
 
     constructor_checks = True
@@ -88,7 +88,7 @@ class ReplayBuffer(ForgeActor):
         self.items: list[Item] = []
         self.dropped = dict.fromkeys(REASONS, 0)
         self.seen = Seen()
-        self.outcomes: dict[int, list[float]] = {}  # rewards of groups since `take_outcomes`
+        self.outcomes: dict[int, list[float]] = {}  # of groups since `take_outcomes`
         self.random = random.Random(seed)
         self.version = 0  # the weights that train next: an item that is too old for them stays too old
 
@@ -129,9 +129,9 @@ class ReplayBuffer(ForgeActor):
             index = _item_index(item)
             if index is not None and reason != "repeated":
                 self.seen.add(index)
-                # Also the rewards of dropped groups: a prompt that all answers solve has no signal, but an outcome.
+                # Also those of dropped groups: a prompt that all answers solve has no signal, but an outcome.
                 if self.keep_outcomes:
-                    self.outcomes[index] = [reward for reward in _item_rewards(item) if reward is not None]
+                    self.outcomes[index] = _item_outcomes(item)
 
             if reason is not None:
                 self.replaced += reason == "no_signal"
@@ -204,7 +204,8 @@ class ReplayBuffer(ForgeActor):
 
     @endpoint
     async def take_outcomes(self) -> dict[int, list[float]]:
-        """Return the rewards of all groups that were added since the last call, kept or dropped, by their index."""
+        """Return the outcomes of all groups that were added since the last call, kept or dropped, by their index: for
+        each episode 1.0 if it is right, else 0.0 (see `forge.data.sampler`)."""
         outcomes, self.outcomes = self.outcomes, {}
         return outcomes
 
@@ -306,8 +307,13 @@ def _item_index(item: Item) -> int | None:
     return item.index if isinstance(item, Group) and item.index >= 0 else None
 
 
-def _item_rewards(item: Item) -> list[float | None]:
-    return [episode.outcome for episode in item.episodes] if isinstance(item, Group) else [item.outcome]
+def _item_outcomes(item: Item) -> list[float]:
+    """Return 1.0 for each right episode and 0.0 for each wrong one; the reward where `info` does not judge it.
+
+    Episodes whose outcome is unknown are left out.
+    """
+    outcomes = (each.info.get("correct", each.outcome) for each in getattr(item, "episodes", [item]))
+    return [float(outcome) for outcome in outcomes if outcome is not None]
 
 
 def _keep_scored(item: Item) -> Item | None:

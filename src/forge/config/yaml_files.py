@@ -39,7 +39,7 @@ def parse_yaml(text: str, path: Path) -> Json:
         fault = _describe_fault(error)
     except RecursionError:
         fault = "it is nested too deeply"
-    except ValueError as error:  # a date that does not exist
+    except ValueError as error:  # a number with thousands of digits
         fault = str(error)
     raise ValueError(f"{path} is not valid YAML: {fault}")
 
@@ -67,7 +67,7 @@ def _describe_fault(error: yaml.MarkedYAMLError) -> str:
 
 
 class Loader(yaml.SafeLoader):
-    """YAML loader that reads 1e-6 as a number, which is text in YAML 1.1, and rejects duplicate keys."""
+    """YAML loader that reads 1e-6 as a number, which is text in YAML 1.1, dates as text, and rejects duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Json, Json]:
         """Return a mapping as a dict. ConstructorError: a key is given twice."""
@@ -87,3 +87,8 @@ class Loader(yaml.SafeLoader):
 Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
+# Dates and times are text, of which YAML 1.1 makes dates and numbers to the base 60: 1:30 would be 90.
+for _sign in "-+0123456789":
+    Loader.yaml_implicit_resolvers[_sign].insert(
+        0, ("tag:yaml.org,2002:str", re.compile(r"[-+]?\d[\d_]*(?::\d|-\d\d?-\d).*"))
+    )

@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from ..config.plugin import hint_nearest
 from ..system.files import read_text
 from .files import Row
 from .messages import row_options, row_system, with_system
@@ -52,7 +53,8 @@ class ChatFormat:
         turns: where turns end (`forge.data.turns.Turns`).
 
     Raises:
-        ValueError, FileNotFoundError: the tokenizer has no chat template, or the file does not exist.
+        ValueError, FileNotFoundError: the tokenizer has no chat template, the file does not exist, or the template
+            reads no option of that name.
     """
 
     def __init__(
@@ -85,6 +87,13 @@ class ChatFormat:
         # of roles that the template writes in full.
         self._shared: dict[str, Any] = {"shapes": set()}
         self._begin_text()
+        # A template ignores what it does not know. Tools that it does not read are another matter.
+        unread = [name for name in self.options if name != "tools" and not re.search(rf"\b{name}\b", self.template)]
+        if unread:
+            raise ValueError(
+                f"chat_options: the chat template does not read {unread[0]!r}"
+                + hint_nearest(unread[0], re.findall(r"\w+", self.template)).partition("; known here")[0]
+            )
 
     def _begin_text(self) -> None:
         if self._own_template:

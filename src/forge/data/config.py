@@ -14,8 +14,8 @@ class RowsConfig(Section):
     kind: ClassVar[Literal["prompts", "supervised", "preferences"]]
 
     path: PathOrRows = None
-    """.json, .jsonl or .parquet file, a folder that `datasets` loads, or a hub id
-    (`pip install datasets` for all but JSON). In columns, null keys within a column are absent: they belong to
+    """.json, .jsonl, .csv, .tsv (cells are text) or .parquet file, a folder that `datasets` loads, or a hub id
+    (`pip install datasets` for these and .parquet). In columns, null keys within a column are absent: they belong to
     other rows."""
     task: str | None = None
     """Instead of a path, a procedural task."""
@@ -25,7 +25,7 @@ class RowsConfig(Section):
     difficulty: int | list[int] = 5
     """Difficulty of a task: a length, a number of digits or of steps, or `[low, high]`."""
     split: str = "train"
-    """Split of a folder or hub id."""
+    """Split of a folder or hub id; a file has none."""
     subset: str | None = None
     """The configuration of a hub dataset that has several."""
     streaming: bool = False

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import csv
 import difflib
 import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import suppress
+from io import StringIO
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator
 
-from ..system.files import read_text
+from ..system.files import decode_content, read_text
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
 
 Row = Mapping[str, Any]
 
-_BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
-_FILE_SUFFIXES = {*_BUILDERS, ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow", ".yaml", ".pkl"}
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+_TEXTS = (".jsonl", *_DELIMITERS)
+_SUFFIXES = (".json", *_TEXTS, ".parquet")  # of files that are read
+_FILE_SUFFIXES = {*_SUFFIXES, ".txt", ".gz", ".zst", ".arrow", ".yaml", ".pkl"}
 
 
 class Rows(Sequence[Row]):
@@ -39,7 +44,9 @@ class Rows(Sequence[Row]):
             if not isinstance(row, Mapping):
                 fix = "give mappings of columns, of a pandas table table.to_dict('records')"
                 raise ValueError(f"dataset, row {number} is {row!r:.40}, not a row: {fix}")
-        self._rows = [from_columns(row) if hasattr(rows, "features") else dict(row) for row in first_rows]
+        self._rows = [
+            from_columns(row, rows.features) if hasattr(rows, "features") else dict(row) for row in first_rows
+        ]
         if not self._rows:
             raise ValueError("the dataset is empty: it has no rows")
 
@@ -56,9 +63,13 @@ class Rows(Sequence[Row]):
 
 
 def read_path_or_rows(value: Any) -> Any:
-    """Return an iterable of rows as `Rows`, a `Path` as text, and any other value as it is."""
+    """Return an iterable of rows as `Rows`, a `Path` as text, and any other value as it is. ValueError: it is a file
+    with an unknown extension."""
     if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping | Path | Rows):
         return Rows(value)
+    if isinstance(value, str | Path):
+        with suppress(OSError):  # a file that does not exist here may exist where the run starts
+            _local_path(str(value))
     return str(value) if isinstance(value, Path) else value
 
 
@@ -76,21 +87,28 @@ class StoredColumns(Sequence[Row]):
         return len(self._rows)
 
     def __getitem__(self, index: Any) -> Any:
-        return from_columns(self._rows[index])
+        return from_columns(self._rows[index], self._rows.features)
 
     def __iter__(self) -> Iterator[Row]:
-        return map(from_columns, self._rows)
+        return (from_columns(row, self._rows.features) for row in self._rows)
 
 
-def from_columns(row: Row) -> Row:
+def from_columns(row: Row, features: Mapping[str, Any] | None = None) -> Row:
     """Return a row without the null keys of the mappings within it; its own null columns stay.
 
     A columnar file gives every mapping in a column the keys of all rows, as null where a row does not have them.
 
+    Args:
+        features: of `datasets`; the numbers of a ClassLabel become its names, -1, an unknown label, becomes None.
+
     >>> from_columns({"id": None, "message": {"role": "user", "name": None}})
     {'id': None, 'message': {'role': 'user'}}
     """
-    return {name: _drop_nulls(value) for name, value in row.items()}
+    labels = {name: [*feature.names, None] for name, feature in (features or {}).items() if hasattr(feature, "int2str")}
+    return {
+        name: labels[name][value] if name in labels and isinstance(value, int) else _drop_nulls(value)
+        for name, value in row.items()
+    }
 
 
 def _drop_nulls(value: object) -> object:
@@ -129,39 +147,92 @@ def open_rows(path: str | Rows, *, split: str, subset: str | None = None) -> Seq
     """Return all rows of a file, a folder or a hub id, with random access.
 
     Args:
-        path: a .json, .jsonl or .parquet file, a folder that `datasets` wrote or that holds data files, a hub id, or
-            `Rows`.
-        split: of a folder or hub id; a file has only one.
+        path: a file (.json, .jsonl, .csv, .tsv, .parquet), a folder that `datasets` wrote or that holds data
+            files, a hub id, or `Rows`.
+        split: of a folder or hub id; a file has only one, see `check_split`.
         subset: the configuration of a hub dataset that has several.
 
     Raises:
         FileNotFoundError, ValueError, ImportError: one line, which names the file and the number of a malformed row.
     """
+    file = None if isinstance(path, Rows) else _local_path(path)
+    if isinstance(path, Rows) or (file is not None and file.is_file()):
+        check_split(str(file or "the list of rows"), split)
     if isinstance(path, Rows):
         return list(path)
-    file = _local_path(path)
 
     # The package datasets reads folders and hub ids, this module reads files.
     rows: Sequence[Row]
     if file is None or file.is_dir():
-        rows = StoredColumns(_load_dataset(path, file, split=split, subset=subset, streaming=False))
-    elif file.suffix == ".parquet":
-        _import_datasets("a parquet file")
+        loaded = _load_dataset(path, file, split=split, subset=subset, streaming=False)
+        rows = list(loaded) if isinstance(loaded, FileStream) else StoredColumns(loaded)
+    elif file.suffix != ".parquet":
+        rows = list(FileStream(file))
+    else:
+        datasets = _import_datasets("a parquet file")
         import pyarrow.parquet as parquet
 
         try:
-            rows = list(map(from_columns, parquet.read_table(file).to_pylist()))
+            rows = StoredColumns(datasets.Dataset(parquet.read_table(file)))
         except (ValueError, OSError) as error:
             raise ValueError(f"{file} is not a parquet file: {error}") from error
-    else:
-        rows = _read_json(file)
 
     if not len(rows):
         raise ValueError(f"{path} is empty: it has no rows")
     return rows
 
 
-def open_stream(path: str, *, split: str, subset: str | None = None) -> IterableDataset:
+def check_split(name: str, split: str) -> None:
+    """Check that all rows are asked for, as a file and rows from Python have no splits.
+
+    Args:
+        name: of the file or rows, for the message.
+        split: "train" or "test", the defaults of `dataset.split` and `eval.split`, or "".
+
+    Raises:
+        ValueError: it is another one, or a part such as train[:100].
+    """
+    if split not in ("train", "test", ""):
+        raise ValueError(f"{name} has no split {split!r}: omit split, and write the rows that you mean to a file")
+
+
+class FileStream:
+    """The rows of .json, .jsonl, .csv and .tsv files, one file after the other.
+
+    Only lines of .jsonl files are read when they are needed, other files at once. Errors name the file and the line or
+    row.
+    """
+
+    def __init__(self, *files: Path) -> None:
+        self._files = files
+        # After the last row: the index of its file, its line or number in it from 1, and the offset in bytes.
+        self._position = {"file": 0, "number": 0, "place": 0}
+
+    def __iter__(self) -> Iterator[Row]:
+        for file in self._files[self._position["file"] :]:
+            start, is_lines = self._position["number"], file.suffix == ".jsonl"
+            items = ((number, 0, row) for number, row in enumerate(() if is_lines else _read_items(file), 1))
+            rows = _read_lines(file, start, self._position["place"]) if is_lines else islice(items, start, None)
+            for number, place, row in rows:
+                if not isinstance(row, dict):
+                    raise ValueError(
+                        f"{file}, {'line' if is_lines else 'row'} {number}: a row must be an object, "
+                        f"not {type(row).__name__}"
+                    )
+                self._position |= {"number": number, "place": place}
+                yield row
+            self._position = {"file": self._position["file"] + 1, "number": 0, "place": 0}
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position after the last row that was read."""
+        return dict(self._position)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue at a position that `state_dict` returned."""
+        self._position = dict(state)
+
+
+def open_stream(path: str, *, split: str, subset: str | None = None) -> IterableDataset | FileStream:
     """Return the rows of a file, a folder or a hub id as a stream, which reads them when they are needed.
 
     Takes the arguments of `open_rows`. A malformed row raises when it is read.
@@ -170,11 +241,11 @@ def open_stream(path: str, *, split: str, subset: str | None = None) -> Iterable
     if file is None or file.is_dir():
         return _load_dataset(path, file, split=split, subset=subset, streaming=True)
 
-    is_parquet = file.suffix == ".parquet"
-    datasets = _import_datasets("a parquet file" if is_parquet else "streaming")
-    settings = {"data_files": str(file), "split": "train", "streaming": True}
-    settings |= {} if is_parquet else {"encoding": "utf-8-sig"}
-    return datasets.load_dataset(_BUILDERS[file.suffix], **settings, trust_remote_code=False)
+    check_split(path, split)
+    if file.suffix != ".parquet":
+        return FileStream(file)
+    datasets = _import_datasets("a parquet file")
+    return datasets.load_dataset("parquet", data_files=path, split="train", streaming=True, trust_remote_code=False)
 
 
 def _local_path(path: str) -> Path | None:
@@ -188,8 +259,9 @@ def _local_path(path: str) -> Path | None:
     if file.is_dir():
         return file
     if file.is_file():
-        if file.suffix not in _BUILDERS:
-            raise ValueError(f"{file} has the unknown extension {file.suffix!r}: use {', '.join(_BUILDERS)}")
+        if file.suffix not in _SUFFIXES:
+            way = f"use {', '.join(_SUFFIXES)}, or pass rows from Python, such as those of datasets.load_dataset"
+            raise ValueError(f"{file} has the unknown extension {file.suffix!r}: {way}")
         return file
 
     # A misspelt path must not be taken for a hub id.
@@ -204,45 +276,46 @@ def _local_path(path: str) -> Path | None:
     return None
 
 
-def _read_json(file: Path) -> list[Row]:
-    """Return the rows of a .jsonl file, which holds one object a line, or of a .json file, which is a list of objects.
+def _read_lines(file: Path, number: int, place: int) -> Iterator[tuple[int, int, Any]]:
+    """Yield (number, offset after it, value) of each line of a .jsonl file after a position."""
+    with file.open("rb") as lines:
+        lines.seek(place)
+        for line in lines:
+            number, place, text = number + 1, place + len(line), decode_content(line, file, number)
+            if text.strip():
+                yield number, place, _parse_json(text, f"{file}, line {number}")
 
-    Raises:
-        ValueError: it is not JSON, or a row is not an object; names the file and the line or row.
-    """
-    if file.suffix == ".jsonl":
-        numbered: list[tuple[str, Any]] = []
-        with file.open(encoding="utf-8-sig") as lines:
-            try:
-                for number, line in enumerate(lines, 1):
-                    if line.strip():
-                        numbered.append((f"line {number}", json.loads(line)))
-            except UnicodeDecodeError:
-                read_text(file)  # names the line, which buffering hides here
-                raise
-            except RecursionError:
-                raise ValueError(f"{file}, line {number}: it is nested too deeply") from None
-            except ValueError as error:  # also of a number with thousands of digits
-                raise ValueError(f"{file}, line {number}: not JSON: {error}") from error
-    else:
-        # A .json file is one list.
-        text = read_text(file)
-        try:
-            listed = json.loads(text)
-        except RecursionError:
-            raise ValueError(f"{file} is nested too deeply") from None
-        except ValueError as error:
-            raise ValueError(f"{file}: not JSON: {error} (one object a line belongs in a .jsonl file)") from error
 
-        if not isinstance(listed, list):
-            raise ValueError(f"{file} must hold a list of objects, not {type(listed).__name__}")
-        numbered = [(f"row {number}", row) for number, row in enumerate(listed, 1)]
+def _read_table(file: Path) -> list[Any]:
+    """Return the rows of a .csv or .tsv file, whose cells are text. ValueError: columns and cells do not fit."""
+    table = csv.reader(StringIO(read_text(file)), delimiter=_DELIMITERS[file.suffix], strict=True)
+    try:
+        columns, *rows = [*filter(None, table)] or [[]]
+    except csv.Error as error:
+        raise ValueError(f"{file}, line {table.line_num}: {error}") from error
+    for number, cells in enumerate(rows, 1):
+        if len(cells) != len(columns) or len({*columns}) < len(columns):
+            raise ValueError(f"{file}, row {number}: {len(cells)} cells for the columns {', '.join(columns)}")
+    return [dict(zip(columns, cells, strict=True)) for cells in rows]
 
-    for location, row in numbered:
-        if not isinstance(row, dict):
-            raise ValueError(f"{file}, {location}: a row must be an object, not {type(row).__name__}")
 
-    return [row for _, row in numbered]
+def _read_items(file: Path) -> list[Any]:
+    """Return the rows of a .csv or .tsv file, or the items of a .json file. ValueError: it is not a list in JSON."""
+    if file.suffix in _DELIMITERS:
+        return _read_table(file)
+    listed = _parse_json(read_text(file), str(file), " (one object a line belongs in a .jsonl file)")
+    if not isinstance(listed, list):
+        raise ValueError(f"{file} must hold a list of objects, not {type(listed).__name__}")
+    return listed
+
+
+def _parse_json(text: str, location: str, hint: str = "") -> Any:
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError(f"{location}: it is nested too deeply") from None
+    except ValueError as error:  # also of a number with thousands of digits
+        raise ValueError(f"{location}: not JSON: {error}{hint}") from error
 
 
 def _import_datasets(subject: str) -> Any:
@@ -266,6 +339,8 @@ def _load_dataset(path: str, folder: Path | None, *, split: str, subset: str | N
             if split not in saved:
                 raise ValueError(f"{path} has no split {split!r}: it has {', '.join(saved)}")
             saved = saved[split]
+        else:
+            check_split(path, split)
         return saved.to_iterable_dataset() if streaming else saved
 
     # A folder of data files, or a hub id.
@@ -275,6 +350,13 @@ def _load_dataset(path: str, folder: Path | None, *, split: str, subset: str | N
             # Some datasets require a configuration; "main" is the usual name of the default.
             names = datasets.get_dataset_config_names(source)
             subset = "main" if len(names) > 1 and "main" in names else None
+        if folder:
+            # Files of text are read here, as datasets would guess types: of 1 and 10**23 it makes 1.0 and 1e23.
+            files = datasets.load_dataset_builder(source, subset).config.data_files or {}
+            paths = [Path(file) for file in files.get(split, ())]
+            # A .json file of datasets may also have one object a line.
+            if paths and all(file.suffix in _TEXTS or file.read_bytes()[:1] == b"[" for file in paths):
+                return FileStream(*paths)
         return datasets.load_dataset(source, subset, split=split, streaming=streaming, trust_remote_code=False)
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
         reason = " ".join(str(error).split())

@@ -1,7 +1,7 @@
-"""Samplers choose the order of stored rows by the rewards of earlier ones. `dataset.sampler` names one.
+"""Samplers choose the order of stored rows by the answers to earlier ones. `dataset.sampler` names one.
 
-A sampler is constructed with the rows and a seed, returns which row comes next (`draw`), and gets the rewards of each
-group of answers (`observe`). Its state is a part of every checkpoint, so that a resumed run draws the same rows.
+A sampler is constructed with the rows and a seed, returns which row comes next (`draw`), and learns which answers of
+each group are right (`observe`). Its state is a part of every checkpoint, so that a resumed run draws the same rows.
 `forge_envs.samplers` has three.
 """
 
@@ -18,7 +18,8 @@ METHODS = ("draw", "observe", "state_dict", "load_state_dict")
 
 
 class Sampler(ABC):
-    """Chooses rows.
+    """Chooses rows. A subclass may have a method `metrics() -> dict[str, float]`: numbers that describe its state, for
+    the metrics `sampler/NAME`.
 
     Args:
         rows: all of them; rows are named by their position.
@@ -39,14 +40,15 @@ class Sampler(ABC):
     def draw(self) -> int:
         """Return the position of the next row, from 0."""
 
-    def observe(self, row: int, rewards: Sequence[float]) -> None:
-        """Learn from the rewards of a row's group of answers; the base class ignores them.
+    def observe(self, row: int, outcomes: Sequence[float]) -> None:
+        """Learn from a row's group of answers; the base class ignores them.
 
         Args:
             row: its position. Groups of one training step come in the order of their draws.
-            rewards: one for each answer that could be scored; empty if none could.
+            outcomes: for each answer 1.0 if it is right, as `reward.accuracy` or the environment says, else 0.0; empty
+                if none could be judged.
         """
-        del row, rewards
+        del row, outcomes
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sampler's state as plain JSON: all attributes except `rows`, `seed` and private ones."""

@@ -14,7 +14,8 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..config.plugin import construct, resolve
-from .files import Row, from_columns
+from ..observability import record_metric
+from .files import FileStream, Row, from_columns
 from .sampler import make_sampler
 
 if TYPE_CHECKING:
@@ -98,16 +99,18 @@ class SampledRows(StoredRows):
         self._drawn[index] = self._last
 
     def observe(self, outcomes: Mapping[int, Sequence[float]]) -> None:
-        """Pass the rewards of each sample's group of answers on to the sampler.
+        """Pass the outcomes of each sample's group of answers on to the sampler, and record its metrics.
 
         Args:
-            outcomes: {index of a sample: rewards}; a sample that was not issued, or is known already, is ignored.
+            outcomes: {index of a sample: outcomes}; a sample that was not issued, or is known already, is ignored.
         """
         # In the order of the draws, whatever order the groups arrived in, so that a run can be repeated.
         for index in sorted(outcomes):
             row = self._drawn.pop(index, None)
             if row is not None:
                 self.sampler.observe(row, outcomes[index])
+        for name, value in getattr(self.sampler, "metrics", dict)().items():
+            record_metric(f"sampler/{name}", value)
 
     def state(self) -> Position:
         """Return the state of the sampler, and the row of each sample whose outcome it does not know yet."""
@@ -130,7 +133,7 @@ class StreamedRows:
     """
 
     def __init__(
-        self, open_dataset: Callable[[], IterableDataset], *, shuffle: bool, seed: int, block: int = 1000
+        self, open_dataset: Callable[[], IterableDataset | FileStream], *, shuffle: bool, seed: int, block: int = 1000
     ) -> None:
         self._open_dataset, self._size = open_dataset, block
         self._shuffle, self._seed = shuffle, seed
@@ -145,14 +148,14 @@ class StreamedRows:
         self._stream = self._open_dataset()
         if start is not None:
             self._stream.load_state_dict(start)
-        self._rows = iter(self._stream)
+        self._rows = _iterate_rows(self._stream)
         self._start = start
         self._block = self._fill_window()
         self._offset = 0
 
     def _fill_window(self) -> list[Numbered]:
         first_number = self._number * self._size + 1
-        block = list(enumerate(map(from_columns, itertools.islice(self._rows, self._size)), first_number))
+        block = list(enumerate(itertools.islice(self._rows, self._size), first_number))
         # The order follows only from the seed, the epoch and the block.
         if self._shuffle:
             Random(f"{self._seed}/{self.epoch}/{self._number}").shuffle(block)
@@ -173,7 +176,7 @@ class StreamedRows:
 
     def scan(self) -> Iterator[Numbered]:
         """Return an iterator of (number from 1, row) over all rows in stored order."""
-        return enumerate(map(from_columns, self._open_dataset()), 1)
+        return enumerate(_iterate_rows(self._open_dataset()), 1)
 
     def state(self) -> Position:
         """Return the position, for a checkpoint: the epoch, the block with the dataset's state at its start, and the
@@ -184,6 +187,12 @@ class StreamedRows:
         """Continue at a saved position, without reading the rows before its block."""
         self._open_epoch(state["epoch"], state["block"], state["start"])
         self._offset = state["offset"]
+
+
+def _iterate_rows(stream: IterableDataset | FileStream) -> Iterator[Row]:
+    if isinstance(stream, FileStream):
+        return iter(stream)
+    return (from_columns(row, getattr(stream, "features", None)) for row in stream)
 
 
 class Task(Protocol):

@@ -42,7 +42,7 @@ class RowStream(ABC, Generic[T, C]):
     Subclasses set SECTION and define `begin` and `make`; their constructors end with a call of `check`.
 
     Args:
-        path: a .json, .jsonl or .parquet file, a folder that `datasets` can load, a Hugging Face id, or rows.
+        path: a file, a folder that `datasets` can load, a Hugging Face id, or rows, see `forge.data.files.open_rows`.
         tokenizer: of the policy.
         seed: determines the order, and a task's rows.
         epochs: passes over the data; None is endless. A task takes None only.
@@ -183,7 +183,7 @@ class RowStream(ABC, Generic[T, C]):
         """Pass the outcomes of samples on to the sampler, if there is one.
 
         Args:
-            outcomes: {index of a sample: rewards of its group of answers}.
+            outcomes: {index of a sample: outcomes of its group of answers}.
         """
         if isinstance(self._source, SampledRows):
             self._source.observe(outcomes)

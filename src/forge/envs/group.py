@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from ..observability import phase, record_metric
+from ..rewards.rules.comparison import first_equal
 from ..rewards.rules.math import final_answer
 from ..types import Episode, Sample
 
@@ -85,6 +86,7 @@ class GroupEnv(ABC):
         keep: Callable[[Sequence[Sample], Sequence[Episode]], None] | None = None,
         *,
         n: int = 1,
+        seed: int | None = None,
         prefix: str = "eval",
         **sampling: Any,
     ) -> dict[str, float]:
@@ -93,21 +95,26 @@ class GroupEnv(ABC):
         Args:
             keep: called with the samples, each n times, and their episodes in the same order; None: they are dropped.
             n: answers to each sample.
+            seed: of the first sample, each later one's is larger by 1; None: 0.
             prefix: of the metrics, which `forge.envs.group.summarise_answers` describes.
             sampling: fields of `forge.types.Sampling`. The default temperature is 0 for one answer, and 1 for several.
         """
         if not samples:
             return {}
         settings = {"temperature": 0.0 if n == 1 else 1.0, **sampling}
-        # The seed of a problem is its number, so that each evaluation samples with the same seeds.
+        # The seeds follow from the numbers of the problems, so that each evaluation samples with the same ones.
         with phase("evaluate"):
             plays = (
-                self.play(policy, task, n, number, evaluation=True, **settings) for number, task in enumerate(samples)
+                self.play(policy, task, n, number, evaluation=True, **settings)
+                for number, task in enumerate(samples, seed or 0)
             )
             groups = await asyncio.gather(*plays)
         if keep is not None:
             keep([sample for sample in samples for _ in range(n)], [episode for group in groups for episode in group])
-        return {f"{prefix}/{name}": value for name, value in summarise_answers(groups, n).items()}
+        # In a thread: a symbolic comparison of two answers may take most of a second.
+        return {
+            f"{prefix}/{name}": value for name, value in (await asyncio.to_thread(summarise_answers, groups, n)).items()
+        }
 
 
 class SingleTurnEnv(GroupEnv):
@@ -224,16 +231,25 @@ def pass_at(k: int, total: int, right: int) -> float:
 
 def is_majority_right(group: Sequence[Episode]) -> float:
     """Return 1.0 if the most frequent answer to a problem is right, else 0.0; if several answers are equally frequent,
-    their mean."""
+    their mean.
+
+    All right answers are one answer, as each equals the target. Wrong ones are compared as `MathReward` compares an
+    answer with a target.
+    """
     answers = [final_answer(episode.text) or episode.text.strip() for episode in group]
-    votes = Counter(answers)
-    most = max(votes.values())
-    # Responses with the same answer may be scored differently, so an answer counts with their mean.
-    right = Counter[str]()
-    for answer, episode in zip(answers, group, strict=True):
-        right[answer] += bool(episode.info["correct"])
-    winners = [answer for answer, count in votes.items() if count == most]
-    return sum(right[answer] / most for answer in winners) / len(winners)
+    right = {answer for answer, episode in zip(answers, group, strict=True) if episode.info["correct"]}
+    wrong = [answer for answer in answers if answer not in right]
+    # Responses with the same answer may be scored differently, so the right answer counts with their mean.
+    right_votes = len(answers) - len(wrong)
+    share = sum(bool(episode.info["correct"]) for episode in group) / max(right_votes, 1)
+    if not right or right_votes > len(wrong):
+        return share
+
+    kinds: list[str] = []
+    for answer in wrong:
+        kinds.append(first_equal(answer, dict.fromkeys(kinds)))
+    votes = [right_votes, *Counter(kinds).values()]
+    return share / votes.count(max(votes)) if right_votes == max(votes) else 0.0
 
 
 def half_interval(share: float, count: int) -> float:

@@ -169,10 +169,10 @@ def evaluate(
 
     check_sampling(sampling)
     check_family(model)
-    folder = resolve_model(model)
     functions = [reward] if isinstance(reward, str) or not isinstance(reward, Sequence) else [*reward]
     scoring = RewardConfig(functions=functions)
     section = scoring.with_columns(build(DatasetConfig, _dataset_section(dataset), "dataset"))
+    folder = resolve_model(model)
     rows: Any = load_data(open_tokenizer(folder), kind=section.kind, **{**section, "shuffle": False})
     samples = rows.held_out(_count_rows(section.path, problems))
 

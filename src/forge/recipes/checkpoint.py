@@ -73,7 +73,7 @@ class RunState:
             await self.report_outcomes()
 
     async def report_outcomes(self) -> None:
-        """Pass the rewards of the groups that the buffer has received on to the dataset's sampler, if it has one."""
+        """Pass the outcomes of the groups that the buffer has received on to the dataset's sampler, if it has one."""
         if self.has_sampler and self.buffer is not None:
             await self.dataset.observe.route(await self.buffer.take_outcomes.route())
 

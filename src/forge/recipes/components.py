@@ -46,7 +46,7 @@ class RLComponents:
 
     async def advance(self, version: int) -> None:
         """Admit the rollouts that may start once generators have the weights of this version."""
-        # First the rewards so far go to the data, whose sampler draws the next rows by them.
+        # First the outcomes so far go to the data, whose sampler draws the next rows by them.
         await self.state.report_outcomes()
         await self.buffer.advance.route(version)
 

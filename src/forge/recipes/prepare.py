@@ -19,6 +19,7 @@ from ..observability import Run
 from ..observability.console import log
 from ..observability.folder import MARK, check_free
 from ..observability.machine import gpu_name
+from ..rewards.rules import load_reward
 from ..runtime.inventory import memory_limit
 from ..runtime.store.versions import memory_folder
 from ..system.files import free_bytes
@@ -310,7 +311,7 @@ def check_data(
     tokenizer = model_tokenizer(model)
     training = load_data(tokenizer, kind=dataset.kind, seed=seed, **dataset)
     if isinstance(training, PromptDataset | Mixture):
-        for scorer in scorers:
+        for scorer in (load_reward(scorer) if isinstance(scorer, str) else scorer for scorer in scorers):
             warning = scorer.warning(training.targets()) if hasattr(scorer, "warning") else None
             if warning:
                 log.warning("%s", warning)
@@ -332,7 +333,7 @@ def check_data(
     if evaluation.path is None:
         if dataset.sources is not None:
             raise ValueError("with dataset.sources, set eval.path to a file of held-out rows, or eval.problems to 0")
-        if str(dataset.path).endswith((".json", ".jsonl", ".parquet")):
+        if str(dataset.path).endswith((".json", ".jsonl", ".csv", ".tsv", ".parquet")):
             raise ValueError(
                 f"{dataset.path} is a single file: set eval.path to a file of held-out problems, or eval.problems to 0"
             )

@@ -268,6 +268,10 @@ RL_RULES: list[Rule] = [
         ),
     ),
     (
+        lambda rl: rl.cfg.dataset.sampler is not None and not rl.cfg.reward.decides,
+        "nothing decides which answers are right, by which dataset.sampler chooses rows: set reward.accuracy",
+    ),
+    (
         lambda rl: rl.cfg.grpo.overlong_buffer >= rl.cfg.grpo.max_tokens,
         "grpo.overlong_buffer must be below grpo.max_tokens",
     ),

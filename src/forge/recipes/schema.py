@@ -353,7 +353,7 @@ class RecipeConfig(TrainingRecipe):
     @property
     def scorers(self) -> list[Any]:
         """Return the plugins of the reward, constructed but not opened, and its functions."""
-        return [*self.reward.plugins, *(self.reward.functions or ())]
+        return [*self.reward.plugins, *(self.reward.functions or ()), self.reward.accuracy]
 
     def check_reward(self) -> None:
         """Check that all functions, folders and files of the reward exist. ValueError: one does not."""

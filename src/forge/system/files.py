@@ -150,11 +150,12 @@ def read_text(path: Path) -> str:
     return decode_content(path.read_bytes(), path)
 
 
-def decode_content(content: bytes, path: Path) -> str:
+def decode_content(content: bytes, path: Path, before: int = 0) -> str:
     """Return the text of a file's content in UTF-8, without a byte order mark.
 
     Args:
         path: of the file, for the error.
+        before: the number of its lines before the content.
 
     Raises:
         ValueError: the content has another encoding; names the line.
@@ -164,7 +165,7 @@ def decode_content(content: bytes, path: Path) -> str:
     except UnicodeDecodeError as error:
         is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
         fault = "it is in UTF-16" if is_utf16 else f"the byte 0x{content[error.start]:02x} is not UTF-8"
-        line = content.count(b"\n", 0, error.start) + 1
+        line = before + content.count(b"\n", 0, error.start) + 1
         raise ValueError(f"{path}, line {line}: {fault}: save the file as UTF-8") from None
 
 

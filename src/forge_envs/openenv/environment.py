@@ -11,7 +11,7 @@ from forge.types import Conversation, Sample
 from forge_envs.environment import CUT, Action, Environment, InfrastructureError, Message, Step, user_message
 from forge_envs.schemas import parameters_of
 
-from ..content import Json, text_of
+from ..content import Json, as_text, text_of
 from .client import OpenEnvClient, OpenEnvError, Session
 from .wire import FORGE_ACTION, Reply, step_from_reply
 
@@ -184,7 +184,7 @@ class OpenEnvEnvironment(Environment):
         """Return an observation as one message: its text if that is its only field but metadata, otherwise its JSON."""
         fields = {name: value for name, value in reply.observation.items() if name != "metadata" and value is not None}
         only_value = next(iter(fields.values())) if len(fields) == 1 else None
-        return [user_message(self._shorten_text(only_value if isinstance(only_value, str) else json.dumps(fields)))]
+        return [user_message(self._shorten_text(only_value if isinstance(only_value, str) else as_text(fields)))]
 
     def _default_action(self, action: Action) -> Mapping[str, Json]:
         """Return the JSON of the action that a turn means; ValueError if it does not match the server's schema."""
@@ -234,7 +234,7 @@ def _result_text(reply: Reply) -> str:
     if isinstance(result, dict) and isinstance(result.get("content"), list):
         text = text_of(result)
         return f"error: {text}" if result.get("is_error") or result.get("isError") else text
-    return result if isinstance(result, str) else json.dumps(result)
+    return as_text(result)
 
 
 class OpenEnvVerifier:

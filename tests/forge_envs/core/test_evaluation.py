@@ -1,10 +1,11 @@
 """What answers to held-out problems say: pass@k, the majority, and how certain it is."""
 
+import asyncio
 import itertools
 
 import pytest
 
-from forge.envs.group import NothingScored, pass_at, summarise_answers
+from forge.envs.group import NothingScored, SingleTurnEnv, pass_at, summarise_answers
 from forge.types import Completion, Episode
 
 
@@ -43,3 +44,30 @@ def test_unscored_answers_are_excluded_from_accuracy():
     assert metrics["unscored"] == 0.75
     with pytest.raises(NothingScored, match="no episode of the evaluation could be scored"):
         summarise_answers(groups[1:], 2)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "share"),
+    [
+        (["1/2", r"\frac{1}{2}", "0.5"], ["3", "3"], 1.0),
+        (["1/2", "0.5"], ["3", "3.0", r"\frac{6}{2}"], 0.0),
+        (["a ball", "the other ball"], ["a cube", "a cube"], 0.5),  # right in two forms, and a tie
+        ([], ["3", "3"], 0.0),
+    ],
+)
+def test_majority_counts_equal_answers_as_one(right, wrong, share):
+    group = [answer(rf"\boxed{{{text}}}", text in right) for text in right + wrong]
+    assert summarise_answers([group], len(group))[f"maj@{len(group)}"] == share
+
+
+def test_evaluation_takes_a_seed():
+    seeds = []
+
+    class Env(SingleTurnEnv):
+        async def play(self, policy, sample, n, seed, **settings):
+            seeds.append(seed)
+            return [answer("1", True)]
+
+    for seed in (None, 0, 5):
+        asyncio.run(Env(None).evaluate(None, ["a", "b"], seed=seed))
+    assert seeds == [0, 1, 0, 1, 5, 6]

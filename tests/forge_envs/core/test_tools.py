@@ -2,11 +2,15 @@
 
 import asyncio
 import threading
+from types import SimpleNamespace
 from typing import Literal
 
 import pytest
 
 from forge_envs import Action, Toolbox, ToolCall, ToolError, schema_of
+from forge_envs.content import text_of
+from forge_envs.openenv.environment import OpenEnvEnvironment, _result_text
+from forge_envs.openenv.wire import Reply
 
 
 def weather(city: str, unit: Literal["C", "F"] = "C", days: int = 1, detail: list[str] | None = None) -> dict:
@@ -128,3 +132,16 @@ def test_strange_tool_arguments_become_error_messages():
     strange = [{(1, 2): 3}, int("f" * 5000, 16), deep, "\ud83d", {1: {2}}]
     for message in answer(Toolbox(add), *(("add", {"a": value, "b": "x"}) for value in strange)):
         assert message["content"].startswith("error: ")
+
+
+def test_results_in_json_keep_their_letters():
+    def look() -> dict:
+        """Look something up."""
+        return {"城市": ["東京", "Zürich"]}
+
+    [message] = answer(Toolbox(look), ("look", {}))
+    assert message["content"] == '{"城市": ["東京", "Zürich"]}'
+    assert text_of({"structuredContent": look()}) == message["content"]
+    reply = Reply({"fields": look(), "id": 1}, None, False, {})
+    assert "東京" in OpenEnvEnvironment._default_messages(SimpleNamespace(_shorten_text=str), reply)[0]["content"]
+    assert _result_text(reply) == '{"fields": {"城市": ["東京", "Zürich"]}, "id": 1}'

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.rewards.rules import JsonMatch
+from forge.rewards.rules import ExactMatch, JsonMatch
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -74,3 +74,11 @@ def test_invalid_json_match_settings_and_targets_raise():
         JsonMatch(form=1.0)
     with pytest.raises(ValueError, match="is not a JSON object"):
         JsonMatch()("", "{}", "thirty")
+    JsonMatch().warning(["{}", TARGET])
+    with pytest.raises(ValueError, match="the target 'thirty' is not a JSON object, as JsonMatch needs"):
+        JsonMatch().warning([TARGET, "thirty"])
+
+
+def test_exact_match_compares_code_points():
+    assert ExactMatch()("", "e\u0301", "\u00e9") == 0.0
+    assert JsonMatch()("", '{"a": "e\u0301"}', '{"a": "\u00e9"}') == 0.2

@@ -11,9 +11,11 @@ import subprocess
 import sys
 import threading
 import unicodedata
+from collections.abc import Iterable
 from fractions import Fraction
 from functools import lru_cache
 from importlib.metadata import entry_points
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,7 @@ class Helper:
             raise RuntimeError(f"{self._program.name} ends at once, with status {status}; its error is on stderr")
 
 
+TOLERANCE = 1e-6  # of two numbers, as of `MathReward`
 LONGEST = 2000  # maximum number of characters of an answer that is compared
 _helper = Helper(Path(__file__).with_name("verify_process.py"))
 _CHOICE = re.compile(
@@ -112,6 +115,18 @@ def load_comparison() -> Any:
     for point in entry_points(group="forge.answers"):
         return point.load()
     return sys.modules[__name__]
+
+
+def first_equal(answer: str, others: Iterable[str]) -> str:
+    """Return the first of several answers that equals an answer; itself for none. Only the first 32 are compared, as a
+    symbolic comparison may take most of a second.
+
+    >>> first_equal("1/2", ["3", "0.5"])
+    '0.5'
+    """
+    return next(
+        (other for other in islice(others, 32) if load_comparison().are_equal(answer, other, TOLERANCE)), answer
+    )
 
 
 def same_text(one: str, other: str) -> bool:

@@ -19,17 +19,26 @@ _PHRASE = re.compile(
 )
 # "Option (B) is correct"; the group is the letter.
 _CHOSEN = re.compile(r"\b(?:[Oo]ption|[Cc]hoice)\s[*_(]{0,4}([A-J])[*_)]{0,4}\sis\s(?:the\s)?(?:correct|right|best)\b")
+_CJK = r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]"  # kana, ideographs, hangul, which need no space after a mark
 # Where a stated answer ends: punctuation, a bracket, or a word that starts an explanation.
-_PHRASE_END = re.compile(r"[.!](?:\s|$)|[,;](?=\s)|\s\(|\s(?:because|since|as|so|which|when|if)\s", re.IGNORECASE)
-# After an answer: words that offer another one or take this one back.
-_INSTEAD = re.compile(
-    r"[^\w\n]{0,8}(?:or|maybe|perhaps|possibly|alternatively|not|(?:no,?\s)?wait|(?:is|was)\s(?:wrong|incorrect|false|not))\b",
+_PHRASE_END = re.compile(
+    r"[.!](?:\s|$)|[,;](?=\s)|\s\(|\s(?:because|since|as|so|which|when|if)\s"
+    # full stops of Chinese, Hindi, Urdu, Armenian, Ethiopic, Khmer and Burmese; others before the next word
+    rf"|[。｡！।॥۔։።។။]|．(?!\d)|[.!,;，；]\s?(?={_CJK})|(?<=\S)[（(](?={_CJK})",
     re.IGNORECASE,
 )
-_TAKEN_BACK = re.compile(r"\b(?:not|isn't|cannot be|can't be)[\s$*:(\[\\]*\Z", re.IGNORECASE)  # before an answer
+# After an answer: words that offer another one or take this one back.
+_INSTEAD = re.compile(
+    r"[^\w\n]{0,8}(?:(?:or|maybe|perhaps|possibly|alternatively|not|(?:no,?\s)?wait|(?:is|was)\s(?:wrong|incorrect|false|not))\b"
+    # Chinese for "or", "also", "perhaps", "is not", "wrong"
+    r"|或|还是|也|可能|不[是对]|错)",
+    re.IGNORECASE,
+)
+# Before an answer.
+_TAKEN_BACK = re.compile(r"(?:\b(?:not|isn't|cannot be|can't be)|不是|并非)[\s$*:(\[\\]*\Z", re.IGNORECASE)
 # At the end of a stated answer: the words above, or a second number or letter after "and", "but" or a comma.
 _ANOTHER = re.compile(
-    rf"{_INSTEAD.pattern}|[^\w\n]{{0,8}}(?:and|but)\s[^\w\n]{{0,4}}(?:\d|[A-J]\b)|[,;]\s[-$\\(]{{0,3}}(?:\d|[A-J]\b)",
+    rf"{_INSTEAD.pattern}|[^\w\n]{{0,8}}(?:(?:and|but)\s|[但而和])[^\w\n]{{0,4}}(?:\d|[A-J]\b)|[,;]\s[-$\\(]{{0,3}}(?:\d|[A-J]\b)",
     re.IGNORECASE,
 )
 _FIGURE = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"  # digits, perhaps with commas or decimals
@@ -45,9 +54,10 @@ _NUMBERS = re.compile(
     re.IGNORECASE,
 )
 # Text directly before or after a number that makes it only a part of the answer: a root, a power, an index, the second
-# number of a ratio or of a pair, a bound.
+# number of a ratio, a calculation or a pair, a bound, the sign of two values.
 _PART_BEFORE = re.compile(
-    r"(?:[√^_]|\^\{|\d:|\\frac\{[^{}]{0,40}\}\{|\b(?:not|cannot be)\s|\s?[≠≥≤]\s?|\s[<>]\s|\\(?:neq?|geq?|leq?)\s?)\Z"
+    r"(?:[√^_]|\^\{|\d:|\\frac\{[^{}]{0,40}\}\{|\b(?:not|cannot be|(?:less|more|greater) than)\s|不是\s?|\s?[≠≥≤]\s?"
+    r"|<\s?|(?:\A|\s)[\w^()+*]{0,20}\s?>\s|(?:\A|\s)[\w^()+*]{1,20}>|\\(?:neq?|geq?|leq?|pm|mp|lt|gt)\s?|[±∓]\s?|\d\s?[+*×÷]\s?|\d\s-\s)\Z"
 )
 _PAIR_BEFORE = re.compile(r"[(\[][^()\[\]]{0,40},\s?\Z")
 _PART_AFTER = re.compile(r"[π√^]|i(?!\w)|\s?\\(?:pi|sqrt|cdot|times)(?![A-Za-z])")
@@ -93,7 +103,7 @@ def find_boxed(text: str) -> str | None:
     # Directly after another box, with at most "or" or "and" between them.
     if len(boxes) > 1 and boxes[-2][2] < box_start:
         between = text[boxes[-2][2] + 1 : box_start]
-        if len(between) <= 20 and re.fullmatch(r"[^\w\n]*(?:(?:or|and)\b)?[^\w\n]*", between):
+        if len(between) <= 20 and re.fullmatch(r"[^\w\n]*(?:(?:or|and)\b|或者?|[和及、])?[^\w\n]*", between):
             return text[boxes[-2][0] : end + 1]
 
     if _TAKEN_BACK.search(text[max(0, box_start - 30) : box_start]):
@@ -159,7 +169,9 @@ def _find_stated(text: str, *, whole_line: bool = False) -> str | None:
     phrase = text[openings[-1].end() :].partition("\n")[0]
     if whole_line:
         return phrase.strip()
-    end = _PHRASE_END.search(phrase)
+    # Not within a formula; an odd number of dollars are currency.
+    ends = _PHRASE_END.finditer(phrase)
+    end = next((end for end in ends if phrase.count("$") % 2 or not phrase[: end.start()].count("$") % 2), None)
     if end is None or _ANOTHER.match(phrase[end.start() : end.start() + 100]):
         return phrase.strip()
     return phrase[: end.start()].strip()
@@ -169,7 +181,8 @@ def _last_number(text: str) -> str | None:
     """Return the last number of a text; None if there is none, or it is only one of the numbers or a part of the
     expression that answers, as in "4 or 5" and "2^10"."""
     figures = list(_NUMBERS.finditer(text))
-    if not figures:
+    # A number in a box that is not closed may be cut off, too.
+    if not figures or _OPEN.search(text):
         return None
     last = figures[-1]
     context, following = text[max(0, last.start() - 60) : last.start()], text[last.end() : last.end() + 10]

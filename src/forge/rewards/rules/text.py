@@ -2,7 +2,7 @@
 
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -149,6 +149,12 @@ class JsonMatch:
     def __post_init__(self) -> None:
         if not 0 <= self.form < 1:
             raise ValueError(f"form must be in [0, 1), got {self.form}")
+
+    def warning(self, targets: Iterable[str | None]) -> None:
+        """Check the targets of a data set before a run. ValueError: one is not a JSON object."""
+        for target in targets:
+            if _parse_object(target or "") is None:
+                raise ValueError(f"the target {target or ''!r:.60} is not a JSON object, as JsonMatch needs")
 
     def __call__(self, prompt: str, response: str, target: str) -> float:
         expected = _parse_object(target)
