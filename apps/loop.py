@@ -1,4 +1,4 @@
-"""The loop of reinforcement learning, written out: a small model learns to spell words backwards, on a CPU."""
+"""The loop of reinforcement learning, written out: a small model learns to repeat a letter three times, on a CPU."""
 
 import asyncio
 from operator import eq
@@ -10,7 +10,7 @@ from forge.models import build_small_model
 
 STEPS, PROMPTS, SAMPLES = 60, 6, 32
 MAX_POLICY_AGE = 0  # rollouts and training take turns; with 1 they overlap
-ROWS = [{"question": word, "answer": word[::-1]} for word in ("abc", "bca", "cab", "acb", "bac", "cba")]
+ROWS = [{"question": letter, "answer": letter * 3} for letter in "abcdef"]
 
 
 def match_characters(prompt, response, target):
@@ -35,7 +35,7 @@ async def train(policy, buffer, trainer):
 
 
 async def main():
-    model = build_small_model("runs/loop", alphabet="abc>", layers=2)
+    model = build_small_model("runs/loop", alphabet="abcdef>", layers=2)
     store = VersionStore.create()  # the weights of each step, in shared memory
     dataset, policy, reward, buffer, trainer = await asyncio.gather(
         DatasetActor.as_local(model, ROWS, prompt_template="{question}>"),

@@ -103,7 +103,10 @@ def test_python_blocks_parse_and_their_imports_exist(block):
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "block",
-    [pytest.param(block, id=block.name, marks=pytest.mark.full) for block in PYTHON if not block.marked],
+    [
+        pytest.param(block, id=block.name, marks=pytest.mark.full)
+        for block in {block.code: block for block in PYTHON if not block.marked}.values()
+    ],
 )
 def test_python_blocks_run(block, tmp_path):
     (tmp_path / "example.py").write_text(block.code)
@@ -111,6 +114,8 @@ def test_python_blocks_run(block, tmp_path):
         [sys.executable, "example.py"], capture_output=True, text=True, timeout=400, cwd=tmp_path, check=False
     )
     assert done.returncode == 0, done.stderr
+    # The loop of README and the front page learns: six runs ended with .98 or more.
+    assert all(float(reward) > 0.8 for reward in re.findall(r"step 60: reward (.*)", done.stdout)), done.stdout
 
 
 @pytest.mark.parametrize("block", cases(YAML))

@@ -44,7 +44,7 @@ class Trainer(ForgeActor):
 
     Args:
         model: Hugging Face folder or hub id of the first weights.
-        loss: a callable over named tensors, see `forge.losses`.
+        loss: an algorithm such as `forge.algorithms.GRPO()`, or a callable over named tensors, see `forge.losses`.
         store: where versions are published, by `push_weights` or by a fanout of `Generator.update_weights` with the
             number of the trainer's step; None for a trainer that publishes nothing.
         weights_key: key of the versions in the store, the same as the generators'.
@@ -59,12 +59,11 @@ class Trainer(ForgeActor):
         report: prefix of the names of its metrics and phases: `<report>/loss`.
         max_policy_age: maximum age of a trained token, in versions; an older one is an error. None is any age.
         colocated: free the device after each call, by moving the weights to host memory, for processes that share it.
-        publish_dtype: "float32" or "bfloat16", to which a trainer on a GPU casts published weights: half the bytes for
-            engines that compute in bfloat16. Adapters are not cast. None casts nothing.
+        publish_dtype: "float32" or "bfloat16" (half the bytes), to which a trainer on a GPU casts published weights, but
+            not adapters. None casts nothing.
         chat_template: of the tokenizer of exported models; None: the model's own.
         **settings: settings of `forge.training.trainer.PolicyTrainer`: `head` ("policy", "value" or "reward"),
-            `backend`, `lora` (train adapters only), `temperature`, and the fields of
-            `forge.training.settings.PassSettings`, such as `seq_len`, `dtype` and `mini_batches`.
+            `backend`, `lora` (train adapters only), `temperature`, and the fields of `PassSettings`, such as `seq_len`.
     """
 
     constructor_checks = True
@@ -89,11 +88,12 @@ class Trainer(ForgeActor):
         **settings: Any,
     ) -> None:
         check_model_name(model)
+        if not callable(loss):
+            raise TypeError(f"loss must be an algorithm, e.g. forge.algorithms.GRPO(), or a function, got {loss!r:.60}")
         PolicySettings(**settings)  # a wrong setting raises here, before a process loads the model
         self.publish_dtype, self.chat_template = publish_dtype, chat_template
         self.model, self.loss, self.store_ref = model, loss, store
-        self.weights_key = weights_key
-        self.horizon = horizon
+        self.weights_key, self.horizon = weights_key, horizon
 
         loss_aggregation: Aggregation = getattr(loss, "aggregation", "token_mean")
         self.aggregation: Aggregation = aggregation or loss_aggregation
