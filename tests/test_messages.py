@@ -198,4 +198,4 @@ def test_local_component_before_setup_raises_hint():
     lazy.setup()
     assert lazy.ask() == 1
     with pytest.raises(AttributeError, match=r"^'Trainer' object has no attribute '\w+': call setup\(\) first"):
-        Trainer(str(ROOT), loss=None, optimizer={}, seq_len=8).push_weights(1)
+        Trainer(str(ROOT), loss=print, optimizer={}, seq_len=8).push_weights(1)

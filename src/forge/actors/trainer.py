@@ -59,8 +59,8 @@ class Trainer(ForgeActor):
         report: prefix of the names of its metrics and phases: `<report>/loss`.
         max_policy_age: maximum age of a trained token, in versions; an older one is an error. None is any age.
         colocated: free the device after each call, by moving the weights to host memory, for processes that share it.
-        publish_dtype: "float32" or "bfloat16" (half the bytes), to which a trainer on a GPU casts published weights, but
-            not adapters. None casts nothing.
+        publish_dtype: "float32" or "bfloat16" (half the bytes), to which a trainer on a GPU casts published weights
+            (not adapters); None casts nothing.
         chat_template: of the tokenizer of exported models; None: the model's own.
         **settings: settings of `forge.training.trainer.PolicyTrainer`: `head` ("policy", "value" or "reward"),
             `backend`, `lora` (train adapters only), `temperature`, and the fields of `PassSettings`, such as `seq_len`.
