@@ -84,19 +84,17 @@ class PromptFormat:
                 f"prompt_template {self.prompt_template!r}: {error} (write {{{{ and }}}} for braces)"
             ) from error
         if not all(re.fullmatch(r"[^\d\W]\w*", name) for name in names):
-            raise ValueError(
-                f"prompt_template {self.prompt_template!r}: braces hold one field name; write {{{{ and }}}} for braces"
-            )
+            fault = "braces hold one field name; write {{ and }} for braces"
+            raise ValueError(f"prompt_template {self.prompt_template!r}: {fault}")
         return names
 
     def fields(self, row: Iterable[str]) -> dict[str, str]:
         """Return {name in braces in the prompt template: the row's column that fills it in}, without `choices`.
 
-        Args:
-            row: a row, or the names of its columns.
+        `row` is a row, or the names of its columns.
 
         Raises:
-            ValueError: the row has no such column, or none of the options or of the target; lists those that it has.
+            ValueError: the row lacks a column of the template, of the options or of the target.
         """
         has = list(row)
         question = self.prompt_field or next((name for name in QUESTION_FIELDS if name in has), "question")
@@ -104,11 +102,13 @@ class PromptFormat:
         template_fields = {name: question if name == "question" else name for name in names}
         options = [self.choices_field] if isinstance(self.choices_field, str) else self.choices_field or []
         needed = [self.prompt_field, *template_fields.values(), *options, self.target_field]
+        hints = {
+            question: "; set prompt_field to the column of the prompt",
+            self.target_field: "; set target_field to null for prompts without a target, or to the answer's column",
+        }
         for name in needed:
             if name is not None and name not in has:
-                hint = hint_similar(name, has)
-                if not hint and name == self.target_field:
-                    hint = "; set target_field to null for prompts without a target, or to the column of the answer"
+                hint = hint_similar(name, has) or hints.get(name, "")
                 raise ValueError(f"no field {name!r}: it has {', '.join(has)}{hint}")
         return template_fields
 

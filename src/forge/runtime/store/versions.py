@@ -342,7 +342,8 @@ class VersionStore(Store):
 
     def _missing_error(self, key: str, version: int | None) -> MissingVersion:
         if not self.exists(key):
-            return MissingVersion(f"the store has no {key!r}; it holds {self.keys() or 'nothing'}")
+            holds = self.keys() or "nothing"
+            return MissingVersion(f"the store has no {key!r}; it holds {holds}: await the call that publishes {key!r}")
         return MissingVersion(f"{key} version {version} is not in the store; it holds {self.versions(key)}")
 
     def _key_folder(self, key: str) -> Path:
