@@ -134,7 +134,8 @@ def list_alerts(rows: Rows, settings: Mapping[str, Any]) -> list[Alert]:
         # Base models may sample special tokens.
         (
             special > 0.02,
-            f"{special:.0%} of the sampled tokens are special ones such as <pad>, which texts do not show",
+            f"{special:.0%} of the sampled tokens are special ones such as <pad>, which texts and rewards do not show"
+            + f", and {cut:.0%} of the completions were cut at max_tokens" * (cut > 0.3),
             "Teach the form of answers first (forge.sft); a higher max_tokens makes more of them",
         ),
         (
