@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from forge.engines.interface import extend_completion
+from forge.models.tokenizer import encode_prompt
 from forge.types import Completion
 
 from .dialects import Dialect
@@ -171,7 +172,7 @@ class Session:
 
         if request.prompt:
             if isinstance(request.prompt, str):
-                ids = dialogue.tokenizer(request.prompt)["input_ids"]
+                ids = encode_prompt(request.prompt, dialogue.tokenizer)
             else:
                 ids = list(request.prompt)
             return Place(None, request.messages, "start"), ids, tuple(ids)
