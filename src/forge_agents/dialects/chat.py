@@ -249,13 +249,21 @@ def _token_logprobs(turn: ModelTurn) -> list[ChatCompletionTokenLogprob]:
         ChatCompletionTokenLogprob(
             token=token.text,
             logprob=token.logprob,
-            bytes=list(token.text.encode()),
-            top_logprobs=[
-                TopLogprob(token=text, logprob=value, bytes=list(text.encode())) for text, value in token.top
-            ],
+            bytes=_read_bytes(token.text),
+            top_logprobs=[TopLogprob(token=text, logprob=value, bytes=_read_bytes(text)) for text, value in token.top],
         )
         for token in turn.logprobs
     ]
+
+
+def _read_bytes(text: str) -> list[int]:
+    """Return the bytes of a token from its text; that of a part of a character names them (`spell_token`).
+
+    >>> _read_bytes("a"), _read_bytes("bytes:\\xf0\\x9f")
+    ([97], [240, 159])
+    """
+    named = text.removeprefix("bytes:\\x")
+    return list(text.encode() if named == text else bytes.fromhex(named.replace("\\x", "")))
 
 
 def usage_of(turns: Sequence[ModelTurn]) -> CompletionUsage:
