@@ -257,9 +257,9 @@ def _token_logprobs(turn: ModelTurn) -> list[ChatCompletionTokenLogprob]:
 
 
 def _read_bytes(text: str) -> list[int]:
-    """Return the bytes of a token from its text; that of a part of a character names them (`spell_token`).
+    r"""Return the bytes of a token from its text; that of a part of a character names them (`spell_token`).
 
-    >>> _read_bytes("a"), _read_bytes("bytes:\\xf0\\x9f")
+    >>> _read_bytes("a"), _read_bytes(r"bytes:\xf0\x9f")
     ([97], [240, 159])
     """
     named = text.removeprefix("bytes:\\x")
