@@ -58,7 +58,7 @@ def read_messages(row: Row, field: str) -> list[Message]:
             raise ValueError(
                 f"{location} must have calls as tool_calls, a list of objects, not as function_call or text"
             )
-        # A refusal has a field of its own in OpenAI's format, as in the gateway.
+        # OpenAI's format has another field for the text with which the assistant declines.
         message["content"] = message.get("content") or message.get("refusal", "" if calls else message.get("content"))
         if not isinstance(message.get("content"), str):
             raise ValueError(f"{location} must have text as its content, not {type(message.get('content')).__name__}")

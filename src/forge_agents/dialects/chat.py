@@ -13,7 +13,7 @@ from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
 from openai.types.chat.chat_completion_chunk import ChoiceDelta, ChoiceDeltaToolCall, ChoiceDeltaToolCallFunction
 from openai.types.chat.chat_completion_chunk import ChoiceLogprobs as ChunkLogprobs
 from openai.types.chat.chat_completion_token_logprob import TopLogprob
-from openai.types.completion_usage import PromptTokensDetails
+from openai.types.completion_usage import CompletionTokensDetails, PromptTokensDetails
 
 from ..messages import MAX_SAMPLES, BadRequest, Call, Delta, Message, ModelRequest, ModelTurn, Schema
 from . import Dialect, EventWriter, fields
@@ -274,9 +274,11 @@ def usage_of(turns: Sequence[ModelTurn]) -> CompletionUsage:
     """
     prompt = turns[0].prompt_tokens
     completion = sum(turn.completion_tokens for turn in turns)
+    thought = sum(turn.thought_tokens for turn in turns)
     return CompletionUsage(
         prompt_tokens=prompt,
         completion_tokens=completion,
         total_tokens=prompt + completion,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=turns[0].cached_tokens),
+        completion_tokens_details=CompletionTokensDetails(reasoning_tokens=thought),
     )
