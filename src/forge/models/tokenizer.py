@@ -75,7 +75,7 @@ def open_tokenizer(name: str) -> Any:
 
 
 def encode_prompt(text: str, tokenizer: Any) -> list[int]:
-    """Return the token ids of a prompt without a chat template: with bos only once, where both the text and the tokenizer
+    """Return the token ids of a prompt without a chat template: with bos once, where both the text and the tokenizer
     write it, and without the eos that some tokenizers add, after which nothing would follow."""
     ids: list[int] = tokenizer(text)["input_ids"]
     ids = ids[1:] if ids[:2] == [tokenizer.bos_token_id] * 2 else ids
