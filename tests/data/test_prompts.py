@@ -28,13 +28,13 @@ def test_prompt_template_fills_fields_and_formats_numbers(jsonl):
 
 @pytest.mark.parametrize("form", ["$A", "<pad> $A", "$A <eos>", "<pad> $A <eos>"])
 @pytest.mark.parametrize("text", ["2+2", "<pad>2+2", "2+2<eos>"])
-def test_prompt_has_bos_once_and_only_its_own_eos(form, text):
+def test_prompt_has_bos_once_and_no_eos_but_its_own(form, text):
     tokenizer = character_tokenizer()
     tokenizer.bos_token = "<pad>"
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(form, special_tokens=[("<pad>", 0), ("<eos>", 1)])
     ids = encode_prompt(text, tokenizer)
     assert ids.count(0) == ("<pad>" in form + text)
-    assert ids.count(1) == ("<eos>" in text) * (1 + ("<eos>" in form))
+    assert ids.count(1) == ("<eos>" in text)
 
 
 def test_chat_template_setting_renders_prompts(jsonl):

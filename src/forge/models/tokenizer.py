@@ -79,8 +79,9 @@ def encode_prompt(text: str, tokenizer: Any) -> list[int]:
     write it, and without the eos that some tokenizers add, after which nothing would follow."""
     ids: list[int] = tokenizer(text)["input_ids"]
     ids = ids[1:] if ids[:2] == [tokenizer.bos_token_id] * 2 else ids
-    # What the text itself ends with stays.
-    return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] and not text.endswith(str(tokenizer.eos_token)) else ids
+    # An eos that the text itself ends with stays.
+    is_written = text.endswith(str(tokenizer.eos_token)) and ids[-2:] != [tokenizer.eos_token_id] * 2
+    return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] and not is_written else ids
 
 
 if TYPE_CHECKING:
