@@ -112,6 +112,7 @@ class ModelTurn:
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompt's tokens, those that are in the turn that it continues
     completion_tokens: int = 0
+    thought_tokens: int = 0  # of the completion's tokens
     logprobs: tuple[TokenLogprob, ...] = ()
     token_ids: tuple[int, ...] = ()
 

@@ -1,6 +1,7 @@
 """Converts between tokens and text of turns: the thought, the content and the calls, also while they are sampled."""
 
 import json
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -87,6 +88,7 @@ class TurnReader:
 
     Attributes:
         stopped: the stop string that has ended the content; None: none of them so far.
+        thought_tokens: of the turn that was read, how many are its thought.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class TurnReader:
         self.dialogue, self.tools, self.is_thinking, self.stop = dialogue, tools, is_thinking, tuple(stop)
         self.is_plain = is_plain
         self.stopped: str | None = None
+        self.thought_tokens = 0
         self._marks = (*self.stop, *([_MARKS[dialogue.syntax]] if tools and dialogue.syntax in _MARKS else []))
         hides = dialogue.syntax in ("harmony", "mistral", "deepseek") or (tools and dialogue.syntax not in _MARKS)
         self._shows = is_plain or not hides
@@ -129,6 +132,7 @@ class TurnReader:
         message: Message = {"role": "assistant", "content": self._before_stop(content).strip()}
         if thought.strip():
             message["thought"] = thought.strip()
+            self.thought_tokens = self._count_thought(tokens)
         if action.calls:
             message["calls"] = [
                 Call(make_id(), call.name, json.dumps(dict(call.arguments), ensure_ascii=False))
@@ -136,6 +140,14 @@ class TurnReader:
             ]
 
         return message
+
+    def _count_thought(self, tokens: Sequence[int]) -> int:
+        """Return how many tokens of a turn that starts with a thought belong to it, with the tag that ends it."""
+
+        def has_end(count: int) -> bool:
+            return CLOSING in self.dialogue.text(tokens[:count], truncated=True)
+
+        return bisect_left(range(len(tokens)), True, key=has_end)
 
     def grow(self, tokens: Sequence[int]) -> int | None:
         """Decode the tokens of the turn so far, and look for a stop string in its content.

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from forge.engines.interface import extend_completion
+from forge.models.tokenizer import encode_prompt
 from forge.types import Completion
 
 from .dialects import Dialect
@@ -171,7 +172,7 @@ class Session:
 
         if request.prompt:
             if isinstance(request.prompt, str):
-                ids = dialogue.tokenizer(request.prompt)["input_ids"]
+                ids = encode_prompt(request.prompt, dialogue.tokenizer)
             else:
                 ids = list(request.prompt)
             return Place(None, request.messages, "start"), ids, tuple(ids)
@@ -262,7 +263,7 @@ class Session:
                 generation.put_text(sample, kind, text)
             for call in message.get("calls", ()):
                 generation.news.put_nowait(Delta(sample, call=call))
-            generation.turns.append(self._make_turn(request, run, reader.stopped, len(ids), cached))
+            generation.turns.append(self._make_turn(request, run, reader, len(ids), cached))
 
     async def _sample_turns(
         self,
@@ -345,9 +346,9 @@ class Session:
         )
 
     def _make_turn(
-        self, request: ModelRequest, run: TokenRun, stop: str | None, prompt_tokens: int, cached: int
+        self, request: ModelRequest, run: TokenRun, reader: TurnReader, prompt_tokens: int, cached: int
     ) -> ModelTurn:
-        """Return a run as the client's answer; `stop` is the stop string that ended it, `cached` a number of tokens."""
+        """Return a run, which `reader` has read, as the client's answer; `cached` is a number of tokens."""
         message = run.added[-1]
         turn = run.completion
         calls: list[Call] = message.get("calls", [])
@@ -359,10 +360,11 @@ class Session:
             message.get("thought", ""),
             tuple(calls),
             "length" if turn.finish == "length" else finish,
-            stop,
+            reader.stopped,
             prompt_tokens=prompt_tokens,
             cached_tokens=cached,
             completion_tokens=len(turn.token_ids),
+            thought_tokens=reader.thought_tokens,
             logprobs=read_logprobs(request, turn, self.policies[request.model].dialogue.tokenizer),
             token_ids=tuple(turn.token_ids),
         )

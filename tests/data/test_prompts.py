@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from forge.data.prompts import PromptFormat
-from forge.models.tokenizer import character_tokenizer
+from forge.models.tokenizer import character_tokenizer, encode_prompt
 from forge.rewards.rules import MathReward
 from tests.data.rows import ROWS, TOKENIZER, make
 
@@ -23,6 +24,17 @@ def test_prompt_template_fills_fields_and_formats_numbers(jsonl):
         next(make(path, target_field=None, prompt_field="hint", shuffle=False))
         == (make(path, target_field=None, prompt_template="{hint}").held_out(1)[0])
     )
+
+
+@pytest.mark.parametrize("form", ["$A", "<pad> $A", "$A <eos>", "<pad> $A <eos>"])
+@pytest.mark.parametrize("text", ["2+2", "<pad>2+2", "2+2<eos>"])
+def test_prompt_has_bos_once_and_no_eos_but_its_own(form, text):
+    tokenizer = character_tokenizer()
+    tokenizer.bos_token = "<pad>"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(form, special_tokens=[("<pad>", 0), ("<eos>", 1)])
+    ids = encode_prompt(text, tokenizer)
+    assert ids.count(0) == ("<pad>" in form + text)
+    assert ids.count(1) == ("<eos>" in text)
 
 
 def test_chat_template_setting_renders_prompts(jsonl):

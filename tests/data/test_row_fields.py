@@ -46,6 +46,9 @@ FIELDS = {
     "weight": ([ASKED[0], {**ASKED[1], "content": SIGN, "weight": 0}, ASKED[2]], {}),
     "train": ([ASKED[0], {**ASKED[1], "content": SIGN, "train": False}, ASKED[2]], {}),
     "loss_scale": ([ASKED[0], {**ASKED[1], "loss_scale": 0.5}, ASKED[2]], {}),
+    "tools of MCP": (ASKED, {"tools": [{"name": SIGN, "inputSchema": {"type": "object"}}]}),
+    "function_call": ([ASKED[0], {**ASKED[1], "function_call": {"name": SIGN, "arguments": "{}"}}, ASKED[2]], {}),
+    "refusal": ([ASKED[0], {"role": "assistant", "refusal": SIGN, "weight": 0}, ASKED[2]], {}),
     "images": (ASKED, {"images": [SIGN]}),
     "history": (ASKED, {"history": [["q0", SIGN]]}),
     "system of a text": (None, {"system": SIGN}),
@@ -178,6 +181,9 @@ TABLE = {
     "weight": "hhhhhhhhhhhh",
     "train": "hhhhhhhhhhhh",
     "loss_scale": "eeeeeeeeeeee",
+    "tools of MCP": "hhhhhhhhhhhe",
+    "function_call": "eeeeeeeeeeee",
+    "refusal": "hhhhhhhhhhhh",
     "images": "eeeeeeeeeeee",
     "history": "eeeeeeeeeeee",
     "system of a text": "hhhhhhhhhhhh",
@@ -243,6 +249,21 @@ def test_message_that_the_template_omits_is_an_error(messages, template, said):
         settings = {"target_field": None} if kind == "prompts" else {}
         with pytest.raises(ValueError, match=f"row 1: {said}"):
             read_rows(kind, row, chat_template=template, **settings)
+
+
+@pytest.mark.parametrize("call", [{"function": {"name": "add", "arguments": {}}}, {"name": "add", "arguments": "{}"}])
+def test_result_of_a_tool_has_the_name_of_its_call(call):
+    template = CHATML.replace("{{ m.content }}", "{{ m.content or m.tool_calls | tojson }}{{ m.name }}")
+    talk = [
+        ASKED[0],
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "c1", **call}]},
+        {"role": "tool", "tool_call_id": "c1", "content": "r"},
+    ]
+    texts = [
+        spell(read_rows("supervised", {"messages": [*talk, *ANSWER]}, chat_template=template).tokens),
+        spell(read_rows("prompts", {"prompt": talk}, chat_template=template, target_field=None).prompt.token_ids),
+    ]
+    assert all("<|im_start|>tool\nradd<|im_end|>" in text for text in texts)
 
 
 def test_template_without_a_place_for_tools_is_one_warning(caplog):

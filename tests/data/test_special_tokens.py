@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from forge.data.chat import ChatFormat
 from forge.data.special_tokens import SpecialTokens, inert_anywhere, replace_surrogates
 from forge.models.tokenizer import character_tokenizer
+from forge_envs.dialogue import Dialogue
 from forge_verifiers import LMJudge
 from forge_verifiers.judge import mark_of
 
@@ -51,6 +53,19 @@ def test_special_tokens_in_text_are_encoded_as_plain_text(name, text):
     special = SpecialTokens(tokenizer)
     ids = tokenizer(special.inert(replace_surrogates(text)), add_special_tokens=False)["input_ids"]
     assert not (special.ids - {tokenizer.unk_token_id}) & set(ids)
+
+
+@pytest.mark.parametrize("option", ["tools", "documents"])
+def test_special_tokens_in_tools_and_arguments_of_the_template_are_plain_text(option):
+    tokenizer = TOKENIZERS["bytes"]
+    template = "{{ tools | tojson }}{{ documents | tojson }}" + CHATML
+    function = {"name": "f", "description": "<|im_end|>", "parameters": {"properties": {"<|im_start|>": {}}}}
+    offer = [{"type": "function", "function": function}]
+    question = [{"role": "user", "content": "q"}]
+    texts = [ChatFormat(tokenizer, template).with_options({option: offer}).render(question)]
+    if option == "tools":
+        texts += [tokenizer.decode(Dialogue(tokenizer, template).initial(question, offer))]
+    assert all('"< |im_' in text and '"<|im_' not in text for text in texts)
 
 
 @given(st.text(max_size=60))

@@ -36,10 +36,12 @@ def test_thoughts_keep_trains_thoughts_of_every_turn(turns):
     assert tokenizer.decode(tokens) == "".join(f"{header}{word}<|im_end|>\n" for word in words)
 
 
-def test_thought_opened_by_the_prompt_is_trained_from_there():
+@pytest.mark.parametrize("template", [PROMPTED, PROMPTED.replace(".split('</think>')[-1]", "")])
+@pytest.mark.parametrize("opening", ["<think>\n", ""])
+def test_thought_opened_by_the_prompt_is_trained_from_there(template, opening):
     tokenizer = byte_pairs()
-    conversation = said("why?", "<think>\nhm\n</think>\n\nyes", "so?", "no")
-    tokens, mask = ChatFormat(tokenizer, PROMPTED, thoughts="keep").encode(conversation)
+    conversation = said("why?", f"{opening}hm\n</think>\n\nyes", "so?", "no")
+    tokens, mask = ChatFormat(tokenizer, template, thoughts="keep").encode(conversation)
     assert trained(tokenizer, tokens, mask) == "hm\n</think>\n\nyes<|im_end|></think>\n\nno<|im_end|>"
     assert "assistant\n<think>\nhm" in tokenizer.decode(tokens)
 

@@ -9,10 +9,13 @@ from hypothesis import strategies as st
 pytest.importorskip("anthropic")
 pytest.importorskip("openai")
 
+from forge.models.tokenizer import character_tokenizer
 from forge_agents.dialects.anthropic import AnthropicDialect
-from forge_agents.dialects.chat import ChatDialect
+from forge_agents.dialects.chat import ChatDialect, usage_of
 from forge_agents.dialects.responses import ResponsesDialect
-from forge_agents.messages import BadRequest
+from forge_agents.messages import BadRequest, ModelTurn
+from forge_agents.reading import TurnReader
+from forge_envs.dialogue import Dialogue
 
 DIALECTS = {
     "chat": ChatDialect(),
@@ -256,3 +259,17 @@ def test_arbitrary_field_value_is_read_or_raises_bad_request(dialect, data):
     assert all(isinstance(json.loads(call.arguments), dict) for call in calls)
     assert all(isinstance(text, str) for call in calls for text in (call.id, call.name))
     assert all(tool["function"].keys() >= {"name", "parameters"} for tool in request.tools)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_thinking", "count"),
+    [("<think>hm</think>yes", False, 17), ("hm</think>yes", True, 10), ("hm, cut", True, 7), ("yes", False, 0)],
+)
+def test_tokens_of_a_thought_are_counted(text, is_thinking, count):
+    tokenizer = character_tokenizer()
+    reader = TurnReader(Dialogue(tokenizer, "plain"), is_thinking=is_thinking)
+    reader.read(tokenizer(text)["input_ids"], lambda: "", truncated=True)
+    turn = ModelTurn("r", thought_tokens=reader.thought_tokens)
+    answer = DIALECTS["responses"].complete(read("responses"), [turn])
+    assert usage_of([turn, turn]).completion_tokens_details.reasoning_tokens == 2 * count
+    assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] == count

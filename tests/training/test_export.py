@@ -66,6 +66,16 @@ def test_export_equals_transformers_save(name: str, tmp_path: Path):
     assert_same_model(tmp_path / "ours", by_transformers(trainer, tmp_path / "theirs"))
 
 
+@pytest.mark.parametrize(("eos", "ends"), [(1, [1, 0]), ([3, 1], [3, 1, 0]), (None, [0, 1])])
+def test_exported_model_stops_where_its_chat_template_ends_a_turn(eos: Any, ends: list[int], tmp_path: Path):
+    model = write_model(tmp_path / "from", "qwen3")
+    trainer = make_trainer(model)
+    trainer.policy.model.generation_config.eos_token_id = eos
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<pad>{% endfor %}"
+    checkpoint.export_model(trainer, tmp_path / "ours", model, template)
+    assert json.loads((tmp_path / "ours" / "generation_config.json").read_text())["eos_token_id"] == ends
+
+
 def test_large_export_is_sharded_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model = write_model(tmp_path / "from", "qwen3_moe")
     trainer = make_trainer(model)

@@ -16,7 +16,7 @@ from ..engines import EngineSettings, load_engine
 from ..engines.interface import EngineFailed
 from ..models.flops import count_causal, forward_flops
 from ..models.hub import check_model_name
-from ..models.tokenizer import open_tokenizer
+from ..models.tokenizer import encode_prompt, open_tokenizer
 from ..models.weight_layouts import has_adapters, merge_adapters
 from ..observability import Reduce, phase, record_metric
 from ..observability.metrics import record_span
@@ -350,5 +350,5 @@ class Generator(ForgeActor):
         if isinstance(prompt, Prompt):
             return prompt.token_ids
         if isinstance(prompt, str):
-            return self.tokenizer(prompt)["input_ids"]
+            return encode_prompt(prompt, self.tokenizer)
         return prompt

@@ -127,7 +127,7 @@ class ChatFormat:
     def with_options(self, options: Mapping[str, Any]) -> ChatFormat:
         """Return a format with more arguments of the template, such as `tools`; without any, this format itself.
 
-        A template that writes no tools is warned of once.
+        Special tokens in them become plain text. A template that writes no tools is warned of once.
         """
         if not options:
             return self
@@ -135,7 +135,7 @@ class ChatFormat:
 
         # Only what depends on the arguments is made again.
         extended = copy.copy(self)
-        extended.options = {**self.options, **options}
+        extended.options = {**self.options, **self._special.inert_values(dict(options))}
         extended._begin_text()
         if "tools" in options and self.template not in _offered:
             _offered.add(self.template)

@@ -53,13 +53,23 @@ def read_messages(row: Row, field: str) -> list[Message]:
         message["role"] = _ALIASES.get(str(message.get("role")), message.get("role"))
         if message["role"] not in ROLES:
             raise ValueError(f"{location} has the role {message['role']!r}: use {', '.join(ROLES)}")
-        if message.get("content") is None and message.get("tool_calls"):
-            message["content"] = ""
+        calls = message.get("tool_calls", [])
+        if message.get("function_call") or not isinstance(calls, list) or not all(isinstance(c, dict) for c in calls):
+            raise ValueError(
+                f"{location} must have calls as tool_calls, a list of objects, not as function_call or text"
+            )
+        # OpenAI's format has another field for the text with which the assistant declines.
+        message["content"] = message.get("content") or message.get("refusal", "" if calls else message.get("content"))
         if not isinstance(message.get("content"), str):
             raise ValueError(f"{location} must have text as its content, not {type(message.get('content')).__name__}")
         conversation.append(_mark_trained(message, location))
 
-    return conversation
+    # Many templates write which tool a result is of, and OpenAI's format has only the id of its call.
+    names = {c.get("id"): (c.get("function") or c).get("name") for m in conversation for c in m.get("tool_calls", ())}
+    return [
+        {"name": names[m["tool_call_id"]], **m} if m["role"] == "tool" and m.get("tool_call_id") in names else m
+        for m in conversation
+    ]
 
 
 def _mark_trained(message: Message, location: str) -> Message:
@@ -109,6 +119,14 @@ def row_options(row: Row) -> dict[str, Any]:
     tools, options = values["tools"] or [], values[OPTIONS] or {}
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError(f"the tools of a conversation must be a list of schemas, not {type(tools).__name__}")
+    # Other APIs have a function's fields in the tool itself, Anthropic's and MCP the parameters by another name.
+    names = {"input_schema": "parameters", "inputSchema": "parameters"}
+    tools = [
+        {"type": "function", "function": {names.get(key, key): tool[key] for key in tool if key != "type"}}
+        if "name" in tool and "function" not in tool
+        else tool
+        for tool in tools
+    ]
     if not isinstance(options, Mapping):
         raise ValueError(f"{OPTIONS} must be a mapping, not {type(options).__name__}")
     check_values(tools, "tools")

@@ -12,17 +12,15 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from numbers import Real
 from string import Formatter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..models.tokenizer import encode_prompt
 from ..types import Conversation, Prompt, Sample
 from .chat import ChatFormat, Message
 from .config import DatasetConfig
 from .files import PathOrRows, Row, check_values
 from .messages import OPTIONS, SYSTEM_FIELDS, read_messages, with_system
 from .stream import RowStream
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 QUESTION_FIELDS = ("question", "prompt", "problem", "input")
 TARGET_FIELDS = ("answer", "target", "solution", "ground_truth")  # that the default of target_field finds
@@ -241,11 +239,6 @@ class PromptFormat:
         text = chat.render(messages, add_generation_prompt=True)
         return text, tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Return the token ids of a prompt without a chat template, without the eos that some tokenizers write."""
-        ids = tuple(with_one_bos(self.tokenizer(text)["input_ids"], self.tokenizer))
-        return ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id else ids
-
     def answered(self, row: Row, answer: str | list[Message]) -> tuple[list[int], list[bool]]:
         """Return the token ids of a row's prompt with an answer to it, and a mask that is True on the answer and on the
         tokens that end it: eos, or with a chat template the tokens that end a turn. ValueError: there are none."""
@@ -257,7 +250,7 @@ class PromptFormat:
         if self.tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no eos token to end an answer with")
 
-        prompt_ids = self.encode(self.render(row)[0])
+        prompt_ids = encode_prompt(self.render(row)[0], self.tokenizer)
         answer_ids = self.tokenizer(answer, add_special_tokens=False)["input_ids"] + [self.tokenizer.eos_token_id]
         return [*prompt_ids, *answer_ids], [False] * len(prompt_ids) + [True] * len(answer_ids)
 
@@ -305,7 +298,7 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
         # An answer to messages ends at the tokens of their chat template, even if other prompts are plain text.
         dialogue = self._format.dialogue(row, columns)
         if dialogue is None:
-            prompt = Prompt(question, self._format.encode(question), index, columns)
+            prompt = Prompt(question, tuple(encode_prompt(question, self.tokenizer)), index, columns)
         else:
             messages, chat = dialogue
             text, ids = self._format.rendered(messages, chat)
@@ -381,11 +374,6 @@ def hint_similar(name: str, names: Iterable[str]) -> str:
     """
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.7)
     return f"; did you mean {close[0]!r}?" if close else ""
-
-
-def with_one_bos(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens of a text without the first of two bos tokens: one is in the text, one from the tokenizer."""
-    return ids[1:] if ids[:2] == [tokenizer.bos_token_id] * 2 else ids
 
 
 def read_text_field(row: Row, name: str) -> str:

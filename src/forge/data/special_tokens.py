@@ -77,7 +77,7 @@ class SpecialTokens:
         if isinstance(value, str):
             return self.inert(replace_surrogates(value))
         if isinstance(value, dict):
-            return {name: self.inert_values(item) for name, item in value.items()}
+            return {self.inert_values(name): self.inert_values(item) for name, item in value.items()}
         return [self.inert_values(item) for item in value] if isinstance(value, list) else value
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..models.tokenizer import encode_prompt, open_tokenizer
 from ..types import Episode, Prompt, Sample
 from .chat import ChatFormat
 from .config import RowsConfig, SupervisedConfig
 from .files import PathOrRows, Row
 from .messages import MESSAGE_FIELDS, read_messages
-from .prompts import PROMPT_FIELDS, PromptFormat, read_text_field, with_one_bos
+from .prompts import PROMPT_FIELDS, PromptFormat, read_text_field
 from .stream import RowStream
 
 if TYPE_CHECKING:
@@ -170,8 +171,8 @@ def encode_document(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         raise ValueError("the text is empty, so it has no token to train on")
     if tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no eos token to end a text with")
-    tokens = with_one_bos(list(tokenizer(text)["input_ids"]), tokenizer)
-    return tokens if tokens[-1] == tokenizer.eos_token_id else [*tokens, tokenizer.eos_token_id]
+    tokens = encode_prompt(text, tokenizer)
+    return tokens if tokens[-1:] == [tokenizer.eos_token_id] else [*tokens, tokenizer.eos_token_id]
 
 
 def find_differing(settings: RowsConfig) -> dict[str, Any]:
@@ -205,9 +206,6 @@ def as_samples(episodes: Sequence[Episode], tokenizer: str) -> list[Sample]:
     Args:
         tokenizer: Hugging Face folder or hub id.
     """
-    # Imported here, as it loads transformers.
-    from ..models.tokenizer import open_tokenizer
-
     reader = open_tokenizer(tokenizer)
     samples = []
     for index, episode in enumerate(episodes):

@@ -361,7 +361,8 @@ class Turns:
             if not written.startswith(before_thought):
                 raise Rewritten(f"message {turn + 1}: the chat template renders its context differently")
             thought += "\n" if thought else ""
-            answer = f"{thought}</think>\n\n{written[len(before_thought) :].removeprefix('</think>').lstrip()}"
+            # The template may have left the thought out, or have written it once without the tag that opens it.
+            answer = f"{thought}</think>\n\n{thought_of({'content': written[len(before_thought) :]})[1].lstrip()}"
         else:
             raise Rewritten(f"message {turn + 1}: the generation prompt is not how its answers start")
 

@@ -182,6 +182,7 @@ def summarise_answers(groups: Sequence[Sequence[Episode]], n: int) -> dict[str, 
     - `NAME/margin` of each of these: half of its 95 % interval over problems (Wilson's, which is not 0 if all are
       equal).
     - `reward` and `turns`: means over the episodes.
+    - `truncated`: the share of answers that end at the limit of tokens.
     - `unscored`: the share of answers that are left out above, since it is unknown whether they are right.
 
     Args:
@@ -213,10 +214,13 @@ def summarise_answers(groups: Sequence[Sequence[Episode]], n: int) -> dict[str, 
     rewards = [episode.outcome for episode in episodes if episode.outcome is not None]
     if rewards:
         metrics["reward"] = sum(rewards) / len(rewards)
-    metrics["turns"] = sum(max(1, len(episode.turns)) for episode in episodes) / len(episodes)
-    metrics["unscored"] = 1.0 - sum(total for total, _ in counts) / len(episodes)
+    ends = [episode.turns[-1].finish if episode.turns else episode.info.get("finish") for episode in episodes]
 
-    return metrics
+    return metrics | {
+        "turns": sum(max(1, len(episode.turns)) for episode in episodes) / len(episodes),
+        "truncated": ends.count("length") / len(episodes),
+        "unscored": 1.0 - sum(total for total, _ in counts) / len(episodes),
+    }
 
 
 def pass_at(k: int, total: int, right: int) -> float:

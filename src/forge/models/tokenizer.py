@@ -74,6 +74,16 @@ def open_tokenizer(name: str) -> Any:
         raise ValueError(f"the tokenizer of model {name} cannot be read: {reason}") from error
 
 
+def encode_prompt(text: str, tokenizer: Any) -> list[int]:
+    """Return the token ids of a prompt without a chat template: with bos once, where both the text and the tokenizer
+    write it, and without the eos that some tokenizers add, after which nothing would follow."""
+    ids: list[int] = tokenizer(text)["input_ids"]
+    ids = ids[1:] if ids[:2] == [tokenizer.bos_token_id] * 2 else ids
+    # An eos that the text itself ends with stays.
+    is_written = text.endswith(str(tokenizer.eos_token)) and ids[-2:] != [tokenizer.eos_token_id] * 2
+    return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] and not is_written else ids
+
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 

@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from ..data.chat import ChatFormat
 from ..data.prefixes import find_prefixes, prefix_ids
 from ..models.architecture import check_config, rotary_limit, sparse_layers
 from ..models.find import check_classifier, quiet_loading
@@ -168,7 +169,15 @@ class PackedModel(nn.Module):
         return self.model.named_parameters()
 
     def save_config(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Write the configuration files in Hugging Face format, without weights and tokenizer."""
+        """Write the configuration files in Hugging Face format, without weights and tokenizer.
+
+        By them generation also stops at the tokens that end a turn of the tokenizer's chat template.
+        """
+        if tokenizer.chat_template and (generation := self.model.generation_config) is not None:
+            eos = [] if generation.eos_token_id is None else generation.eos_token_id
+            generation.eos_token_id = [
+                *dict.fromkeys(np.append(eos, ChatFormat(tokenizer).stop_ids).astype(int).tolist())
+            ] or None
         self.model.save_pretrained(folder, state_dict={})
 
     def states(self, batch: Batch, lag: int) -> tuple[Tensor, RankTokens, Ranks]:

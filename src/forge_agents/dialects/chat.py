@@ -13,7 +13,7 @@ from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
 from openai.types.chat.chat_completion_chunk import ChoiceDelta, ChoiceDeltaToolCall, ChoiceDeltaToolCallFunction
 from openai.types.chat.chat_completion_chunk import ChoiceLogprobs as ChunkLogprobs
 from openai.types.chat.chat_completion_token_logprob import TopLogprob
-from openai.types.completion_usage import PromptTokensDetails
+from openai.types.completion_usage import CompletionTokensDetails, PromptTokensDetails
 
 from ..messages import MAX_SAMPLES, BadRequest, Call, Delta, Message, ModelRequest, ModelTurn, Schema
 from . import Dialect, EventWriter, fields
@@ -249,13 +249,21 @@ def _token_logprobs(turn: ModelTurn) -> list[ChatCompletionTokenLogprob]:
         ChatCompletionTokenLogprob(
             token=token.text,
             logprob=token.logprob,
-            bytes=list(token.text.encode()),
-            top_logprobs=[
-                TopLogprob(token=text, logprob=value, bytes=list(text.encode())) for text, value in token.top
-            ],
+            bytes=_read_bytes(token.text),
+            top_logprobs=[TopLogprob(token=text, logprob=value, bytes=_read_bytes(text)) for text, value in token.top],
         )
         for token in turn.logprobs
     ]
+
+
+def _read_bytes(text: str) -> list[int]:
+    r"""Return the bytes of a token from its text; that of a part of a character names them (`spell_token`).
+
+    >>> _read_bytes("a"), _read_bytes(r"bytes:\xf0\x9f")
+    ([97], [240, 159])
+    """
+    named = text.removeprefix("bytes:\\x")
+    return list(text.encode() if named == text else bytes.fromhex(named.replace("\\x", "")))
 
 
 def usage_of(turns: Sequence[ModelTurn]) -> CompletionUsage:
@@ -266,9 +274,11 @@ def usage_of(turns: Sequence[ModelTurn]) -> CompletionUsage:
     """
     prompt = turns[0].prompt_tokens
     completion = sum(turn.completion_tokens for turn in turns)
+    thought = sum(turn.thought_tokens for turn in turns)
     return CompletionUsage(
         prompt_tokens=prompt,
         completion_tokens=completion,
         total_tokens=prompt + completion,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=turns[0].cached_tokens),
+        completion_tokens_details=CompletionTokensDetails(reasoning_tokens=thought),
     )

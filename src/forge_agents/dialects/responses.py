@@ -158,12 +158,11 @@ def make_response(
 
 
 def _turn_usage(turn: ModelTurn) -> Mapping[str, Json]:
-    # The tokens of the thought are not counted separately, but clients require the field: it is 0.
     return {
         "input_tokens": turn.prompt_tokens,
         "input_tokens_details": {"cached_tokens": turn.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": turn.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": turn.thought_tokens},
         "total_tokens": turn.prompt_tokens + turn.completion_tokens,
     }
 

@@ -9,8 +9,8 @@ from forge.envs.group import NothingScored, SingleTurnEnv, pass_at, summarise_an
 from forge.types import Completion, Episode
 
 
-def answer(text, correct):
-    completion = Completion(prompt_ids=[1], token_ids=[2], logprobs=[0.0], versions=[0], text=text, finish="stop")
+def answer(text, correct, finish="stop"):
+    completion = Completion(prompt_ids=[1], token_ids=[2], logprobs=[0.0], versions=[0], text=text, finish=finish)
     return Episode(completion, None if correct is None else float(correct), info={"correct": correct})
 
 
@@ -25,7 +25,7 @@ def test_evaluation_metrics_match_hand_computation():
     groups = [
         [answer("so 4", True), answer("it is 4", True), answer("5", False), answer("5!", False)],  # a tie
         [answer("1", False), answer("1", False), answer("2", True), answer("3", False)],
-        [answer("7", True)] * 4,
+        [answer("7", True, "length")] * 4,
     ]
     metrics = summarise_answers(groups, 4)
     assert metrics["accuracy"] == pytest.approx((0.5 + 0.25 + 1) / 3)
@@ -33,6 +33,7 @@ def test_evaluation_metrics_match_hand_computation():
     assert metrics["pass@4"] == 1.0
     assert metrics["maj@4"] == pytest.approx((0.5 + 0 + 1) / 3)
     assert metrics["unscored"] == 0.0
+    assert metrics["truncated"] == pytest.approx(1 / 3)
     assert metrics["turns"] == 1.0
 
 
