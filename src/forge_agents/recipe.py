@@ -240,7 +240,7 @@ def function_play(agent: AgentConfig) -> Play:
 
     def fail(error: BaseException) -> Outcome:
         if agent.on_error == "raise":
-            error.add_note("episode.agent.on_error: unscored lets the run go on")
+            error.add_note("episode.agent.on_error: unscored lets the run continue")
             raise error
         text = "\n".join([*user_frames(error)[-1:], summarise_error(error)])
         return Outcome(0.0 if agent.on_error == "zero" else None, "crashed", info={"error": text})

@@ -47,7 +47,13 @@ TOOLS = {"tokenizer": byte_pairs(), "chat_template": CALLS.replace("FORM", "c.fu
         ("supervised", said("a"), {"messages": [{"role": "user", "content": "a"}]}, CHAT, "no assistant"),
         ("supervised", called({"a": 1}), called({"a": {"b": [float("nan")]}}), TOOLS, "arguments.a.b is nan"),
         ("supervised", called({"a": 1}), called({LONE: 1}), TOOLS, "half a character"),
-        ("supervised", said("a"), {**said("a"), "tools": [{"name": LONE}]}, CHAT, "tools.function.name holds half a character"),
+        (
+            "supervised",
+            said("a"),
+            {**said("a"), "tools": [{"name": LONE}]},
+            CHAT,
+            "function.name holds half a character",
+        ),
         ("supervised", said("a"), {"messages": "hi"}, CHAT, "must be a list of messages"),
         (
             "supervised",

@@ -276,14 +276,14 @@ def _local_path(path: str) -> Path | None:
     return None
 
 
-def _read_lines(file: Path, number: int, place: int) -> Iterator[tuple[int, int, Any]]:
+def _read_lines(file: Path, number: int, offset: int) -> Iterator[tuple[int, int, Any]]:
     """Yield (number, offset after it, value) of each line of a .jsonl file after a position."""
     with file.open("rb") as lines:
-        lines.seek(place)
+        lines.seek(offset)
         for line in lines:
-            number, place, text = number + 1, place + len(line), decode_content(line, file, number)
+            number, offset, text = number + 1, offset + len(line), decode_content(line, file, number)
             if text.strip():
-                yield number, place, _parse_json(text, f"{file}, line {number}")
+                yield number, offset, _parse_json(text, f"{file}, line {number}")
 
 
 def _read_table(file: Path) -> list[Any]:

@@ -75,14 +75,14 @@ def read_messages(row: Row, field: str) -> list[Message]:
 def _mark_trained(message: Message, location: str) -> Message:
     """Return a message with `"trained": False` instead of a key such as `"weight": 0`, and without a key such as
     `"weight": 1`. ValueError: another value, or a key that only looks like one of these."""
-    given = {name: value for name, value in message.items() if _LIKE_TRAINED.search(name)}
-    for name, value in given.items():
+    trained_keys = {name: value for name, value in message.items() if _LIKE_TRAINED.search(name)}
+    for name, value in trained_keys.items():
         if name not in _TRAINED or value not in (0, 1):
             raise ValueError(f"{location} has {name}={value!r:.40}, which is not read: write weight 0 or 1")
         if value and message["role"] != "assistant":
             raise ValueError(f"{location} has {name}={value!r}: only an assistant's message is trained")
-    message = {name: value for name, value in message.items() if name not in given}
-    return message if all(given.values()) or message["role"] != "assistant" else {**message, "trained": False}
+    message = {name: value for name, value in message.items() if name not in trained_keys}
+    return message if all(trained_keys.values()) or message["role"] != "assistant" else {**message, "trained": False}
 
 
 def check_media(values: Mapping[str, Any], read: Container[str], location: str) -> None:

@@ -271,8 +271,8 @@ def _run_recipe(
         except ConfigError as error:
             faults[key] = str(error)
     if faults:  # all at once, names of other libraries with one guide
-        own = [fault for key, fault in faults.items() if key in AMBIGUOUS or not explain_names([key])]
-        raise ConfigError("; ".join(filter(None, [*own, explain_names([*faults], python=True)])))
+        own_faults = [fault for key, fault in faults.items() if key in AMBIGUOUS or not explain_names([key])]
+        raise ConfigError("; ".join(filter(None, [*own_faults, explain_names([*faults], python=True)])))
 
     cfg = build(config_type, values)
     return Result(_run_anywhere(partial(run_recipe, recipe, cfg, resume=resume, hooks=hooks)))

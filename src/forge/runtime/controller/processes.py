@@ -247,7 +247,7 @@ def library_environment(threads: int = 1) -> dict[str, str]:
 def _compiler_caches() -> dict[str, str]:
     """Return the variables in COMPILERS, each with its folder in this user's cache, or as the environment sets it.
 
-    Folders that cannot be created or written are left out, because importing PyTorch fails if it cannot create them.
+    Folders without write access are omitted, because importing PyTorch fails if it cannot create them.
     """
     folders = {}
     for name, folder in COMPILERS.items():

@@ -38,7 +38,7 @@ class Relay(Actor):
         Args:
             call_id: id by which `cancel` cancels the call.
         """
-        # By default an answer that cannot be delivered, because its caller has ended, comes back and fails this actor.
+        # By default an undeliverable answer, whose caller has ended, comes back and fails this actor.
         # Monarch starts no actor alongside a failed one, so that no additional run could start in this process.
         port.return_undeliverable = False
         answer = await self._answer_call(call_id, service, call, caller)
