@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..models.architecture import FAMILIES, LAYER_WINDOWS, MLP_BIASES, check_config, rotary_parameters, sparse_layers
+from ..models.architecture import LAYER_WINDOWS, MLP_BIASES, check_config, rotary_parameters, sparse_layers
 from ..models.files import read_json
 from ..models.tokenizer import model_config
 from ..models.weight_layouts import EMBEDDING, HEAD, FusedPart, engine_layout, head_size, is_derived, split_experts
@@ -67,16 +67,12 @@ def read_config(folder: Path) -> PreTrainedConfig:
 
     Raises:
         FileNotFoundError: no such folder, or no config.json in it.
-        ValueError: a family that is not in `FAMILIES`, or a value that `check_config` rejects.
+        ValueError: a value that `check_config` rejects.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"no model folder at {folder}")
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"no config.json in {folder}")
-    # Before transformers, whose message on an unknown family is long.
-    model_type = read_json(folder / "config.json").get("model_type")
-    if model_type not in FAMILIES:
-        raise ValueError(f"model_type {model_type!r} is not supported, but {', '.join(FAMILIES)}")
     config = model_config(folder)
     check_config(config)
     return config

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..config.plugin import resolve
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
@@ -19,7 +21,8 @@ class AttentionKind(NamedTuple):
     window: int | None
 
 
-# The model types that trainer and engines have; the last two are mixtures of experts.
+# The model types that trainer and engines compute by themselves; the last two are mixtures of experts. Of the others they
+# run transformers' modules (`forge_families`).
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "olmo2", "smollm3", "phi3", "gemma3_text", "qwen3_moe", "olmoe")
 # The families whose code in transformers reads a key; in another family's config.json it does nothing.
 WINDOWS = ("mistral", "phi3", "qwen3_moe")  # `sliding_window`, of all layers
@@ -34,11 +37,12 @@ def check_config(config: PreTrainedConfig) -> None:
     Dropout is not checked: it is always off.
 
     Raises:
-        ValueError: they differ in a value, which the message names, or do not support the family.
+        ValueError: they differ in a value, which the message names.
     """
     # The type may differ from config.json's: transformers reads some types as a related one.
     if config.model_type not in FAMILIES:
-        raise ValueError(f"model_type {config.model_type!r} is not supported, but {', '.join(FAMILIES)}")
+        resolve("forge_families.probe:check_config", "model")(config)
+        return
     family, window = config.model_type, getattr(config, "sliding_window", None)
     is_bidirectional = family == "gemma3_text" and config.use_bidirectional_attention
     caps = ("attn_logit_softcapping", "final_logit_softcapping") if family == "gemma3_text" else ()
@@ -77,16 +81,20 @@ def attention_kinds(config: PreTrainedConfig) -> list[AttentionKind]:
 
 def rotary_parameters(config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
     """Return transformers' parameters of the rotary embeddings by type of layer; by "" if all layers have the same."""
-    rope = config.rope_parameters or {}
-    if config.model_type == "gemma3_text":
-        return {key: rope[key] for key in dict.fromkeys(config.layer_types)}
+    rope = getattr(config, "rope_parameters", None) or {}
+    if any(isinstance(parameters, dict) for parameters in rope.values()):
+        return {key: rope[key] for key in dict.fromkeys(config.layer_types) if key in rope}
     return {"": rope}
 
 
 def max_length(config: PreTrainedConfig) -> int:
-    """Return the maximum number of tokens of a sequence: `max_position_embeddings`, or less by `rotary_limit`."""
+    """Return the maximum number of tokens of a sequence: `max_position_embeddings`, or less by `rotary_limit`.
+
+    A model without positions, such as Mamba, has no maximum: a million stands for it.
+    """
+    longest: int = getattr(config, "max_position_embeddings", None) or 2**20
     limit = rotary_limit(config)
-    return config.max_position_embeddings if limit is None else min(config.max_position_embeddings, limit[0])
+    return longest if limit is None else min(longest, limit[0])
 
 
 def rotary_limit(config: PreTrainedConfig) -> tuple[int, str] | None:

@@ -30,8 +30,8 @@ def check_family(name: str) -> None:
     """Check the architecture of a model, a folder or hub id, before its weights are downloaded or read.
 
     Raises:
-        ValueError: it is not one of `FAMILIES`, or config.json is malformed, or has a value that is not supported (see
-            `forge.models.architecture.check_config`) or that transformers rejects.
+        ValueError: transformers has no causal language model of its type, or config.json is malformed, or has a value
+            that is not supported (see `forge.models.architecture.check_config`) or that transformers rejects.
     """
     # This returns at faults that `resolve_model` finds as well: its messages are better.
     path = Path(name) / "config.json"
@@ -54,9 +54,11 @@ def check_family(name: str) -> None:
 
     if family is None:  # `resolve_model` says what else is missing
         return
-    if family not in FAMILIES:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+
+    if str(family) not in CLASSES:
         raise ValueError(
-            f"model {name} has model_type {family!r:.80}, which is unsupported: use a model of {', '.join(FAMILIES)}"
+            f"model {name} has model_type {family!r:.80}, of which the installed transformers has no causal language model"
         )
     try:
         config = model_config(path.parent)

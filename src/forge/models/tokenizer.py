@@ -92,7 +92,7 @@ MODELS = 4
 
 
 def model_config(folder: str | Path) -> PretrainedConfig:
-    """Return a new copy of the transformers configuration of a model folder."""
+    """Return a new copy of the transformers configuration of the language model of a folder."""
     return deepcopy(_read_config(str(folder), _time_of_change(folder, "config.json")))
 
 
@@ -118,8 +118,12 @@ def smaller_vocabulary(tokenizer: Any) -> int | None:
 @lru_cache(maxsize=MODELS)
 def _read_config(folder: str, changed: int) -> PretrainedConfig:
     from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
-    return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    # Of a model with images the language model, where transformers' class for text reads the same files.
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    text = config.get_text_config()
+    return text if CLASSES.get(text.model_type) == CLASSES.get(config.model_type) else config
 
 
 @lru_cache(maxsize=MODELS)

@@ -22,9 +22,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from ..config.plugin import resolve
 from ..data.chat import ChatFormat
 from ..data.prefixes import find_prefixes, prefix_ids
-from ..models.architecture import check_config, rotary_limit, sparse_layers
+from ..models.architecture import FAMILIES, check_config, rotary_limit, sparse_layers
 from ..models.find import check_classifier, quiet_loading
 from ..system.devices import type_of
 from ..types import UNKNOWN_EXPERT, Batch
@@ -245,7 +246,10 @@ class Policy(PackedModel):
             )
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        return cls(model)
+        is_native = model.config.model_type in FAMILIES
+        kind = cls if is_native else resolve("forge_families.policy:FamilyPolicy", "model")
+        policy: Policy = kind(model)
+        return policy
 
     def forward(self, batch: Batch, temperature: float = 1.0) -> TokenScores:
         """Return log-probability and entropy of each token with mask True, at the sampler's `temperature`."""
