@@ -71,7 +71,6 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("olmoe", {"sliding_window": 8}, "sliding_window = 8"),
     ("smollm3", {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4}, "sliding_window = 4"),
     ("qwen2", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-    ("mistral", {"layer_types": ["full_attention"] * 2}, "model_type 'ministral' is not supported"),
     ("qwen3", {"num_hidden_layers": "two"}, "config.json is invalid"),
     ("llama", {"num_attention_heads": 5}, "config.json is invalid"),
     ("phi3", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "config.json is invalid"),

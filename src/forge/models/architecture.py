@@ -21,8 +21,8 @@ class AttentionKind(NamedTuple):
     window: int | None
 
 
-# The model types that trainer and engines compute by themselves; the last two are mixtures of experts. Of the others they
-# run transformers' modules (`forge_families`).
+# The model types that trainer and engines compute by themselves; the last two are mixtures of experts. Others run in
+# transformers' modules (`forge_families`).
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "olmo2", "smollm3", "phi3", "gemma3_text", "qwen3_moe", "olmoe")
 # The families whose code in transformers reads a key; in another family's config.json it does nothing.
 WINDOWS = ("mistral", "phi3", "qwen3_moe")  # `sliding_window`, of all layers
