@@ -143,7 +143,7 @@ def _ask_model(config: PreTrainedConfig) -> Traits:
     changed = sequences[-1].clone()
     changed[-1] = (changed[-1] + 1) % 3
     if not torch.allclose(score_alone(model, changed)[:-1], expected[-1][:-1], atol=TOLERANCE):
-        raise ValueError("its tokens see later ones (is_decoder is false?): it has no log-probabilities of tokens")
+        raise ValueError("attention in both directions (is_decoder is false?) is not supported")
 
     scale = _find_scale(model, sequences[-1])
     reason = ""

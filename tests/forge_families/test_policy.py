@@ -97,7 +97,7 @@ def test_config_without_a_small_model_is_trained_in_rows(caplog: pytest.LogCaptu
 @pytest.mark.parametrize(
     ("kind", "values", "message"),
     [
-        ("bert", {}, "its tokens see later ones"),
+        ("bert", {}, "attention in both directions"),
         ("glm4", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ],
 )

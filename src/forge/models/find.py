@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..config.plugin import resolve
 from ..system.checksums import CHECKSUMS, DamagedFile, check_files, write_checksums
 from ..system.files import removed_on_error, room_for
-from .architecture import FAMILIES, check_config
+from .architecture import check_config, is_native
 from .files import PICKLES, check_model_files, read_json
 from .hub import is_hub_id, is_hub_reachable, split_revision
 from .tokenizer import PRINTABLE, character_tokenizer, model_config
@@ -77,7 +77,7 @@ def check_classifier(config: PreTrainedConfig) -> None:
         raise ValueError(
             f"{config.model_type} models cannot be critics or reward models: transformers has no such head"
         )
-    if config.model_type not in FAMILIES:
+    if not is_native(config):
         resolve("forge_families.probe:check_packed", "model")(config, "critics and reward models")
 
 

@@ -25,7 +25,7 @@ from transformers import (
 from ..config.plugin import resolve
 from ..data.chat import ChatFormat
 from ..data.prefixes import find_prefixes, prefix_ids
-from ..models.architecture import FAMILIES, check_config, rotary_limit, sparse_layers
+from ..models.architecture import check_config, is_native, rotary_limit, sparse_layers
 from ..models.find import check_classifier, quiet_loading
 from ..models.weight_layouts import split_experts
 from ..system.devices import type_of
@@ -255,10 +255,7 @@ class Policy(PackedModel):
             )
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        is_native = model.config.model_type in FAMILIES
-        kind = cls if is_native else resolve("forge_families.policy:FamilyPolicy", "model")
-        policy: Policy = kind(model)
-        return policy
+        return cls(model) if is_native(model.config) else resolve("forge_families.policy:FamilyPolicy", "model")(model)
 
     def forward(self, batch: Batch, temperature: float = 1.0) -> TokenScores:
         """Return log-probability and entropy of each token with mask True, at the sampler's `temperature`."""
