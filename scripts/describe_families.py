@@ -102,6 +102,7 @@ def measure_trainer(config: Any, row: dict[str, str]) -> None:
 def measure_engine(config: Any, row: dict[str, str]) -> None:
     """Fill in whether the embedded engine generates what transformers' forward pass scores."""
     from forge_families.engine import measure_difference
+
     from forge_families.probe import build_small_model
 
     difference = measure_difference(build_small_model(config))
@@ -131,7 +132,7 @@ def write_page(rows: list[dict[str, str]]) -> None:
     """Write the counts and the lists of types to the page."""
     import transformers
 
-    own = "llama qwen2 qwen3 mistral olmo2 smollm3 phi3 gemma3_text qwen3_moe olmoe".split()
+    own = ["llama", "qwen2", "qwen3", "mistral", "olmo2", "smollm3", "phi3", "gemma3_text", "qwen3_moe", "olmoe"]
 
     def number(text: str) -> float:
         return float(text or "nan")
@@ -147,9 +148,9 @@ def write_page(rows: list[dict[str, str]]) -> None:
         ("no", [r["type"] for r in rows if r not in trained and r["trainer"] != "rows, not compared"]),
     ]
     lines = [
-        f"Of the {len(rows)} causal types of transformers {transformers.__version__}, {len(trained)} train with log-probabilities "
-        f"within {EXACT:g} of transformers', {len(generated)} generate so in the embedded engine, {len(both)} do both "
-        "([each type, with its differences and reasons](families.tsv)):",
+        f"Of the {len(rows)} causal types of transformers {transformers.__version__}, {len(trained)} train with "
+        f"log-probabilities within {EXACT:g} of transformers', {len(generated)} generate so in the embedded engine, "
+        f"{len(both)} do both ([each type, with its differences and reasons](families.tsv)):",
         "",
         "| trainer | | types |",
         "|---|---|---|",
