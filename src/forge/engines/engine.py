@@ -7,7 +7,7 @@ import logging
 import secrets
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from itertools import takewhile
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..config.plugin import resolve
+from ..models.architecture import FAMILIES
 from ..system.devices import find_accelerator
 from ..types import Completion, Sampling
 from .batch import RunningBatch
@@ -38,7 +39,7 @@ Order = tuple[Command, "Future[None]"]
 
 
 class EmbeddedEngine:
-    """An `Engine` for checkpoints of `forge.models.FAMILIES` in this process.
+    """An `Engine` for checkpoints of causal language models in this process.
 
     All callers share one batch of rows, which runs in a separate thread. A request starts as soon as rows are free; its
     prompt is computed once for all samples.
@@ -89,12 +90,18 @@ class EmbeddedEngine:
 
         options.check(config)
         graphs = graphs_on(self.device) if options.captures(config, self.device.type) else None
-        weights = Weights(config, read_checkpoint(folder), self.dtype, self.device, version)
+        # Of other families transformers' modules, with this engine's cache.
+        self._make_weights: Callable[..., Weights] = Weights
+        make_decoder, named_tensors = Decoder, read_checkpoint(folder)
+        if config.model_type not in FAMILIES:
+            opened = resolve("forge_families.engine:open_model", "model")(folder, self.dtype, self.device)
+            self._make_weights, make_decoder, named_tensors = opened
+        weights = self._make_weights(config, named_tensors, self.dtype, self.device, version)
         rows = round_up(options.slots, WIDTH)
 
         # Measured after the weights have taken their part of the memory.
         cache_bytes = self._cache_limit(options)
-        decoder = Decoder(
+        decoder = make_decoder(
             config,
             weights,
             rows,
@@ -106,7 +113,7 @@ class EmbeddedEngine:
             granule=16 if graphs is None else GRANULE,
         )
         prefill_tokens = prefill_tokens or (1024 if self.device.type == "cpu" else 4096)
-        prefix_bytes = int(options.prefix_cache_mb * 1e6)
+        prefix_bytes = int(options.prefix_cache_mb * 1e6) if decoder.has_prefixes else 0
         self._batch = RunningBatch(decoder, options.slots, prefill_tokens, prefix_bytes, self._words, graphs)
         self._waiting: deque[EngineRequest] = deque()
 
@@ -171,7 +178,7 @@ class EmbeddedEngine:
             with self._wake:
                 self._check_alive()
             # Read without the lock, which takes seconds; the engine may have failed meanwhile.
-            weights = Weights(self.config, named_tensors, self.dtype, self.device, version, identity)
+            weights = self._make_weights(self.config, named_tensors, self.dtype, self.device, version, identity)
             with self._wake:
                 self._check_alive()
                 self._new_orders.append((weights, future))
@@ -370,13 +377,13 @@ class EmbeddedEngine:
         command, _ = self._orders[0]
         count = 1  # orders that this completes
 
-        if isinstance(command, Weights):
+        if not isinstance(command, str):
             if (self.on_update == "finish" and batch.running) or batch.is_scheduled(self._waiting):
                 return False
-            updates = list(takewhile(lambda order: isinstance(order[0], Weights), self._orders))
+            updates = list(takewhile(lambda order: not isinstance(order[0], str), self._orders))
             count = len(updates)
             newest, _ = updates[-1]
-            assert isinstance(newest, Weights)
+            assert not isinstance(newest, str)
             batch.switch(newest, self._waiting, preempt=self.on_update == "recompute")
             self._released = False
         elif command == "release" and not self._released:

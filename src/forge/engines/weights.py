@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..models.architecture import LAYER_WINDOWS, MLP_BIASES, check_config, rotary_parameters, sparse_layers
+from ..config.plugin import resolve
+from ..models.architecture import FAMILIES, LAYER_WINDOWS, MLP_BIASES, check_config, rotary_parameters, sparse_layers
 from ..models.files import read_json
 from ..models.tokenizer import model_config
 from ..models.weight_layouts import EMBEDDING, HEAD, FusedPart, engine_layout, head_size, is_derived, split_experts
@@ -37,6 +38,9 @@ def load_config(folder: Path) -> PreTrainedConfig:
     config = read_config(folder)
     check_head(folder, config)
     family = config.model_type
+    if family not in FAMILIES:
+        resolve("forge_families.engine:check_engine", "model")(config)
+        return config
     activation = config.hidden_activation if family == "gemma3_text" else config.hidden_act
     layer_types = set(config.layer_types) if family in LAYER_WINDOWS else set[str]()
     ropes = rotary_parameters(config).values()
@@ -205,7 +209,7 @@ class Weights:
         matrices: dict[str, Linear] = {}
 
         with torch.no_grad():
-            for name, i, tensor in checked_parts(table, named_tensors, tied):
+            for name, i, tensor in checked_parts(table, split_experts(named_tensors), tied):
                 parts = table[name]
                 if name not in partial:
                     rows = sum(part.rows for part in parts)
@@ -269,6 +273,8 @@ class Weights:
 
 def weight_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     """Return the bytes of one version of an engine's weights, in which tied embeddings count once."""
+    if config.model_type not in FAMILIES:
+        return resolve("forge_families.sizes:weight_bytes", "model")(config, dtype)  # type: ignore[no-any-return]
     shapes = [(sum(part.rows for part in parts), *parts[0].inner) for parts in engine_layout(config).values()]
     return sum(torch.Size(shape).numel() for shape in shapes) * dtype.itemsize
 
@@ -306,7 +312,7 @@ def checked_parts(
         ValueError: a name is unknown or duplicate, a shape is wrong or, after the last tensor, one is missing.
     """
     missing = {part.name: (entry, i) for entry, parts in table.items() for i, part in enumerate(parts)}
-    for name, tensor in split_experts(named_tensors):
+    for name, tensor in named_tensors:
         if is_derived(name, tied):
             continue
         if name not in missing:

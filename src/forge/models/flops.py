@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .architecture import sparse_layers
+from ..config.plugin import resolve
+from .architecture import FAMILIES, sparse_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -33,6 +34,9 @@ def forward_flops(config: PreTrainedConfig, tokens: float, attended: float, pred
         attended: the sum over tokens of the number of tokens that each attends to.
         predicted: number of tokens that the head is computed for.
     """
+    if config.model_type not in FAMILIES:
+        # fmt: skip
+        return resolve("forge_families.sizes:forward_flops", "model")(config, tokens, attended, predicted)  # type: ignore[no-any-return]
     # The parameters of attention's four matrices, the feed-forward's three, and the experts that a token takes.
     size = config.hidden_size
     heads = config.num_attention_heads
