@@ -137,7 +137,9 @@ def test_samples_of_a_prompt_share_one_prefill(make: Make, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt_oss", "gemma2", "olmo3", "deepseek_v3", "gpt2", "granite"])
 def test_bits_do_not_depend_on_other_requests(make: Make, name: str) -> None:
-    folder, _ = make(name, **({} if name == "gpt2" else {"hidden_size": 96}))
+    # All widths are multiples of 32, as vectorised functions round the rest of a tensor otherwise.
+    sizes = {"gpt2": {"n_embd": 96}, "deepseek_v3": {"hidden_size": 96, "n_routed_experts": 32}}
+    folder, _ = make(name, **sizes.get(name, {"hidden_size": 96}))
     requests = [(prompt, Sampling(n=2, max_tokens=40, seed=i, temperature=0.9)) for i, prompt in enumerate(PROMPTS)]
     results = []
     for slots, others, pieces in ((2, 0, 4096), (8, 3, 4096), (24, 30, 9)):
@@ -149,15 +151,14 @@ def test_bits_do_not_depend_on_other_requests(make: Make, name: str) -> None:
     assert results[0] == results[1] == results[2]
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "olmo3", "gpt2"])
-@pytest.mark.parametrize("mode", ["continue", "recompute"])
+@pytest.mark.parametrize(("name", "mode"), [("gpt_oss", "continue"), ("gpt2", "continue"), ("olmo3", "recompute")])
 def test_each_token_is_drawn_from_the_weights_it_names(make: Make, name: str, mode: str) -> None:
     folder, first = make(name)
     models = {0: first, 1: random_model(name, seed=1), 2: random_model(name, seed=2)}
     with EmbeddedEngine(folder, slots=5, on_update=mode) as engine:
         updates: list[Any] = []
         drive(engine, {6: update(engine, models, updates, 1), 13: update(engine, models, updates, 2)})
-        futures = [engine.submit(PROMPTS[2], Sampling(n=6, max_tokens=24, seed=1)), engine.submit([4], Sampling(24))]
+        futures = [engine.submit(PROMPTS[4], Sampling(n=6, max_tokens=12, seed=1)), engine.submit([4], Sampling(max_tokens=24))]
         versions = set()
         for future in futures:
             for completion in future.result(60):
