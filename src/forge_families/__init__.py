@@ -1,1 +1,1 @@
-"""Train and generate with any causal language model of transformers: its own modules, asked by a probe what they can."""
+"""Train and run any causal language model of transformers, by its modules; a probe asks what they compute."""

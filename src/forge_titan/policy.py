@@ -22,6 +22,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from forge.models.architecture import sparse_layers
 from forge.models.files import read_json
+from forge.models.weight_layouts import split_experts
 from forge.training.attention import PackedLayout, gather_scores, packed_attention
 from forge.training.distributed import RankGroup, Ranks, sum_gradients
 from forge.training.experts import Routers
@@ -274,6 +275,7 @@ class TitanPolicy(nn.Module):
     """
 
     routers: TitanRouters | None = None  # of a mixture of experts
+    plain_weights = staticmethod(split_experts)
 
     def __init__(self, model: Decoder, folder: Path, ranks: Ranks) -> None:
         super().__init__()

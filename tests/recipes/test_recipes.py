@@ -185,7 +185,7 @@ def bad(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
     (tmp_path / "no-weights").mkdir()
     (tmp_path / "no-weights/config.json").write_text("{}")
     (tmp_path / "other").mkdir()
-    (tmp_path / "other/config.json").write_text('{"model_type": "mixtral", "num_local_experts": 8}')
+    (tmp_path / "other/config.json").write_text('{"model_type": "t5", "num_layers": 8}')
     rows_ = tmp_path / "rows.jsonl"
     rows_.write_text('{"question": "abcdefghij", "answer": "b"}\n{"question": "c", "answer": "d"}\n')
     path = ["--dataset.task", "null", "--eval.problems", "0", "--dataset.path"]
@@ -213,11 +213,11 @@ def bad(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         ),
         "an unsupported family": (
             ["--from_scratch", "null", "--model", str(tmp_path / "other")],
-            "model_type 'mixtral', which is unsupported: use a model of llama, qwen2, qwen3, mistral",
+            "model_type 't5': the installed transformers has no such causal language model",
         ),
         "an unsupported reference": (
             ["--grpo.beta", "0.1", "--grpo.reference", str(tmp_path / "other")],
-            "model_type 'mixtral', which is unsupported",
+            "model_type 't5': the installed transformers has no such",
         ),
         "replay of routers that are not there": (
             ["--generator.router_replay", "true"],

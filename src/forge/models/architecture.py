@@ -21,8 +21,8 @@ class AttentionKind(NamedTuple):
     window: int | None
 
 
-# The model types that trainer and engines compute by themselves; the last two are mixtures of experts. Of the others they
-# run transformers' modules (`forge_families`).
+# The model types that trainer and engines compute by themselves; the last two are mixtures of experts. Others run in
+# transformers' modules (`forge_families`).
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "olmo2", "smollm3", "phi3", "gemma3_text", "qwen3_moe", "olmoe")
 # The families whose code in transformers reads a key; in another family's config.json it does nothing.
 WINDOWS = ("mistral", "phi3", "qwen3_moe")  # `sliding_window`, of all layers
@@ -39,29 +39,25 @@ def check_config(config: PreTrainedConfig) -> None:
     Raises:
         ValueError: they differ in a value, which the message names.
     """
-    # The type may differ from config.json's: transformers reads some types as a related one.
-    if config.model_type not in FAMILIES:
+    if not is_native(config):
         resolve("forge_families.probe:check_config", "model")(config)
-        return
+
+
+def is_native(config: PreTrainedConfig) -> bool:
+    """Return whether trainer and engines compute a model of this config by themselves, not by transformers' modules."""
+    # The type may differ from config.json's: transformers reads some types as a related one.
     family, window = config.model_type, getattr(config, "sliding_window", None)
     is_bidirectional = family == "gemma3_text" and config.use_bidirectional_attention
     caps = ("attn_logit_softcapping", "final_logit_softcapping") if family == "gemma3_text" else ()
-    capped = next((f"{name} = {getattr(config, name)}" for name in caps if getattr(config, name) is not None), None)
 
     # In these two families, transformers' implementations of attention disagree about the window.
     is_unclear = family == "olmoe" and window is not None
     if family == "smollm3" and not config.use_sliding_window and window is not None:
         is_unclear = "sliding_attention" in config.layer_types
     is_quantised = getattr(config, "quantization_config", None) is not None
-
-    for is_used, feature in (
-        (is_bidirectional or not getattr(config, "is_causal", True), "attention in both directions"),
-        (capped is not None, capped),
-        (is_unclear, f"sliding_window = {window}"),
-        (is_quantised, "quantization_config, which quantised weights have,"),
-    ):
-        if is_used:
-            raise ValueError(f"{config.name_or_path or 'the model'} ({family}): {feature} is not supported")
+    is_capped = any(getattr(config, name) is not None for name in caps)
+    is_causal = getattr(config, "is_causal", True) and not is_bidirectional
+    return family in FAMILIES and is_causal and not (is_capped or is_unclear or is_quantised)
 
 
 def attention_kinds(config: PreTrainedConfig) -> list[AttentionKind]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..config.plugin import resolve
 from ..system.checksums import CHECKSUMS, DamagedFile, check_files, write_checksums
 from ..system.files import removed_on_error, room_for
-from .architecture import FAMILIES, check_config
+from .architecture import check_config, is_native
 from .files import PICKLES, check_model_files, read_json
 from .hub import is_hub_id, is_hub_reachable, split_revision
 from .tokenizer import PRINTABLE, character_tokenizer, model_config
@@ -58,7 +58,7 @@ def check_family(name: str) -> None:
 
     if str(family) not in CLASSES:
         raise ValueError(
-            f"model {name} has model_type {family!r:.80}, of which the installed transformers has no causal language model"
+            f"model {name} has model_type {family!r:.80}: the installed transformers has no such causal language model"
         )
     try:
         config = model_config(path.parent)
@@ -70,13 +70,15 @@ def check_family(name: str) -> None:
 
 
 def check_classifier(config: PreTrainedConfig) -> None:
-    """Raise ValueError if transformers has no sequence classifier of this family, to be a critic or reward model."""
+    """Raise ValueError if a model of this config cannot be a critic or reward model, which is a sequence classifier."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
 
     if config.model_type not in CLASSIFIERS:
         raise ValueError(
             f"{config.model_type} models cannot be critics or reward models: transformers has no such head"
         )
+    if not is_native(config):
+        resolve("forge_families.probe:check_packed", "model")(config, "critics and reward models")
 
 
 def resolve_model(name: str) -> str:

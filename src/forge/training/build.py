@@ -102,7 +102,7 @@ def build_policy(
         add_adapters(policy.model, lora)
     if ranks.tensor.size > 1:
         parallelize_model(policy.model, ranks)
-    layers = list(policy.model.model.layers)
+    layers = find_layers(policy.model)
 
     # Before sharding, which wraps the compiled layers.
     if compile:
@@ -128,6 +128,12 @@ def build_policy(
 
     sum_gradients(policy)
     return policy
+
+
+def find_layers(model: Any) -> list[nn.Module]:
+    """Return the decoder layers of a transformers model: the outermost list of as many modules as its config has."""
+    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
+    return list(next((found for found in lists if len(found) == model.config.num_hidden_layers), ()))
 
 
 def precision_context(ranks: Ranks, dtype: torch.dtype) -> AbstractContextManager[object]:

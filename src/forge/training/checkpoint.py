@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
-from ..models.weight_layouts import split_experts
 from ..system.checksums import CHECKSUMS, DamagedFile, check_files, write_checksums
 from ..system.files import free_bytes, removed_on_error, room_for, sync_path
 from .checkpoint_reader import Planner, Reader, dump_plain, load_plain
@@ -354,7 +353,7 @@ def export_model(
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").exists():
         raise FileExistsError(f"{folder} exists and is not a model: choose another folder")
-    weights = split_experts(trainer.export_weights())
+    weights = trainer.policy.plain_weights(trainer.export_weights())
 
     if trainer.ranks.rank != 0:
         deque(weights, maxlen=0)  # iterates, as every rank must to gather each tensor
@@ -363,7 +362,7 @@ def export_model(
         shutil.rmtree(unfinished, ignore_errors=True)
         loaded_tokenizer = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
         loaded_tokenizer.chat_template = template or loaded_tokenizer.chat_template
-        planned = list(split_experts(trainer.export_weights(meta=True)))
+        planned = list(trainer.policy.plain_weights(trainer.export_weights(meta=True)))
 
         with room_for(folder, sum(tensor.nbytes for _, tensor in planned)), removed_on_error(unfinished):
             trainer.policy.save_config(unfinished, loaded_tokenizer)

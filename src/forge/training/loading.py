@@ -133,7 +133,7 @@ def files_of(folder: Path) -> dict[str, Path]:
 
 
 LARGEST = 5 * 10**9  # most bytes of tensors in a file
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.int64: "I64"}
 
 
 def write_weights(

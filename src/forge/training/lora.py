@@ -5,6 +5,7 @@ import zlib
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from .linear import FastLinear
 from .settings import LoraSettings
@@ -25,7 +26,7 @@ class LoraLinear(FastLinear):
         return super().forward(x) + self.scaling * self.lora_B(self.lora_A(x))
 
 
-def add_adapters(model: nn.Module, settings: LoraSettings) -> None:
+def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> None:
     """Add an adapter to every target of a transformers model's backbone, in place, and freeze all other weights but the
     scalar head.
 
@@ -36,7 +37,7 @@ def add_adapters(model: nn.Module, settings: LoraSettings) -> None:
         ValueError: a target is not a linear layer of the backbone; the message lists those.
     """
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    backbone = {name: module for name, module in linear.items() if name.startswith("model.")}
+    backbone = {name: module for name, module in linear.items() if name.startswith(f"{model.base_model_prefix}.")}
     names = sorted({path.rpartition(".")[2] for path in backbone})
     targets = settings.layers(names)
     if unknown := sorted(set(targets) - set(names)):

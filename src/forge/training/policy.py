@@ -5,7 +5,7 @@ RMSNorm is one kernel where a device has one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import lcm
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,8 +25,9 @@ from transformers import (
 from ..config.plugin import resolve
 from ..data.chat import ChatFormat
 from ..data.prefixes import find_prefixes, prefix_ids
-from ..models.architecture import FAMILIES, check_config, rotary_limit, sparse_layers
+from ..models.architecture import check_config, is_native, rotary_limit, sparse_layers
 from ..models.find import check_classifier, quiet_loading
+from ..models.weight_layouts import split_experts
 from ..system.devices import type_of
 from ..types import UNKNOWN_EXPERT, Batch
 from .attention import NAME, PackedLayout, gather_scores
@@ -156,7 +157,11 @@ class PackedModel(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         check_config(model.config)
-        model.config._attn_implementation = NAME
+        self.adopt(model, NAME)
+
+    def adopt(self, model: PreTrainedModel, attention: str) -> None:
+        """Take a model, which computes by transformers' attention of this name from now on."""
+        model.config._attn_implementation = attention
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 # Off in training as well: a ratio or a KL compares two forward passes, in which dropout would differ.
@@ -168,6 +173,10 @@ class PackedModel(nn.Module):
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Return (Hugging Face name, parameter) pairs: of a sharded model DTensors, of tied parameters the first."""
         return self.model.named_parameters()
+
+    def plain_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) pairs of `named_weights` as checkpoints on the hub have them."""
+        return split_experts(named_tensors)
 
     def save_config(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         """Write the configuration files in Hugging Face format, without weights and tokenizer.
@@ -200,7 +209,7 @@ class PackedModel(nn.Module):
 
         if self.routers is not None:
             self.routers.begin(local.experts, local.real)
-        hidden = self.model.model(
+        hidden = self.model.base_model(
             input_ids=local.tokens[None],
             position_ids=local.positions[None],
             use_cache=False,
@@ -246,10 +255,7 @@ class Policy(PackedModel):
             )
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        is_native = model.config.model_type in FAMILIES
-        kind = cls if is_native else resolve("forge_families.policy:FamilyPolicy", "model")
-        policy: Policy = kind(model)
-        return policy
+        return cls(model) if is_native(model.config) else resolve("forge_families.policy:FamilyPolicy", "model")(model)
 
     def forward(self, batch: Batch, temperature: float = 1.0) -> TokenScores:
         """Return log-probability and entropy of each token with mask True, at the sampler's `temperature`."""

@@ -10,7 +10,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from ..config.plugin import resolve
 from ..config.sections import Section
-from ..models.architecture import BIASES, MLP_BIASES, sparse_layers
+from ..models.architecture import BIASES, MLP_BIASES, is_native, sparse_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -272,6 +272,8 @@ class Parallelism(Section):
         context = self.context_parallel_degree
         family = config.model_type
 
+        if context > 1 and not is_native(config):
+            resolve("forge_families.probe:check_packed", "model")(config, "parallelism.context_parallel_degree")
         # Layers are divided by the names of their modules, which differ between families.
         if tensor > 1 and family not in SPLIT_BY_NAME:
             supported = ", ".join(SPLIT_BY_NAME)

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from forge.config.plugin import resolve
 from forge.data.packing import split_batch
 from forge.system.devices import planning_for
+from forge.training.build import find_layers
 from forge.training.distributed import Ranks, lay_out
 from forge.training.experts import balance_loss
 from forge.training.lora import add_adapters
@@ -139,7 +140,7 @@ def run_passes(
             )
             for name, tensor in local.items()
         }
-        return Passes(described, meter.peaks, dtype.itemsize, len(policy.model.model.layers))
+        return Passes(described, meter.peaks, dtype.itemsize, len(find_layers(policy.model)))
 
 
 @contextmanager
