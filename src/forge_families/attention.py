@@ -13,7 +13,16 @@ from transformers import AttentionInterface, AttentionMaskInterface
 # Names of attention implementations. Under PROBE the masks are `describe_mask`'s; for ENGINE transformers makes none.
 ENGINE, PROBE = "forge_engine", "forge_probe"
 # Arguments of attention that change nothing in a forward pass of one sequence without padding, or that are handled.
-KNOWN = {"position_ids", "use_cache", "cache", "output_attentions", "output_router_logits", "is_causal", "kwargs", "logits_to_keep"}
+KNOWN = {
+    "position_ids",
+    "use_cache",
+    "cache",
+    "output_attentions",
+    "output_router_logits",
+    "is_causal",
+    "kwargs",
+    "logits_to_keep",
+}
 FIRST = torch.zeros((), dtype=torch.long)
 
 

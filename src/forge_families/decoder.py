@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+
 from forge.engines.cache import BLOCK, KeyValueCache, round_up
 from forge.engines.decoder import QUERIES, Decoder, attention_granule, embedding_bag_indices
 from forge.models.architecture import FAMILIES
-from torch import Tensor, nn
 
 from .attention import run_model
 from .states import RowsCache, StateCache
@@ -154,7 +155,7 @@ class ModuleDecoder(Decoder):
         size = value.shape[3]
         scale = query.shape[3] ** -0.5 if scaling is None else scaling
         query, key, value = (F.pad(x, (0, self.D - x.shape[3])) for x in (query, key, value))
-        if self.K > key.shape[1]:
+        if key.shape[1] < self.K:
             key, value = (x.repeat_interleave(self.K // x.shape[1], 1) for x in (key, value))
         if self.blocks is None:
             attended = self._attend_step(slot, query, key, value, scale, softcap, s_aux)

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from forge.models.find import quiet_loading
 from torch import Tensor
+
+from forge.models.find import quiet_loading
 
 from .decoder import ModuleDecoder
 from .probe import build_small_model

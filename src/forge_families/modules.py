@@ -6,12 +6,12 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from forge.engines.decoder import rms_norm
-from forge.engines.experts import pad_rows
-from forge.engines.linear import Linear, pack_weight
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
+
+from forge.engines.experts import pad_rows
+from forge.engines.linear import Linear, pack_weight, rms_norm
 
 ENGINE = "forge_engine"  # the name of the experts' function
 

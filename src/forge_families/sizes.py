@@ -6,8 +6,9 @@ import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from forge.models.find import quiet_loading
 from torch import nn
+
+from forge.models.find import quiet_loading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

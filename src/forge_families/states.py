@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from forge.engines.cache import WIDTH, KeyValueCache
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
+
+from forge.engines.cache import WIDTH, KeyValueCache
 
 KINDS = ("conv_states", "recurrent_states")
 

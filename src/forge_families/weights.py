@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
+
 from forge.engines.weights import checked_parts
 from forge.models.find import quiet_loading
 from forge.models.weight_layouts import FusedPart
-from torch import Tensor, nn
 
 from .attention import ENGINE, PROBE, Recorder, UnsupportedAttention, run_model, set_attention
 from .modules import FusedNorm, set_weight, use_experts
@@ -152,3 +153,9 @@ def read_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedMo
             folder, dtype=dtype, trust_remote_code=False, use_safetensors=True
         )
     return model
+
+
+def read_parameters(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the (name, tensor) of each weight of a folder by its name in transformers' module, shared ones once."""
+    for name, parameter in read_model(folder).named_parameters():
+        yield name, parameter.detach()

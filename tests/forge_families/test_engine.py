@@ -158,7 +158,10 @@ def test_each_token_is_drawn_from_the_weights_it_names(make: Make, name: str, mo
     with EmbeddedEngine(folder, slots=5, on_update=mode) as engine:
         updates: list[Any] = []
         drive(engine, {6: update(engine, models, updates, 1), 13: update(engine, models, updates, 2)})
-        futures = [engine.submit(PROMPTS[4], Sampling(n=6, max_tokens=12, seed=1)), engine.submit([4], Sampling(max_tokens=24))]
+        futures = [
+            engine.submit(PROMPTS[4], Sampling(n=6, max_tokens=12, seed=1)),
+            engine.submit([4], Sampling(max_tokens=24)),
+        ]
         versions = set()
         for future in futures:
             for completion in future.result(60):

@@ -18,6 +18,7 @@ from ..models.architecture import attention_kinds, rotary_parameters
 from ..models.weight_layouts import head_size
 from .cache import BLOCK, KeyValueCache, round_up
 from .experts import Experts
+from .linear import rms_norm
 from .weights import Layer, Weights
 
 if TYPE_CHECKING:
@@ -74,7 +75,6 @@ class Decoder:
         self.row_ids = torch.arange(rows, device=device)
         self.cache_positions = torch.arange(self.cache.longest, device=device)
         self.queries = QUERIES if device.type == "cpu" else None  # elsewhere one large product is faster
-        self._attend = partial(F.scaled_dot_product_attention, scale=self.scale, enable_gqa=True)
 
     has_prefixes = True  # whether the cache of a prompt has that of its first tokens
 
@@ -97,10 +97,11 @@ class Decoder:
         index = cache.index(self.row_ids[:rows], positions)
         rotations = self._rotations_at(positions)
         biases = self._biases_at(positions, length)
-        bag_indices = None
-        if self.device.type == "cpu":
-            bag_indices = embedding_bag_indices(rows * self.K, self.H // self.K, length, cache.length)
-
+        bag_indices = (
+            embedding_bag_indices(rows * self.K, self.H // self.K, length, cache.length)
+            if self.device.type == "cpu"
+            else None
+        )
         # Rows and key-value heads are one batch dimension, without a copy; the heads of a group share its keys.
         keys, values = (c.flatten(1, 2)[:, : rows * self.K, :length].unbind() for c in (cache.keys, cache.values))
         tables = cache.tables()
@@ -147,7 +148,8 @@ class Decoder:
                 self.cache.write_choices(token_rows, positions[:real], [experts[:real] for experts in choices])
                 return
 
-            attended = self._attend_blocks(blocks, i, kind, q.flatten(1, 2), self._attend)
+            attend = partial(F.scaled_dot_product_attention, scale=self.scale, enable_gqa=True)
+            attended = self._attend_blocks(blocks, i, kind, q, attend)
             self._finish_layer(layer, x, attended.flatten(1), choices)
 
     def _biases_at(self, positions: Tensor, length: int) -> list[Tensor]:
@@ -180,22 +182,20 @@ class Decoder:
         index = self.cache.index(token_rows, positions.to(self.device))
         # Padded, as kernels are prepared for every new number of tokens; results of padding are never stored.
         padding = (32 if len(tokens) <= 32 else round_up(len(tokens), 64)) - len(tokens)
-        padded_positions = F.pad(positions, (0, padding)).to(self.device)
-        return F.pad(tokens, (0, padding)), padded_positions, token_rows, index, blocks
+        tokens, positions = F.pad(tokens, (0, padding)), F.pad(positions, (0, padding)).to(self.device)
+        return tokens, positions, token_rows, index, blocks
 
     def _attend_blocks(
         self, blocks: list[_Block], layer: int, kind: int, q: Tensor, attend: Callable[..., Tensor]
     ) -> Tensor:
-        """Return the attention (N, H, D) of a prefill's queries (N, H, D) to the keys in the cache.
-
-        Each block is one call of `attend` for all its prompts, with queries in rows of one length.
-        """
-        attended = torch.zeros_like(q)
+        """Return the attention (N, H, D) of a prefill's queries, (N, H, D) or (N, K, G, D), to the keys in the cache:
+        each block is one call of `attend` for all its prompts, with queries in rows of one length."""
+        attended = q.new_zeros(q.shape).flatten(1, -2)
         for block in blocks:
             size, length = block.masks[kind].shape
-            queries = q.new_zeros(block.prompts * size, *q.shape[1:])
-            queries.index_copy_(0, block.slots, q[block.tokens])
-            queries = queries.unflatten(0, (block.prompts, size)).transpose(1, 2)
+            by_slot = q.new_zeros(block.prompts * size, *attended.shape[1:])
+            by_slot.index_copy_(0, block.slots, q[block.tokens].flatten(1, -2))
+            queries = by_slot.unflatten(0, (block.prompts, size)).transpose(1, 2)
             keys, values = (c[layer, :, :, :length][block.rows] for c in (self.cache.keys, self.cache.values))
             by_head = attend(queries, keys, values, attn_mask=block.masks[kind])
             attended.index_copy_(0, block.tokens, by_head.transpose(1, 2).flatten(0, 1)[block.slots])
@@ -349,25 +349,6 @@ def embedding_bag_indices(heads: int, group: int, length: int, capacity: int) ->
     first = torch.arange(heads, dtype=torch.int32)[:, None, None] * capacity
     indices = (first + torch.arange(length, dtype=torch.int32)).expand(-1, group, -1).flatten()
     return indices, torch.arange(0, len(indices), length, dtype=torch.int32)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x (..., D) after RMSNorm over its last dimension (Zhang and Sennrich 2019, arXiv:1910.07467). The weight
-    is (D,), or has several of x's last dimensions."""
-    size = x.shape[-1]
-    if x.device.type != "cpu" or x.dtype != torch.float32:
-        normed = F.rms_norm(x, (size,), weight if weight.dim() == 1 else None, eps)
-        return normed if weight.dim() == 1 else normed * weight
-    # On a CPU F.rms_norm has two temporary tensors of x's size. Each operation here rounds correctly; torch.hypot would
-    # replace three of them, but its results depend on the number of rows.
-    square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().mul_(as_float32(1 / size))
-    return (x / square.add_(as_float32(eps)).sqrt_()).mul_(weight)
-
-
-@lru_cache
-def as_float32(number: float) -> Tensor:
-    """Return a number as a tensor, cached: converting it at each operation would take as long as the operation."""
-    return torch.tensor(number, dtype=torch.float32)
 
 
 def bias_of(unseen: Tensor, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,7 @@ import logging
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from itertools import takewhile
 from pathlib import Path
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ..config.plugin import resolve
-from ..models.architecture import FAMILIES
 from ..system.devices import find_accelerator
 from ..types import Completion, Sampling
 from .batch import RunningBatch
@@ -29,7 +28,7 @@ from .linear import has_bfloat16
 from .requests import EngineRequest, Matcher, fail_passed_over
 from .restrictions import Words
 from .settings import EngineSettings
-from .weights import Weights, load_config, load_eos, read_checkpoint, weight_bytes
+from .weights import Weights, is_decodable, load_config, load_eos, read_checkpoint
 
 log = logging.getLogger(__name__)
 # Bytes that a GPU keeps for a prefill, libraries and gaps between allocations: a generous estimate, not a measurement.
@@ -90,15 +89,14 @@ class EmbeddedEngine:
 
         options.check(config)
         graphs = graphs_on(self.device) if options.captures(config, self.device.type) else None
-        # Of other families transformers' modules, with this engine's cache.
-        self._make_weights: Callable[..., Weights] = Weights
-        make_decoder, named_tensors = Decoder, read_checkpoint(folder)
-        if config.model_type not in FAMILIES:
-            opened = resolve("forge_families.engine:open_model", "model")(folder, self.dtype, self.device)
-            self._make_weights, make_decoder, named_tensors = opened
+        # Of most model types transformers' modules, with this engine's cache.
+        self._make_weights, make_decoder, named_tensors = (
+            (Weights, Decoder, read_checkpoint(folder))
+            if is_decodable(config)
+            else resolve("forge_families.engine:open_model", "model")(folder, self.dtype, self.device)
+        )
         weights = self._make_weights(config, named_tensors, self.dtype, self.device, version)
         rows = round_up(options.slots, WIDTH)
-
         # Measured after the weights have taken their part of the memory.
         cache_bytes = self._cache_limit(options)
         decoder = make_decoder(
@@ -113,8 +111,14 @@ class EmbeddedEngine:
             granule=16 if graphs is None else GRANULE,
         )
         prefill_tokens = prefill_tokens or (1024 if self.device.type == "cpu" else 4096)
-        prefix_bytes = int(options.prefix_cache_mb * 1e6) if decoder.has_prefixes else 0
-        self._batch = RunningBatch(decoder, options.slots, prefill_tokens, prefix_bytes, self._words, graphs)
+        self._batch = RunningBatch(
+            decoder,
+            options.slots,
+            prefill_tokens,
+            int(options.prefix_cache_mb * 1e6) if decoder.has_prefixes else 0,
+            self._words,
+            graphs,
+        )
         self._waiting: deque[EngineRequest] = deque()
 
         self._orders: deque[Order] = deque()  # accepted by the engine's thread, not yet executed
@@ -173,19 +177,16 @@ class EmbeddedEngine:
     ) -> Future[None]:
         """Replace all weights, as `Engine.update_weights`. They change between two decode steps; generation continues
         while the tensors are read."""
-        future: Future[None] = Future()
         try:
             with self._wake:
                 self._check_alive()
             # Read without the lock, which takes seconds; the engine may have failed meanwhile.
             weights = self._make_weights(self.config, named_tensors, self.dtype, self.device, version, identity)
-            with self._wake:
-                self._check_alive()
-                self._new_orders.append((weights, future))
-                self._wake.notify()
+            return self._submit_order(weights)
         except Exception as error:
-            future.set_exception(error)
-        return future
+            failed: Future[None] = Future()
+            failed.set_exception(error)
+            return failed
 
     def release(self) -> Future[None]:
         """Free the memory of weights and cache, as `Engine.release`."""
@@ -263,7 +264,7 @@ class EmbeddedEngine:
             torch.accelerator.empty_cache()
             free, _ = torch.cuda.mem_get_info(self.device)
             # The rest of the memory must hold the next weights, which are filled while these decode, and the logits.
-            weights = weight_bytes(self.config, self.dtype)
+            weights = resolve("forge_families.sizes:weight_bytes", "model")(self.config, self.dtype)
             logits = 4 * settings.slots * self.config.vocab_size * 4  # float32, with three copies that sampling makes
             if settings.captures(self.config, self.device.type):
                 logits *= 2  # logits of captured steps have separate memory
@@ -288,7 +289,7 @@ class EmbeddedEngine:
             self._grammars = resolve("forge_agents.grammar:Grammars", "grammar")(self._folder, self.config.vocab_size)
         return self._grammars.matcher(grammar, stops)  # type: ignore[no-any-return]
 
-    def _submit_order(self, command: Literal["release", "restore"]) -> Future[None]:
+    def _submit_order(self, command: Command) -> Future[None]:
         future: Future[None] = Future()
         with self._wake:
             self._check_alive()

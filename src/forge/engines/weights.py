@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..config.plugin import resolve
-from ..models.architecture import FAMILIES, LAYER_WINDOWS, MLP_BIASES, check_config, rotary_parameters, sparse_layers
+from ..models.architecture import LAYER_WINDOWS, MLP_BIASES, check_config, is_native, rotary_parameters, sparse_layers
 from ..models.files import read_json
 from ..models.tokenizer import model_config
 from ..models.weight_layouts import EMBEDDING, HEAD, FusedPart, engine_layout, head_size, is_derived, split_experts
@@ -37,33 +37,28 @@ def load_config(folder: Path) -> PreTrainedConfig:
     """
     config = read_config(folder)
     check_head(folder, config)
-    family = config.model_type
-    if family not in FAMILIES:
+    if not is_decodable(config):
         resolve("forge_families.engine:check_engine", "model")(config)
-        return config
-    activation = config.hidden_activation if family == "gemma3_text" else config.hidden_act
-    layer_types = set(config.layer_types) if family in LAYER_WINDOWS else set[str]()
-    ropes = rotary_parameters(config).values()
-    unknown_ropes = {rope.get("rope_type", "default") for rope in ropes} - set(ROPE_TYPES)
-    scaled_ropes = [rope for rope in ropes if rope.get("rope_type", "default") != "default"]
-
-    is_partial = family != "phi3" and any(rope.get("partial_rotary_factor", 1.0) != 1.0 for rope in scaled_ropes)
-    experts = config.num_experts if sparse_layers(config) else 0
-
-    # Features of transformers' models that the decoder does not compute.
-    for is_used, feature in (
-        (layer_types - {"full_attention", "sliding_attention"}, f"layer_types {sorted(layer_types)}"),
-        (activation != ACTIVATIONS.get(family, "silu"), f"hidden_act {activation!r}"),
-        (family in MLP_BIASES and config.mlp_bias, "mlp_bias"),
-        (unknown_ropes, f"rope_type {next(iter(unknown_ropes), None)!r}"),
-        (is_partial, "a partial rotary embedding"),
-        (family == "olmoe" and config.clip_qkv is not None, "clip_qkv"),
-        (experts > UNKNOWN_EXPERT, f"{experts} experts"),
-    ):
-        if is_used:
-            raise ValueError(f"{folder}: the embedded engine does not support {feature}")
-
     return config
+
+
+def is_decodable(config: PreTrainedConfig) -> bool:
+    """Return whether the engine computes a model of this config by its own decoder, not by transformers' modules."""
+    family = config.model_type
+    if not is_native(config):
+        return False
+    activation = config.hidden_activation if family == "gemma3_text" else config.hidden_act
+    ropes = [(rope.get("rope_type", "default"), rope) for rope in rotary_parameters(config).values()]
+    is_partial = any(kind != "default" and rope.get("partial_rotary_factor", 1.0) != 1.0 for kind, rope in ropes)
+    return not (
+        (family in LAYER_WINDOWS and {*config.layer_types} - {"full_attention", "sliding_attention"})
+        or activation != ACTIVATIONS.get(family, "silu")
+        or (family in MLP_BIASES and config.mlp_bias)
+        or {kind for kind, _ in ropes} - set(ROPE_TYPES)
+        or (family != "phi3" and is_partial)
+        or (family == "olmoe" and config.clip_qkv is not None)
+        or (sparse_layers(config) and config.num_experts > UNKNOWN_EXPERT)
+    )
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
@@ -269,14 +264,6 @@ class Weights:
             )
             for layer in (f"layers.{i}" for i in range(config.num_hidden_layers))
         ]
-
-
-def weight_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of one version of an engine's weights, in which tied embeddings count once."""
-    if config.model_type not in FAMILIES:
-        return resolve("forge_families.sizes:weight_bytes", "model")(config, dtype)  # type: ignore[no-any-return]
-    shapes = [(sum(part.rows for part in parts), *parts[0].inner) for parts in engine_layout(config).values()]
-    return sum(torch.Size(shape).numel() for shape in shapes) * dtype.itemsize
 
 
 def by_group(heads: Tensor, config: PreTrainedConfig) -> Tensor:
