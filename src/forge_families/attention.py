@@ -1,10 +1,11 @@
-"""The engine's attention within transformers' modules: which calls a model makes, found by one forward pass."""
+"""The engine's attention within transformers' modules, and the calls of attention that a model makes."""
 
 from __future__ import annotations
 
 import inspect
 import threading
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,22 +13,15 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 # Names of attention implementations. Under PROBE the masks are `describe_mask`'s; for ENGINE transformers makes none.
 ENGINE, PROBE = "forge_engine", "forge_probe"
-# Arguments of attention that change nothing in a forward pass of one sequence without padding, or that are handled.
-KNOWN = {
-    "position_ids",
-    "use_cache",
-    "cache",
-    "output_attentions",
-    "output_router_logits",
-    "is_causal",
-    "kwargs",
-    "logits_to_keep",
-}
-FIRST = torch.zeros((), dtype=torch.long)
+# Arguments of attention that change nothing in the forward pass of a sequence.
+KNOWN = {"dropout", "position_ids", "use_cache", "cache", "output_attentions", "output_router_logits", "is_causal"}
+KNOWN |= {"kwargs", "logits_to_keep"}
+Attend = Callable[..., Tensor]  # of query (B, H, N, D), key and value (B, K, N, D): (B, N, H, D)
+_current = threading.local()  # `attend` of the forward pass that runs in this thread
 
 
-class UnsupportedAttention(ValueError):
-    """A call of attention that the engine does not compute; names the feature."""
+class UnsupportedModel(ValueError):
+    """A model that the engine does not compute; names the feature."""
 
 
 class AttentionCall(NamedTuple):
@@ -40,38 +34,20 @@ class AttentionCall(NamedTuple):
     window: int | None  # a token sees itself and the `window` - 1 before it; None: all before it
 
 
-class Attention(Protocol):
-    """What computes the attention calls of a forward pass, in their order."""
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
-        """Return (B, N, H, D) of query (B, H, N, D), key and value (B, K, N, D)."""
-
-
-class _Current(threading.local):
-    attention: Attention | None = None
-
-
-_current = _Current()
-
-
-def run_model(attention: Attention, module: nn.Module, tokens: Tensor, positions: Tensor, cache: Any) -> Any:
-    """Return the result of a model's forward pass whose attention calls `attention` computes.
+def run_model(attend: Attend, module: nn.Module, tokens: Tensor, positions: Tensor, cache: Any = None) -> Any:
+    """Return the result of a forward pass whose calls of attention `attend` computes.
 
     Args:
         tokens, positions: (B, N).
-        cache: of states (`forge_families.states.RowsCache`); None for a model without them.
+        cache: the states of recurrent layers (`forge_families.states.RowStates`); None: the model has none.
     """
-    inputs: dict[str, Any] = {"input_ids": tokens, "use_cache": cache is not None}
+    inputs: dict[str, Any] = {"position_ids": positions, "cache": cache, "use_cache": cache is not None}
     parameters = inspect.signature(module.forward).parameters
-    if "position_ids" in parameters:
-        inputs["position_ids"] = positions
-    if cache is not None:
-        inputs["cache" if "cache" in parameters else "cache_params"] = cache
-    _current.attention = attention
+    _current.attend = attend
     try:
-        return module(**inputs)
+        return module(input_ids=tokens, **{name: value for name, value in inputs.items() if name in parameters})
     finally:
-        _current.attention = None
+        del _current.attend
 
 
 def set_attention(model: nn.Module, name: str) -> None:
@@ -81,62 +57,46 @@ def set_attention(model: nn.Module, name: str) -> None:
             module.config._attn_implementation = name
 
 
-class Recorder:
-    """An `Attention` that records the calls; its values do not matter.
-
-    Attributes:
-        calls: those so far, in order.
-    """
-
-    def __init__(self) -> None:
-        self.calls: list[AttentionCall] = []
-
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scaling: Any = None,
-        dropout: float = 0.0,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        s_aux: Tensor | None = None,
-        **options: Any,
-    ) -> Tensor:
-        """Record a call; return zeros in the shape of its result.
-
-        Raises:
-            UnsupportedAttention: the engine does not compute such a call; names the feature.
-        """
-        if unknown := sorted(name for name, option in options.items() if option is not None and name not in KNOWN):
-            raise UnsupportedAttention(f"attention with {', '.join(unknown)}")
-        if key.shape[2] != query.shape[2] or key.shape[:3] != value.shape[:3]:
-            raise UnsupportedAttention("attention to other keys than those of the same tokens")
-        if mask is not None and mask.numel() != 1:
-            raise UnsupportedAttention("an attention mask that the model makes by itself")
-        if mask is not None and int(mask) < 0:
-            raise UnsupportedAttention("an attention mask that is neither causal nor a window")
-        window = sliding_window or None
-        if mask is not None:
-            window = int(mask) or None
-            if sliding_window not in (None, 0, window):
-                raise UnsupportedAttention(f"sliding_window = {sliding_window} with a mask of {window}")
-        scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
-        size = max(key.shape[3], value.shape[3])
-        self.calls.append(AttentionCall(query.shape[1], key.shape[1], size, scale, window))
-        return value.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[3])
-
-
 def call_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, *args: Any, **options: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, *scale: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """Compute attention by the object that runs this thread's forward pass: transformers' attention interface."""
-    attention = _current.attention
-    assert attention is not None
-    if args:  # the scale may come without its name
-        options["scaling"] = args[0]
-    return attention.attend(query, key, value, attention_mask, **options), None
+    """Compute attention by `attend` of this thread's forward pass: transformers' attention interface."""
+    named = dict(zip(("scaling",), scale, strict=False))
+    return _current.attend(query, key, value, attention_mask, **named, **options), None
+
+
+def record_call(
+    calls: list[AttentionCall],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: Any = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """Append a call of attention to `calls`; return zeros in the shape of its result.
+
+    Raises:
+        UnsupportedModel: the engine does not compute such a call.
+    """
+    window = int(mask) if mask is not None and mask.numel() == 1 else sliding_window or 0
+    unknown = sorted(name for name, option in options.items() if option is not None and name not in KNOWN)
+    for is_found, feature in (
+        (unknown, f"attention with {', '.join(unknown)}"),
+        (key.shape[2] != query.shape[2] or key.shape[:3] != value.shape[:3], "attention to other tokens' keys"),
+        (mask is not None and mask.numel() != 1, "an attention mask that the model makes by itself"),
+        (window < 0, "an attention mask that is neither causal nor a window"),
+        (sliding_window not in (None, 0, window), f"sliding_window = {sliding_window} with a mask of {window}"),
+    ):
+        if is_found:
+            raise UnsupportedModel(feature)
+    scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
+    size = max(key.shape[3], value.shape[3])
+    calls.append(AttentionCall(query.shape[1], key.shape[1], size, scale, window or None))
+    return value.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[3])
 
 
 def describe_mask(*, mask_function: Any, use_vmap: bool = False, local_size: int | None = None, **_: Any) -> Tensor:
@@ -148,8 +108,9 @@ def describe_mask(*, mask_function: Any, use_vmap: bool = False, local_size: int
     reach = 3 * window + 2 if window else 8
     queries = torch.tensor([0, 1, max(window - 1, 0), window, 2 * window + 1, reach - 1])[:, None]
     keys = torch.arange(reach)
-    expected = (keys <= queries) & (keys > queries - window) if window else keys <= queries
-    is_known = not use_vmap and torch.equal(mask_function(FIRST, FIRST, queries, keys).expand_as(expected), expected)
+    expected = (keys <= queries) & (keys > queries - (window or reach))
+    first = torch.zeros((), dtype=torch.long)
+    is_known = not use_vmap and torch.equal(mask_function(first, first, queries, keys).expand_as(expected), expected)
     return torch.full((1, 1, 1, 1), window if is_known else -1)
 
 

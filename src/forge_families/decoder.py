@@ -16,7 +16,7 @@ from forge.engines.decoder import QUERIES, Decoder, attention_granule, embedding
 from forge.models.architecture import FAMILIES
 
 from .attention import run_model
-from .states import RowsCache, StateCache
+from .states import RowStates, StateCache, States
 from .weights import ModuleWeights, Template
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class ModuleDecoder(Decoder):
     """A `Decoder` of any causal model of transformers whose attention goes through transformers' interface.
 
-    Layers whose heads are smaller or fewer than others' are padded to those. With recurrent layers each prompt is
-    computed separately, and a row's bits depend on the other rows.
+    Heads of layers that have fewer or smaller ones than others are repeated and padded. With recurrent layers each
+    prompt is computed separately, and a row's bits depend on the other rows.
     """
 
     weights: ModuleWeights  # type: ignore[assignment]
@@ -53,16 +53,14 @@ class ModuleDecoder(Decoder):
         self.K = max((call.kv_heads for call in calls), default=1)
         self.D = max((call.size for call in calls), default=1)
         if device.type == "cpu" and dtype == torch.float32:
-            longest = round_up(max_seq_len, BLOCK)
-            shapes = {(call.heads // self.K, call.scale) for call in calls}
-            granule = max((attention_granule(group, self.D, scale, longest) for group, scale in shapes), default=16)
+            shapes = {(call.heads // self.K, self.D, call.scale, round_up(max_seq_len, BLOCK)) for call in calls}
+            granule = max((attention_granule(*shape) for shape in shapes), default=granule)
         self.granule = granule
-        shape = SimpleNamespace(
-            model_type=FAMILIES[0], num_hidden_layers=max(len(calls), 1), num_key_value_heads=self.K, head_dim=self.D
-        )
-        settings: tuple[Any, ...] = (shape, rows, max_seq_len, dtype, device, record, cache_bytes, granule)
-        states = [state for state in template.states if state is not None]
-        self.cache = StateCache(states, *settings) if states else KeyValueCache(*settings)
+        shape = {"num_hidden_layers": max(len(calls), 1), "num_key_value_heads": self.K, "head_dim": self.D}
+        options: dict[str, Any] = {"rows": rows, "max_seq_len": max_seq_len, "dtype": dtype, "device": device}
+        options |= {"config": SimpleNamespace(model_type=FAMILIES[0], **shape), "limit": cache_bytes, "granule": granule}
+        self.has_prefixes = not template.states
+        self.cache = KeyValueCache(**options) if self.has_prefixes else StateCache(template.states, **options)
 
         windows = sorted({call.window or 0 for call in calls})
         self.kinds = [(None, window or None) for window in windows]  # type: ignore[misc]
@@ -70,76 +68,58 @@ class ModuleDecoder(Decoder):
         self.row_ids = torch.arange(rows, device=device)
         self.cache_positions = torch.arange(self.cache.longest, device=device)
         self.queries = QUERIES if device.type == "cpu" else None
-        self.next_call = 0
-        self.has_prefixes = not states
 
     def decode(self, tokens: Tensor, positions: Tensor, length: int) -> Tensor:
         """Run one token of each of the first B rows, as `Decoder.decode`."""
         rows = len(tokens)
         cache = self.cache
-        self.blocks = None
         self.length = length
         self.index = cache.index(self.row_ids[:rows], positions)
         self.biases = self._biases_at(positions, length)
-        self.keys, self.values = (
-            c.flatten(1, 2)[:, : rows * self.K, :length].unbind() for c in (cache.keys, cache.values)
-        )
+        stores = cache.keys, cache.values
+        self.keys, self.values = (store.flatten(1, 2)[:, : rows * self.K, :length].unbind() for store in stores)
         states = None
         if isinstance(cache, StateCache):
-            # The row of a prompt of one token has the states of an earlier sample.
-            first = (positions == 0).nonzero()[:, 0]
-            for state in cache.states:
-                state[first] = 0
-            states = self._rows_cache([state[:rows] for state in cache.states])
-        return self._run(self.weights.model, tokens[:, None], positions[:, None], states).logits[:, -1].float()
+            states = RowStates(self.template.config, cache.views(0, rows))
+            for state in filter(lambda state: state is not None, states.read()):
+                state[positions == 0] = 0  # the row of a prompt of one token has the states of an earlier sample
+        output = self._run(self._attend_step, self.weights.model, tokens[:, None], positions[:, None], states)
+        return output.logits[:, -1].float()  # type: ignore[no-any-return]
 
     def prefill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int], starts: Sequence[int] = ()) -> None:
         """Write keys, values and states of each prompt into its row of the cache, as `Decoder.prefill`."""
-        starts = starts or [0] * len(prompts)
-        base = self.weights.model.base_model
         cache = self.cache
         if not isinstance(cache, StateCache):
-            self._prefill(base, prompts, rows, starts, None)
+            self._prefill(prompts, rows, starts)
             return
-        for prompt, row, start in zip(prompts, rows, starts, strict=True):
+        for prompt, row, start in zip(prompts, rows, starts or [0] * len(prompts), strict=True):
             size = len(prompt) if self.template.continues or not start else 1
             for first in range(0, len(prompt), size):
-                position = start + first
-                states = self._rows_cache([state[row : row + 1] for state in cache.states] if position else None)
-                self._prefill(base, [prompt[first : first + size]], [row], [position], states)
-                computed = [state for state in states.states() if state is not None]
-                for state, value in zip(cache.states, computed, strict=True):
-                    state[row] = value[0]
+                states = RowStates(self.template.config, cache.views(row) if start + first else None)
+                self._prefill([prompt[first : first + size]], [row], [start + first], states)
+                cache.store(row, states.read())
 
     def _prefill(
         self,
-        base: nn.Module,
         prompts: Sequence[Sequence[int]],
         rows: Sequence[int],
         starts: Sequence[int],
-        states: RowsCache | None,
+        states: RowStates | None = None,
     ) -> None:
         tokens, positions, token_rows, self.index, self.blocks = self._plan_prompts(prompts, rows, starts)
         self.real = len(token_rows)
         if states is not None:  # padding would change them
             tokens, positions = tokens[: self.real], positions[: self.real]
-        self._run(base, tokens[None], positions[None], states)
+        self._run(self._attend_prompts, self.weights.model.base_model, tokens[None], positions[None], states)
 
-    def _rows_cache(self, states: Sequence[Tensor] | None) -> RowsCache:
-        if states is None:
-            return RowsCache(self.template.config)
-        remaining = iter(states)
-        return RowsCache(
-            self.template.config, [None if like is None else next(remaining) for like in self.template.states]
-        )
-
-    def _run(self, module: nn.Module, tokens: Tensor, positions: Tensor, states: RowsCache | None) -> Any:
-        self.next_call = 0
+    def _run(self, attend: Any, module: nn.Module, tokens: Tensor, positions: Tensor, states: RowStates | None) -> Any:
+        self.slots = iter(range(len(self.kind_of)))
         self.tables = self.cache.tables()
-        return run_model(self, module, tokens, positions, states)
+        return run_model(partial(self._attend, attend), module, tokens, positions, states)
 
-    def attend(
+    def _attend(
         self,
+        attend: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -149,49 +129,36 @@ class ModuleDecoder(Decoder):
         s_aux: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
-        """Compute the next attention call, as `forge_families.attention.Attention`."""
-        slot = self.next_call
-        self.next_call += 1
+        """Compute the next call of attention of a forward pass, with heads of the cache's number and size."""
         size = value.shape[3]
         scale = query.shape[3] ** -0.5 if scaling is None else scaling
         query, key, value = (F.pad(x, (0, self.D - x.shape[3])) for x in (query, key, value))
-        if key.shape[1] < self.K:
+        if self.K > key.shape[1]:
             key, value = (x.repeat_interleave(self.K // x.shape[1], 1) for x in (key, value))
-        if self.blocks is None:
-            attended = self._attend_step(slot, query, key, value, scale, softcap, s_aux)
-        else:
-            q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-            self.cache.write(self.tables[slot], self.index, k[: self.real], v[: self.real])
-            attend = partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=True)
-            if softcap is not None or s_aux is not None:
-                attend = partial(attend_capped, scale=scale, softcap=softcap, sinks=s_aux)
-            attended = self._attend_blocks(self.blocks, slot, self.kind_of[slot], q, attend)[None]
-        return attended[..., :size]
+        return attend(next(self.slots), query, key, value, scale, softcap, s_aux)[..., :size]  # type: ignore[no-any-return]
+
+    def _attend_prompts(
+        self, slot: int, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: Any, sinks: Any
+    ) -> Tensor:
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        self.cache.write(self.tables[slot], self.index, k[: self.real], v[: self.real])
+        attend = partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=True)
+        if softcap is not None or sinks is not None:
+            attend = partial(attend_capped, scale=scale, softcap=softcap, sinks=sinks)
+        return self._attend_blocks(self.blocks, slot, self.kind_of[slot], q, attend)[None]
 
     def _attend_step(
-        self,
-        slot: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        softcap: float | None,
-        sinks: Tensor | None,
+        self, slot: int, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: Any, sinks: Any
     ) -> Tensor:
-        """Return (B, 1, H, D) of one token of each row."""
         rows = len(query)
         self.cache.write(self.tables[slot], self.index, key[:, :, 0], value[:, :, 0])
         q = query.reshape(rows * self.K, -1, self.D)
-        keys = self.keys[slot].transpose(1, 2)
         bias = self.biases[self.kind_of[slot]]
-        if softcap is None:
-            scores = torch.baddbmm(bias, q, keys, alpha=scale)
+        if softcap is None and sinks is None:
+            probs = torch.baddbmm(bias, q, self.keys[slot].transpose(1, 2), alpha=scale).softmax(-1)
         else:
-            scores = torch.bmm(q, keys).mul_(scale / softcap).tanh_().mul_(softcap).add_(bias)
-        if sinks is not None:
-            sink = sinks.to(scores.dtype).view(self.K, -1, 1).repeat(rows, 1, 1)
-            scores = torch.cat([scores, sink], -1)
-        probs = scores.softmax(-1)[..., : self.length]
+            by_row = None if sinks is None else sinks.view(self.K, -1, 1).repeat(rows, 1, 1)
+            probs = capped_probabilities(q, self.keys[slot], bias, scale, softcap, by_row)
         if self.device.type == "cpu":
             bag_indices = embedding_bag_indices(rows * self.K, q.shape[1], self.length, self.cache.length)
             weights = probs.reshape(-1)
@@ -210,20 +177,30 @@ def attend_capped(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Return attention (P, H, N, D) with scores capped at +-`softcap`, and with sinks (H,).
-
-    A sink is a further score without a value.
+    """Return attention (P, H, N, D) of queries (P, H, N, D), keys and values (P, K, T, D), as `capped_probabilities`.
 
     Args:
-        queries: (P, H, N, D). keys, values: (P, K, T, D).
         attn_mask: (N, T), added to the scores.
+        sinks: (H,), of each head.
     """
     keys, values = (x.repeat_interleave(queries.shape[1] // x.shape[1], 1) for x in (keys, values))
-    scores = queries @ keys.transpose(2, 3) * scale
+    by_head = None if sinks is None else sinks.view(-1, 1, 1)
+    return capped_probabilities(queries, keys, attn_mask, scale, softcap, by_head) @ values
+
+
+def capped_probabilities(
+    queries: Tensor, keys: Tensor, bias: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Return the probabilities (..., N, T) of queries (..., N, D) for keys (..., T, D).
+
+    Args:
+        bias: added to the scores, after they are capped at +-`softcap`.
+        sinks: a further score of each query, whose probability is left out.
+    """
+    scores = queries @ keys.transpose(-1, -2) * scale
     if softcap is not None:
         scores = (scores / softcap).tanh() * softcap
-    scores = scores + attn_mask
+    scores = scores + bias
     if sinks is not None:
-        sink = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, sink], -1)
-    return scores.softmax(-1)[..., : keys.shape[2]] @ values
+        scores = torch.cat([scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)], -1)
+    return scores.softmax(-1)[..., : keys.shape[-2]]

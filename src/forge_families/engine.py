@@ -11,27 +11,28 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from forge.models.find import quiet_loading
-
+from .attention import UnsupportedModel
 from .decoder import ModuleDecoder
 from .probe import build_small_model
-from .weights import ModuleWeights, Template, read_model, unsupported
+from .weights import ModuleWeights, Template, read_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 # The most that log-probabilities may differ from those of transformers' forward pass, for large random weights.
 MAX_DIFFERENCE = 2e-3
-_differences: dict[str, float] = {}  # by the config's values
+STEPS = 12  # of decoding that are compared
 Opened = tuple[Callable[..., ModuleWeights], Callable[..., ModuleDecoder], Iterator[tuple[str, Tensor]]]
+
+_checked: set[str] = set()  # configs, by their values
 
 
 def open_model(folder: Path, dtype: torch.dtype, device: torch.device) -> Opened:
-    """Return what makes the weights and the decoder of a model, as the classes of the native tier, and the (name,
-    tensor) of each weight in its folder.
+    """Return what makes the weights and the decoder of a model, as the core's classes, and the (name, tensor) of each
+    weight in its folder.
 
     Raises:
-        ValueError: a feature that the engine does not compute.
+        ValueError: a weight is missing, or a feature that the engine does not compute.
     """
     template = Template(read_model(folder, dtype), device)
     return partial(ModuleWeights, template), partial(ModuleDecoder, template), template.read_weights()
@@ -43,13 +44,19 @@ def check_engine(config: PreTrainedConfig) -> None:
     Raises:
         ValueError: it does not; names the feature, or the difference from transformers.
     """
-    key = config.to_json_string(use_diff=False)
-    if key not in _differences:
-        with quiet_loading():
-            _differences[key] = measure_difference(build_small_model(config))
-    if not _differences[key] <= MAX_DIFFERENCE:
-        difference = f"the log-probabilities of a small one differ by {_differences[key]:.2g} from transformers'"
-        raise unsupported(config, f"models of this kind: {difference}")
+    if (key := config.to_json_string(use_diff=False)) in _checked:
+        return
+    try:
+        difference = measure_difference(build_small_model(config))
+        feature = "" if difference <= MAX_DIFFERENCE else f"this model: log-probabilities differ by {difference:.2g}"
+    except UnsupportedModel as error:
+        feature = str(error)
+    except Exception as error:  # modules that cannot do without transformers' own attention or cache
+        feature = f"this model's modules ({type(error).__name__}: {' '.join(str(error).split())[:160]})"
+    if feature:
+        name = f"{config.name_or_path or 'the model'} ({config.model_type})"
+        raise ValueError(f"{name}: the embedded engine does not support {feature}")
+    _checked.add(key)
 
 
 def measure_difference(model: PreTrainedModel) -> float:
@@ -58,28 +65,23 @@ def measure_difference(model: PreTrainedModel) -> float:
     Two sequences of different lengths are prefilled, the longer one in two pieces, and decoded together.
 
     Raises:
-        ValueError: a feature that the engine does not compute.
+        UnsupportedModel: a feature that the engine does not compute.
     """
-    device, config = torch.device("cpu"), model.config
+    device = torch.device("cpu")
     generator = torch.Generator().manual_seed(0)
-    highest = config.get_text_config().vocab_size
+    highest = model.config.get_text_config().vocab_size
     tokens = [torch.randint(3, highest, (length,), generator=generator) for length in (48, 27)]
     with torch.inference_mode():
-        expected = [model(input_ids=ids[None]).logits[0].float().log_softmax(-1) for ids in tokens]
+        expected = [model(input_ids=ids[None]).logits[0, -STEPS:].float().log_softmax(-1) for ids in tokens]
     template = Template(copy.deepcopy(model), device)
-    weights = ModuleWeights(template, config, template.read_weights(), torch.float32, device)
-    decoder = ModuleDecoder(template, config, weights, 2, 64, torch.float32, device)
+    weights = ModuleWeights(template, model.config, template.read_weights(), torch.float32, device)
+    decoder = ModuleDecoder(template, model.config, weights, 2, 64, torch.float32, device)
 
     with torch.inference_mode():
-        first = [len(ids) - 12 for ids in tokens]
-        decoder.prefill([tokens[0][:20].tolist(), tokens[1][: first[1]].tolist()], [0, 1])
-        decoder.prefill([tokens[0][20 : first[0]].tolist()], [0], [20])
-        differences = []
-        for step in range(12):
-            positions = torch.tensor(first) + step
-            inputs = torch.stack([ids[position] for ids, position in zip(tokens, positions, strict=True)])
-            logprobs = decoder.decode(inputs, positions, 64).log_softmax(-1)
-            for row, position in enumerate(positions):
-                differences.append((logprobs[row] - expected[row][position]).abs().max())
-
-    return float(torch.stack(differences).max())
+        longer, shorter = (ids[:-STEPS].tolist() for ids in tokens)
+        decoder.prefill([longer[:20], shorter], [0, 1])
+        decoder.prefill([longer[20:]], [0], [20])
+        positions = torch.tensor([len(longer), len(shorter)])
+        steps = zip(*(ids[-STEPS:] for ids in tokens), strict=True)
+        logits = [decoder.decode(torch.stack(step), positions + i, 64) for i, step in enumerate(steps)]
+        return float((torch.stack(logits, 1).log_softmax(-1) - torch.stack(expected)).abs().max())

@@ -1,4 +1,4 @@
-"""States of recurrent layers (linear attention, state spaces, short convolutions) beside the engine's keys and values."""
+"""States of recurrent layers (linear attention, state spaces, short convolutions) and the engine's keys and values."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
 
-from forge.engines.cache import WIDTH, KeyValueCache
+from forge.engines.cache import KeyValueCache
 
 KINDS = ("conv_states", "recurrent_states")
+States = list[Tensor | None]  # of some rows, (rows, ...) each, by layer, kind and number; None where there are none
 
 
 class RowLayer(LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
@@ -26,96 +27,92 @@ class RowLayer(LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
         return 0
 
 
-class RowsCache(DynamicCache):  # type: ignore[misc]
-    """transformers' cache of one forward pass over some rows, on views of the states of these rows."""
+class RowStates(DynamicCache):  # type: ignore[misc]
+    """Transformers' cache of one forward pass over some rows, on views of the states of these rows."""
 
-    def __init__(self, config: PreTrainedConfig, states: Sequence[Tensor] | None = None) -> None:
-        """Start without states, or with those of all layers, in the order of `states`."""
+    def __init__(self, config: PreTrainedConfig, states: States | None = None) -> None:
+        """Start with these states, which the forward pass replaces in place; None: without any."""
         super().__init__(config=config)
         self.layers = [RowLayer(getattr(layer, "number_of_states", 1)) for layer in self.layers]
-        self.kinds = [
-            (layer, kind, i) for layer in self.layers for kind in KINDS for i in range(layer.number_of_states)
-        ]
-        if states is not None:
-            self._restore(states)
-
-    def states(self) -> list[Tensor | None]:
-        """Return the states by layer, kind and number, (rows, ...) each; None where a layer has none."""
-        return [getattr(layer, kind)[i] for layer, kind, i in self.kinds]
-
-    def _restore(self, states: Sequence[Tensor | None]) -> None:
-        for (layer, kind, i), state in zip(self.kinds, states, strict=True):
+        self.slots = [(layer, kind, i) for layer in self.layers for kind in KINDS for i in layer.has_previous_state]
+        for (layer, kind, i), state in zip(self.slots, states or (), strict=False):
             layer.has_previous_state[i] = True
-            if state is None:
-                continue
-            getattr(layer, kind)[i] = state
-            getattr(layer, f"is_{kind}_initialized")[i] = True
-            layer.device, layer.dtype = state.device, state.dtype
-            if kind == "conv_states":
+            if state is not None:
+                getattr(layer, kind)[i] = state
+                getattr(layer, f"is_{kind}_initialized")[i] = True
+                layer.device, layer.dtype = state.device, state.dtype
+            if kind == "conv_states" and state is not None:
                 layer.conv_kernel_size[i] = state.shape[-1]
+
+    def read(self) -> States:
+        """Return the states."""
+        return [getattr(layer, kind)[i] for layer, kind, i in self.slots]
 
 
 class StateCache(KeyValueCache):
-    """A cache of the engine with states of recurrent layers, one of each row.
+    """A cache of the engine with states of recurrent layers: one row of each for every row, and for the prefill row.
 
-    Results of `read` have the states as further parts. They are of the row's last token, so that only a whole row can
-    be read.
+    Results of `read` have the states as further parts. They are of the row's last token, so that only whole rows can be
+    read.
     """
 
-    def __init__(self, states: Sequence[Tensor], *args: Any, **options: Any) -> None:
-        """Make a cache with states in the shapes of `states`, (1, ...) each, besides keys and values."""
-        self.row_bytes = sum(state.nbytes for state in states)
-        self.states: list[Tensor] = [state[:0] for state in states]
-        super().__init__(*args, **options)
-        self._resize_states(0)
+    def __init__(self, like: States, rows: int, limit: int | None, **options: Any) -> None:
+        """Make a cache with states in the shapes of `like`, (1, ...) each.
+
+        Args:
+            limit: bytes, also of the states, which all rows have from the start.
+        """
+        self.like = like
+        self.allocate(rows)
+        super().__init__(rows=rows, limit=None if limit is None else max(0, limit - self.state_bytes), **options)
+
+    def allocate(self, rows: int) -> None:
+        """Make all states zero."""
+        self.states = [None if s is None else s.new_zeros(rows + 1, *s.shape[1:]) for s in self.like]
+        self.state_bytes = sum(state.nbytes for state in self.states if state is not None)
 
     @property
     def nbytes(self) -> int:
         """Return the bytes of all rows together."""
-        return super().nbytes + sum(state.nbytes for state in self.states)
+        return super().nbytes + self.state_bytes
 
-    def capacity(self, length: int) -> int:
-        """Return the number of rows with `length` positions each that fit, in addition to the prefill row."""
-        if self.limit is None:
-            return self.rows
-        rows = self.limit // (self.padded_length(length) * self.token_bytes + self.row_bytes) - 1
-        return min(self.rows, rows - rows % WIDTH if rows > WIDTH else rows)
+    def views(self, row: int, end: int | None = None) -> States:
+        """Return views of the states of a row, or of rows `row` to `end` - 1, (rows, ...) each."""
+        first = self.rows if row == self.prefill_row else row
+        return [None if state is None else state[first : end or first + 1] for state in self.states]
+
+    def store(self, row: int, states: States) -> None:
+        """Copy the states (1, ...) of a row to another one."""
+        for view, state in zip(self.views(row), states, strict=True):
+            if view is not None:
+                view.copy_(state)
 
     def clear(self) -> None:
         """Free all memory; the next `reserve` allocates again."""
         super().clear()
-        self.states = [state[:0].clone() for state in self.states]
+        self.allocate(-1)
+
+    def resize(self, size: int, rows: int) -> None:
+        """Reallocate as `KeyValueCache.resize`."""
+        super().resize(size, rows)
+        if not self.state_bytes:
+            self.allocate(self.rows)
 
     def erase(self, row: int, start: int = 0) -> None:
         """Zero the states, keys and values of a row; from position `start` on only keys and values."""
         super().erase(row, start)
-        for state in self.states if start == 0 else ():
-            state[row] = 0
-
-    def resize(self, size: int, rows: int) -> None:
-        """Reallocate as `KeyValueCache.resize`."""
-        last = self.prefill_row
-        super().resize(size, rows)
-        self._resize_states(rows, last)
-
-    def _resize_states(self, rows: int, last: int = 0) -> None:
-        before, self.states = self.states, []
-        for state in before:
-            after = state.new_zeros(self.prefill_row + 1, *state.shape[1:])
-            if len(state):
-                after[:rows] = state[:rows]
-                after[self.prefill_row] = state[last]
-            self.states.append(after)
+        for view in self.views(row) if start == 0 else ():
+            if view is not None:
+                view.zero_()
 
     def read(self, row: int, length: int) -> tuple[Tensor, ...]:
-        """Return keys and values as `KeyValueCache.read`, and views of the row's states, (1, 1, 1, ...) each."""
-        return (*super().read(row, length), *(state[row][None, None, None] for state in self.states))
+        """Return keys and values as `KeyValueCache.read`, and views of the row's states."""
+        return (*super().read(row, length), *(view[None, None] for view in self.views(row) if view is not None))
 
     def fill(self, rows: Sequence[int], parts: Sequence[tuple[Tensor, ...]]) -> None:
         """Copy results of `read` to each of `rows`, the states of the last one."""
         count = len(self.stores)
         super().fill(rows, [part[:count] for part in parts])
-        for part in parts[-1:]:
-            for state, value in zip(self.states, part[count:], strict=True):
-                for row in rows:
-                    state[row] = value[0, 0, 0]
+        for row in rows if parts else ():
+            states = iter(parts[-1][count:])
+            self.store(row, [None if like is None else next(states)[0, 0] for like in self.like])
