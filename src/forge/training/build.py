@@ -93,13 +93,15 @@ def build_policy(
         head,
         dtype=weights_dtype,
         gradient_checkpointing=gradient_checkpointing,
-        meta=ranks.mesh is not None,
+        meta=ranks.mesh is not None and not (lora and lora.quantize),
     )
     Parallelism(tensor_parallel_degree=ranks.tensor.size, context_parallel_degree=ranks.context.size).check(
         policy.model.config
     )
     if lora is not None:
         add_adapters(policy.model, lora)
+        if lora.quantize:
+            resolve("forge_families.four_bits:quantize_base", "lora.quantize")(policy, path)
     if ranks.tensor.size > 1:
         parallelize_model(policy.model, ranks)
     layers = find_layers(policy.model)

@@ -149,6 +149,8 @@ class LoraSettings(Section):
     """The update is scaled by alpha / rank."""
     targets: list[str] | None = Field(None, min_length=1)
     """Names of linear layers, without the path to them; null: all of attention and feed-forward, but experts."""
+    quantize: Literal["nf4"] | None = None
+    """Hold the frozen matrices of these layers in four bits ([large_models.md](large_models.md))."""
 
     def layers(self, linear_layers: Iterable[str]) -> tuple[str, ...]:
         """Return the names of the linear layers that get an adapter, in a model whose linear layers have these names.

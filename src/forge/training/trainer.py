@@ -179,13 +179,12 @@ class PolicyTrainer:
         """Return this rank's part of every trained parameter by Hugging Face name, DTensors if sharded. With `lora`
         these are the factors A and B, B scaled by alpha / rank: the layer's weight is then W + B A."""
         reshard_model(self.policy)
-        parameters = self.policy.named_weights()
         if self.lora is None:
-            return {name: parameter.detach() for name, parameter in parameters}
+            return {name: parameter.detach() for name, parameter in self.policy.named_weights()}
         scaling = self.lora.alpha / self.lora.rank
         return {
             name: parameter.detach() * scaling if name.endswith(".lora_B.weight") else parameter.detach()
-            for name, parameter in parameters
+            for name, parameter in self.policy.model.named_parameters()
             if parameter.requires_grad
         }
 
