@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from forge.engines.weights import checked_parts
-from forge.models.weight_layouts import EMBEDDING, HEAD, engine_layout
+from forge.models.weight_layouts import EMBEDDING, HEAD, engine_layout, split_experts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -59,7 +59,7 @@ class Handover:
             self.path = f"/proc/{os.getpid()}/fd/{self._file}"
             shared = dict(read_handover(self.path, self.locations, self.dtype, shared=True))
             with torch.no_grad():
-                for entry, i, tensor in checked_parts(table, named_tensors, config.tie_word_embeddings):
+                for entry, i, tensor in checked_parts(table, split_experts(named_tensors), config.tie_word_embeddings):
                     shared[table[entry][i].name].copy_(tensor)
         except BaseException:
             self.close()

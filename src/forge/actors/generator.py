@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..config.plugin import resolve
 from ..engines import EngineSettings, load_engine
 from ..engines.interface import EngineFailed
 from ..models.flops import count_causal, forward_flops
 from ..models.hub import check_model_name
-from ..models.tokenizer import encode_prompt, open_tokenizer
+from ..models.tokenizer import encode_prompt, model_config, open_tokenizer
 from ..models.weight_layouts import has_adapters, merge_adapters
 from ..observability import Reduce, phase, record_metric
 from ..observability.metrics import record_span
@@ -110,10 +111,9 @@ class Generator(ForgeActor):
     def setup(self) -> None:
         """Open the model, its tokenizer and the engine."""
         import torch
-        from transformers import AutoConfig
 
         self.store = connect_store(self.store_ref)
-        self.architecture = AutoConfig.from_pretrained(self.model, trust_remote_code=False)
+        self.architecture = model_config(self.model)
         self.tokenizer = open_tokenizer(self.model)
         self.special = frozenset(self.tokenizer.all_special_ids)
         device = None
@@ -293,7 +293,7 @@ class Generator(ForgeActor):
         Args:
             number: of the request, counted from 1.
         """
-        from ..engines.weights import read_checkpoint
+        from ..engines.weights import is_decodable, read_checkpoint
 
         with self.loading:
             if number < self.loaded:
@@ -301,7 +301,9 @@ class Generator(ForgeActor):
             with store.open(self.weights_key, version) as snapshot:
                 tensors = snapshot.tensors()
                 if has_adapters(snapshot.manifest.by_name):
-                    tensors = merge_adapters(read_checkpoint(Path(self.model)), dict(tensors))
+                    is_plain = self.settings.engine != "embedded" or is_decodable(self.architecture)
+                    read = read_checkpoint if is_plain else resolve("forge_families.weights:read_parameters", "model")
+                    tensors = merge_adapters(read(Path(self.model)), dict(tensors))
                 swapped = self.engine.update_weights(tensors, version, snapshot.digest)
             self.loaded = number
             return snapshot.digest, swapped

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..models.architecture import sparse_layers
+from ..config.plugin import resolve
+from ..models.architecture import is_native, sparse_layers
 from ..models.weight_layouts import head_size
 from ..types import UNKNOWN_EXPERT
 
@@ -227,5 +228,7 @@ def make_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
 
 def token_bytes(config: PreTrainedConfig, dtype: torch.dtype, record: bool = False) -> int:
     """Return the bytes of one token of one row in a model's cache; with `record` including its choices of experts."""
+    if not is_native(config):
+        return resolve("forge_families.sizes:token_bytes", "model")(config, dtype)  # type: ignore[no-any-return]
     numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * head_size(config)
     return numbers * dtype.itemsize + (len(sparse_layers(config)) * config.num_experts_per_tok if record else 0)

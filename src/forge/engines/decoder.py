@@ -6,7 +6,7 @@ T cache positions, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,6 +18,7 @@ from ..models.architecture import attention_kinds, rotary_parameters
 from ..models.weight_layouts import head_size
 from .cache import BLOCK, KeyValueCache, round_up
 from .experts import Experts
+from .linear import rms_norm
 from .weights import Layer, Weights
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ class Decoder:
         self.cache_positions = torch.arange(self.cache.longest, device=device)
         self.queries = QUERIES if device.type == "cpu" else None  # elsewhere one large product is faster
 
+    has_prefixes = True  # whether the cache of a prompt has that of its first tokens
+
     def release(self) -> None:
         """Free the memory of weights and cache; assign other weights before the next `prefill` or `decode`."""
         self.weights = None  # type: ignore[assignment]
@@ -93,19 +96,12 @@ class Decoder:
         cache = self.cache
         index = cache.index(self.row_ids[:rows], positions)
         rotations = self._rotations_at(positions)
-        key_positions = self.cache_positions[:length]
-        biases = []
-        for _, window in self.kinds:
-            unseen = key_positions > positions[:, None]
-            if window is not None:
-                # An idle row may be beyond `length`: it sees the last key, as none would give NaN, which stays there.
-                unseen |= key_positions <= (positions[:, None] - window).clamp(max=length - 2)
-            biases.append(bias_of(unseen, self.cache.keys.dtype).repeat_interleave(self.K, 0)[:, None])
-
-        bag_indices = None
-        if self.device.type == "cpu":
-            bag_indices = embedding_bag_indices(rows * self.K, self.H // self.K, length, cache.length)
-
+        biases = self._biases_at(positions, length)
+        bag_indices = (
+            embedding_bag_indices(rows * self.K, self.H // self.K, length, cache.length)
+            if self.device.type == "cpu"
+            else None
+        )
         # Rows and key-value heads are one batch dimension, without a copy; the heads of a group share its keys.
         keys, values = (c.flatten(1, 2)[:, : rows * self.K, :length].unbind() for c in (cache.keys, cache.values))
         tables = cache.tables()
@@ -137,22 +133,8 @@ class Decoder:
             prompts: the tokens to compute; those before them are in the cache already.
             rows, starts: the row of each prompt and the position of its first token here, by default 0.
         """
-        # All prompts are one sequence of tokens, each with its prompt, position and row of the cache.
-        lengths = torch.tensor([len(prompt) for prompt in prompts])
-        first_positions = torch.tensor(starts or [0] * len(prompts))
-        tokens = torch.tensor([token for prompt in prompts for token in prompt], device=self.device)
-        prompt_index = torch.arange(len(prompts)).repeat_interleave(lengths)
-        offsets = lengths.cumsum(0) - lengths  # of each prompt's first token in the sequence
-        positions = torch.arange(len(tokens)) + (first_positions - offsets)[prompt_index]
-        end_positions = first_positions + lengths
-        blocks = self._split_blocks(prompt_index, positions, torch.tensor(rows), first_positions, end_positions)
-        token_rows = torch.tensor(rows)[prompt_index].to(self.device)
-        index = self.cache.index(token_rows, positions.to(self.device))
-        # Padded, as kernels are prepared for every new number of tokens; results of padding are never stored.
-        real = len(tokens)
-        padded = 32 if real <= 32 else round_up(real, 64)
-        tokens = F.pad(tokens, (0, padded - real))
-        positions = F.pad(positions, (0, padded - real)).to(self.device)
+        tokens, positions, token_rows, index, blocks = self._plan_prompts(prompts, rows, starts)
+        real = len(token_rows)
         rotations = self._rotations_at(positions)
         x = self._embed_tokens(tokens)
 
@@ -166,21 +148,58 @@ class Decoder:
                 self.cache.write_choices(token_rows, positions[:real], [experts[:real] for experts in choices])
                 return
 
-            # Each block is one call for all its prompts: queries in rows of one length, against the keys in the cache.
-            attended = q.new_zeros(padded, self.H * self.D)
-            for block in blocks:
-                size, length = block.masks[kind].shape
-                queries = q.new_zeros(block.prompts * size, self.H, self.D)
-                queries.index_copy_(0, block.slots, q[block.tokens].flatten(1, 2))
-                queries = queries.unflatten(0, (block.prompts, size)).transpose(1, 2)
-                keys, values = (c[i, :, :, :length][block.rows] for c in (self.cache.keys, self.cache.values))
-                by_head = F.scaled_dot_product_attention(
-                    queries, keys, values, attn_mask=block.masks[kind], scale=self.scale, enable_gqa=True
-                )
-                by_slot = by_head.transpose(1, 2).reshape(-1, self.H * self.D)
-                attended.index_copy_(0, block.tokens, by_slot[block.slots])
+            attend = partial(F.scaled_dot_product_attention, scale=self.scale, enable_gqa=True)
+            attended = self._attend_blocks(blocks, i, kind, q, attend)
+            self._finish_layer(layer, x, attended.flatten(1), choices)
 
-            self._finish_layer(layer, x, attended, choices)
+    def _biases_at(self, positions: Tensor, length: int) -> list[Tensor]:
+        """Return the attention bias (B * K, 1, length) of decoding at these positions, for each kind of attention."""
+        keys = self.cache_positions[:length]
+        biases = []
+        for _, window in self.kinds:
+            unseen = keys > positions[:, None]
+            if window is not None:
+                # An idle row may be beyond `length`: it sees the last key, as none would give NaN, which stays there.
+                unseen |= keys <= (positions[:, None] - window).clamp(max=length - 2)
+            biases.append(bias_of(unseen, self.cache.keys.dtype).repeat_interleave(self.K, 0)[:, None])
+        return biases
+
+    def _plan_prompts(
+        self, prompts: Sequence[Sequence[int]], rows: Sequence[int], starts: Sequence[int]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[_Block]]:
+        """Return the tokens of a prefill and their positions, padded to few sizes (N,); the row of each real token, its
+        place in the cache (see `KeyValueCache.index`), and the calls of attention."""
+        # All prompts are one sequence of tokens, each with its prompt, position and row of the cache.
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        first_positions = torch.tensor(starts or [0] * len(prompts))
+        tokens = torch.tensor([token for prompt in prompts for token in prompt], device=self.device)
+        prompt_index = torch.arange(len(prompts)).repeat_interleave(lengths)
+        offsets = lengths.cumsum(0) - lengths  # of each prompt's first token in the sequence
+        positions = torch.arange(len(tokens)) + (first_positions - offsets)[prompt_index]
+        end_positions = first_positions + lengths
+        blocks = self._split_blocks(prompt_index, positions, torch.tensor(rows), first_positions, end_positions)
+        token_rows = torch.tensor(rows)[prompt_index].to(self.device)
+        index = self.cache.index(token_rows, positions.to(self.device))
+        # Padded, as kernels are prepared for every new number of tokens; results of padding are never stored.
+        padding = (32 if len(tokens) <= 32 else round_up(len(tokens), 64)) - len(tokens)
+        tokens, positions = F.pad(tokens, (0, padding)), F.pad(positions, (0, padding)).to(self.device)
+        return tokens, positions, token_rows, index, blocks
+
+    def _attend_blocks(
+        self, blocks: list[_Block], layer: int, kind: int, q: Tensor, attend: Callable[..., Tensor]
+    ) -> Tensor:
+        """Return the attention (N, H, D) of a prefill's queries, (N, H, D) or (N, K, G, D), to the keys in the cache:
+        each block is one call of `attend` for all its prompts, with queries in rows of one length."""
+        attended = q.new_zeros(q.shape).flatten(1, -2)
+        for block in blocks:
+            size, length = block.masks[kind].shape
+            by_slot = q.new_zeros(block.prompts * size, *attended.shape[1:])
+            by_slot.index_copy_(0, block.slots, q[block.tokens].flatten(1, -2))
+            queries = by_slot.unflatten(0, (block.prompts, size)).transpose(1, 2)
+            keys, values = (c[layer, :, :, :length][block.rows] for c in (self.cache.keys, self.cache.values))
+            by_head = attend(queries, keys, values, attn_mask=block.masks[kind])
+            attended.index_copy_(0, block.tokens, by_head.transpose(1, 2).flatten(0, 1)[block.slots])
+        return attended
 
     def _split_blocks(
         self, prompt_index: Tensor, positions: Tensor, rows: Tensor, starts: Tensor, ends: Tensor
@@ -330,25 +349,6 @@ def embedding_bag_indices(heads: int, group: int, length: int, capacity: int) ->
     first = torch.arange(heads, dtype=torch.int32)[:, None, None] * capacity
     indices = (first + torch.arange(length, dtype=torch.int32)).expand(-1, group, -1).flatten()
     return indices, torch.arange(0, len(indices), length, dtype=torch.int32)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x (..., D) after RMSNorm over its last dimension (Zhang and Sennrich 2019, arXiv:1910.07467). The weight
-    is (D,), or has several of x's last dimensions."""
-    size = x.shape[-1]
-    if x.device.type != "cpu" or x.dtype != torch.float32:
-        normed = F.rms_norm(x, (size,), weight if weight.dim() == 1 else None, eps)
-        return normed if weight.dim() == 1 else normed * weight
-    # On a CPU F.rms_norm has two temporary tensors of x's size. Each operation here rounds correctly; torch.hypot would
-    # replace three of them, but its results depend on the number of rows.
-    square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().mul_(as_float32(1 / size))
-    return (x / square.add_(as_float32(eps)).sqrt_()).mul_(weight)
-
-
-@lru_cache
-def as_float32(number: float) -> Tensor:
-    """Return a number as a tensor, cached: converting it at each operation would take as long as the operation."""
-    return torch.tensor(number, dtype=torch.float32)
 
 
 def bias_of(unseen: Tensor, dtype: torch.dtype) -> Tensor:

@@ -28,7 +28,7 @@ from .linear import has_bfloat16
 from .requests import EngineRequest, Matcher, fail_passed_over
 from .restrictions import Words
 from .settings import EngineSettings
-from .weights import Weights, load_config, load_eos, read_checkpoint, weight_bytes
+from .weights import Weights, is_decodable, load_config, load_eos, read_checkpoint
 
 log = logging.getLogger(__name__)
 # Bytes that a GPU keeps for a prefill, libraries and gaps between allocations: a generous estimate, not a measurement.
@@ -38,7 +38,7 @@ Order = tuple[Command, "Future[None]"]
 
 
 class EmbeddedEngine:
-    """An `Engine` for checkpoints of `forge.models.FAMILIES` in this process.
+    """An `Engine` for checkpoints of causal language models in this process.
 
     All callers share one batch of rows, which runs in a separate thread. A request starts as soon as rows are free; its
     prompt is computed once for all samples.
@@ -89,12 +89,17 @@ class EmbeddedEngine:
 
         options.check(config)
         graphs = graphs_on(self.device) if options.captures(config, self.device.type) else None
-        weights = Weights(config, read_checkpoint(folder), self.dtype, self.device, version)
+        # Of most model types transformers' modules, with this engine's cache.
+        self._make_weights, make_decoder, named_tensors = (
+            (Weights, Decoder, read_checkpoint(folder))
+            if is_decodable(config)
+            else resolve("forge_families.engine:open_model", "model")(folder, self.dtype, self.device)
+        )
+        weights = self._make_weights(config, named_tensors, self.dtype, self.device, version)
         rows = round_up(options.slots, WIDTH)
-
         # Measured after the weights have taken their part of the memory.
         cache_bytes = self._cache_limit(options)
-        decoder = Decoder(
+        decoder = make_decoder(
             config,
             weights,
             rows,
@@ -106,8 +111,14 @@ class EmbeddedEngine:
             granule=16 if graphs is None else GRANULE,
         )
         prefill_tokens = prefill_tokens or (1024 if self.device.type == "cpu" else 4096)
-        prefix_bytes = int(options.prefix_cache_mb * 1e6)
-        self._batch = RunningBatch(decoder, options.slots, prefill_tokens, prefix_bytes, self._words, graphs)
+        self._batch = RunningBatch(
+            decoder,
+            options.slots,
+            prefill_tokens,
+            int(options.prefix_cache_mb * 1e6) if decoder.has_prefixes else 0,
+            self._words,
+            graphs,
+        )
         self._waiting: deque[EngineRequest] = deque()
 
         self._orders: deque[Order] = deque()  # accepted by the engine's thread, not yet executed
@@ -166,19 +177,16 @@ class EmbeddedEngine:
     ) -> Future[None]:
         """Replace all weights, as `Engine.update_weights`. They change between two decode steps; generation continues
         while the tensors are read."""
-        future: Future[None] = Future()
         try:
             with self._wake:
                 self._check_alive()
             # Read without the lock, which takes seconds; the engine may have failed meanwhile.
-            weights = Weights(self.config, named_tensors, self.dtype, self.device, version, identity)
-            with self._wake:
-                self._check_alive()
-                self._new_orders.append((weights, future))
-                self._wake.notify()
+            weights = self._make_weights(self.config, named_tensors, self.dtype, self.device, version, identity)
+            return self._submit_order(weights)
         except Exception as error:
-            future.set_exception(error)
-        return future
+            failed: Future[None] = Future()
+            failed.set_exception(error)
+            return failed
 
     def release(self) -> Future[None]:
         """Free the memory of weights and cache, as `Engine.release`."""
@@ -256,7 +264,7 @@ class EmbeddedEngine:
             torch.accelerator.empty_cache()
             free, _ = torch.cuda.mem_get_info(self.device)
             # The rest of the memory must hold the next weights, which are filled while these decode, and the logits.
-            weights = weight_bytes(self.config, self.dtype)
+            weights = resolve("forge_families.sizes:weight_bytes", "model")(self.config, self.dtype)
             logits = 4 * settings.slots * self.config.vocab_size * 4  # float32, with three copies that sampling makes
             if settings.captures(self.config, self.device.type):
                 logits *= 2  # logits of captured steps have separate memory
@@ -281,7 +289,7 @@ class EmbeddedEngine:
             self._grammars = resolve("forge_agents.grammar:Grammars", "grammar")(self._folder, self.config.vocab_size)
         return self._grammars.matcher(grammar, stops)  # type: ignore[no-any-return]
 
-    def _submit_order(self, command: Literal["release", "restore"]) -> Future[None]:
+    def _submit_order(self, command: Command) -> Future[None]:
         future: Future[None] = Future()
         with self._wake:
             self._check_alive()
@@ -370,13 +378,13 @@ class EmbeddedEngine:
         command, _ = self._orders[0]
         count = 1  # orders that this completes
 
-        if isinstance(command, Weights):
+        if not isinstance(command, str):
             if (self.on_update == "finish" and batch.running) or batch.is_scheduled(self._waiting):
                 return False
-            updates = list(takewhile(lambda order: isinstance(order[0], Weights), self._orders))
+            updates = list(takewhile(lambda order: not isinstance(order[0], str), self._orders))
             count = len(updates)
             newest, _ = updates[-1]
-            assert isinstance(newest, Weights)
+            assert not isinstance(newest, str)
             batch.switch(newest, self._waiting, preempt=self.on_update == "recompute")
             self._released = False
         elif command == "release" and not self._released:

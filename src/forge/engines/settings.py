@@ -8,7 +8,7 @@ from pydantic import Field, PositiveInt
 
 from ..config.plugin import resolve
 from ..config.sections import Section
-from ..models.architecture import sparse_layers
+from ..models.architecture import is_native, sparse_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -77,7 +77,7 @@ class EngineSettings(Section):
         """
         if self.cuda_graphs is not None:
             return self.cuda_graphs
-        return device == "cuda" and not sparse_layers(config)
+        return device == "cuda" and is_native(config) and not sparse_layers(config)
 
     def over(self, procs: int) -> EngineSettings:
         """Return the settings with which one model is divided over `procs` processes by vLLM's tensor parallelism.

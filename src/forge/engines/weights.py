@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..models.architecture import LAYER_WINDOWS, MLP_BIASES, check_config, rotary_parameters, sparse_layers
+from ..config.plugin import resolve
+from ..models.architecture import LAYER_WINDOWS, MLP_BIASES, check_config, is_native, rotary_parameters, sparse_layers
 from ..models.files import read_json
 from ..models.tokenizer import model_config
 from ..models.weight_layouts import EMBEDDING, HEAD, FusedPart, engine_layout, head_size, is_derived, split_experts
@@ -36,30 +37,28 @@ def load_config(folder: Path) -> PreTrainedConfig:
     """
     config = read_config(folder)
     check_head(folder, config)
-    family = config.model_type
-    activation = config.hidden_activation if family == "gemma3_text" else config.hidden_act
-    layer_types = set(config.layer_types) if family in LAYER_WINDOWS else set[str]()
-    ropes = rotary_parameters(config).values()
-    unknown_ropes = {rope.get("rope_type", "default") for rope in ropes} - set(ROPE_TYPES)
-    scaled_ropes = [rope for rope in ropes if rope.get("rope_type", "default") != "default"]
-
-    is_partial = family != "phi3" and any(rope.get("partial_rotary_factor", 1.0) != 1.0 for rope in scaled_ropes)
-    experts = config.num_experts if sparse_layers(config) else 0
-
-    # Features of transformers' models that the decoder does not compute.
-    for is_used, feature in (
-        (layer_types - {"full_attention", "sliding_attention"}, f"layer_types {sorted(layer_types)}"),
-        (activation != ACTIVATIONS.get(family, "silu"), f"hidden_act {activation!r}"),
-        (family in MLP_BIASES and config.mlp_bias, "mlp_bias"),
-        (unknown_ropes, f"rope_type {next(iter(unknown_ropes), None)!r}"),
-        (is_partial, "a partial rotary embedding"),
-        (family == "olmoe" and config.clip_qkv is not None, "clip_qkv"),
-        (experts > UNKNOWN_EXPERT, f"{experts} experts"),
-    ):
-        if is_used:
-            raise ValueError(f"{folder}: the embedded engine does not support {feature}")
-
+    if not is_decodable(config):
+        resolve("forge_families.engine:check_engine", "model")(config)
     return config
+
+
+def is_decodable(config: PreTrainedConfig) -> bool:
+    """Return whether the engine computes a model of this config by its own decoder, not by transformers' modules."""
+    family = config.model_type
+    if not is_native(config):
+        return False
+    activation = config.hidden_activation if family == "gemma3_text" else config.hidden_act
+    ropes = [(rope.get("rope_type", "default"), rope) for rope in rotary_parameters(config).values()]
+    is_partial = any(kind != "default" and rope.get("partial_rotary_factor", 1.0) != 1.0 for kind, rope in ropes)
+    return not (
+        (family in LAYER_WINDOWS and {*config.layer_types} - {"full_attention", "sliding_attention"})
+        or activation != ACTIVATIONS.get(family, "silu")
+        or (family in MLP_BIASES and config.mlp_bias)
+        or {kind for kind, _ in ropes} - set(ROPE_TYPES)
+        or (family != "phi3" and is_partial)
+        or (family == "olmoe" and config.clip_qkv is not None)
+        or (sparse_layers(config) and config.num_experts > UNKNOWN_EXPERT)
+    )
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
@@ -205,7 +204,7 @@ class Weights:
         matrices: dict[str, Linear] = {}
 
         with torch.no_grad():
-            for name, i, tensor in checked_parts(table, named_tensors, tied):
+            for name, i, tensor in checked_parts(table, split_experts(named_tensors), tied):
                 parts = table[name]
                 if name not in partial:
                     rows = sum(part.rows for part in parts)
@@ -267,12 +266,6 @@ class Weights:
         ]
 
 
-def weight_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of one version of an engine's weights, in which tied embeddings count once."""
-    shapes = [(sum(part.rows for part in parts), *parts[0].inner) for parts in engine_layout(config).values()]
-    return sum(torch.Size(shape).numel() for shape in shapes) * dtype.itemsize
-
-
 def by_group(heads: Tensor, config: PreTrainedConfig) -> Tensor:
     """Return heads in the order of groups: each of the K key-value heads with the H / K query heads that share it.
 
@@ -306,7 +299,7 @@ def checked_parts(
         ValueError: a name is unknown or duplicate, a shape is wrong or, after the last tensor, one is missing.
     """
     missing = {part.name: (entry, i) for entry, parts in table.items() for i, part in enumerate(parts)}
-    for name, tensor in split_experts(named_tensors):
+    for name, tensor in named_tensors:
         if is_derived(name, tied):
             continue
         if name not in missing:

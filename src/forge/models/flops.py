@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .architecture import sparse_layers
+from ..config.plugin import resolve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -33,23 +33,8 @@ def forward_flops(config: PreTrainedConfig, tokens: float, attended: float, pred
         attended: the sum over tokens of the number of tokens that each attends to.
         predicted: number of tokens that the head is computed for.
     """
-    # The parameters of attention's four matrices, the feed-forward's three, and the experts that a token takes.
-    size = config.hidden_size
-    heads = config.num_attention_heads
-    head = getattr(config, "head_dim", None) or size // heads
-    kv = getattr(config, "num_key_value_heads", None) or heads
-    attention = size * head * (heads + 2 * kv) + heads * head * size
-    sparse = len(sparse_layers(config))
-    dense = (config.num_hidden_layers - sparse) * 3 * size * config.intermediate_size
-
-    experts = 0
-    if sparse:
-        width = config.moe_intermediate_size if config.model_type == "qwen3_moe" else config.intermediate_size
-        experts = sparse * (config.num_experts_per_tok * 3 * size * width + size * config.num_experts)
-    layers = config.num_hidden_layers * attention + dense + experts
-    matrices = 2.0 * (layers * tokens + size * config.vocab_size * predicted)
-
-    return matrices + 4.0 * config.num_hidden_layers * heads * head * attended
+    measure = resolve("forge_families.sizes:forward_flops", "model")
+    return measure(config, tokens, attended, predicted)  # type: ignore[no-any-return]
 
 
 def count_causal(length: float, context: float = 0.0) -> float:

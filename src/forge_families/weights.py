@@ -1,0 +1,143 @@
+"""Weights of transformers' modules for the engine: one module for each version, filled while another decodes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from forge.engines.weights import checked_parts
+from forge.models.find import quiet_loading
+from forge.models.weight_layouts import FusedPart
+
+from .attention import ENGINE, PROBE, AttentionCall, UnsupportedModel, record_call, run_model, set_attention
+from .modules import FusedNorm, set_weight, use_experts
+from .states import RowStates, States
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+class Template:
+    """A model without weights, from which that of each version is made, and what its forward pass asks of an engine.
+
+    Attributes:
+        calls: its calls of attention, in order.
+        states: those of its recurrent layers after a few tokens of one row; [] for a model without such layers.
+        continues: whether several tokens may follow on such states; else they have to be computed one by one.
+        vocab: the number of logits.
+        places: of each parameter, by name: all modules that share it, each with its name there.
+        table: the parameters and their shapes, as `forge.models.weight_layouts.engine_layout`.
+    """
+
+    def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
+        """Ask a model with its weights, by a few tokens, what its forward pass needs. `read_weights` takes the weights.
+
+        Raises:
+            UnsupportedModel: a feature that the engine does not compute.
+        """
+        self.model = model.eval().to(device)  # type: ignore[arg-type]
+        self.config: PreTrainedConfig = model.config
+        set_attention(model, PROBE)
+        self.calls: list[AttentionCall] = []
+        with torch.inference_mode():
+            self.vocab, states = self._run_probe(self.calls, [4])
+            self.states = states if any(state is not None for state in states) else []
+            pieces = self._run_probe([], [2, 2])[1] if self.states else []
+        self.continues = all(
+            state is None or other is None or bool((state - other).norm() <= 0.05 * state.norm())
+            for state, other in zip(self.states, pieces, strict=True)
+        )
+        if not self.calls and not self.states:
+            raise UnsupportedModel("attention outside transformers' interface")
+        most = max((call.kv_heads for call in self.calls), default=1)
+        if any(most % call.kv_heads or call.heads % most for call in self.calls):
+            raise UnsupportedModel("layers whose numbers of heads do not divide one another")
+
+        set_attention(model, ENGINE)
+        if device.type == "cpu":
+            use_experts(model)
+            FusedNorm.replace_norms(model)
+        shared: dict[int, list[tuple[str, str]]] = {}
+        for path, module in model.named_modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                shared.setdefault(id(parameter), []).append((path, name))
+        parameters = dict(model.named_parameters())
+        self.places = {name: shared[id(parameter)] for name, parameter in parameters.items()}
+        self.table = {n: (FusedPart(n, 1, tuple(p.shape), repeated=True),) for n, p in parameters.items()}
+
+    def _run_probe(self, calls: list[AttentionCall], lengths: Sequence[int]) -> tuple[int, States]:
+        """Run a few tokens in pieces of these lengths; return the number of logits, and the states."""
+        states = RowStates(self.config)
+        for start, length in zip((0, *lengths), lengths, strict=False):
+            positions = torch.arange(start, start + length, device=self.model.device)[None]
+            logits = run_model(partial(record_call, calls), self.model, positions + 1, positions, states).logits
+        return logits.shape[-1], states.read()
+
+    def read_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the (name, tensor) of each weight of the model, and drop it there."""
+        for name, places in self.places.items():
+            parameter = self.model.get_parameter(name)
+            yield name, parameter.detach()
+            empty = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+            for path, attribute in places:
+                setattr(self.model.get_submodule(path), attribute, empty)
+
+
+class ModuleWeights:
+    """All weights of one policy version, with its number and identity, as `forge.engines.weights.Weights`."""
+
+    def __init__(
+        self,
+        template: Template,
+        config: PreTrainedConfig,
+        named_tensors: Iterable[tuple[str, Tensor]],
+        dtype: torch.dtype,
+        device: torch.device,
+        version: int = 0,
+        identity: str = "",
+    ):
+        """Read all weights into a module like the template's, and pack them for decoding.
+
+        Args:
+            named_tensors: (name, tensor) of every parameter, by its name in transformers' module, shared ones once.
+
+        Raises:
+            ValueError: an unknown, duplicate or missing name, or a wrong shape; the message names the tensor.
+        """
+        self.version = version
+        self.identity = identity
+        buffers: dict[int, Any] = {id(buffer): buffer for buffer in template.model.buffers()}
+        self.model = copy.deepcopy(template.model, buffers)
+        with torch.no_grad():
+            for name, _, tensor in checked_parts(template.table, named_tensors, tied=False):
+                weight = tensor.detach().to(device, self.model.get_parameter(name).dtype, copy=True)
+                for path, attribute in template.places[name]:
+                    set_weight(self.model.get_submodule(path), attribute, weight)
+
+
+def read_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Return the model of a folder, as transformers loads it.
+
+    Raises:
+        ValueError: a weight is missing; names it.
+    """
+    from transformers import AutoModelForCausalLM
+
+    settings: dict[str, Any] = {"trust_remote_code": False, "use_safetensors": True, "output_loading_info": True}
+    with quiet_loading():
+        model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **settings)
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(f"{folder}: weight {missing[0]!r} is missing, and {len(missing) - 1} more")
+    return model  # type: ignore[no-any-return]
+
+
+def read_parameters(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the (name, tensor) of each weight of a folder by its name in transformers' module, shared ones once."""
+    for name, parameter in read_model(folder).named_parameters():
+        yield name, parameter.detach()

@@ -1,0 +1,241 @@
+"""The embedded engine on transformers' modules agrees with transformers: tokens, log-probabilities, updates, bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    Cohere2Config,
+    DeepseekV3Config,
+    Exaone4Config,
+    Gemma2Config,
+    Glm4Config,
+    GPT2Config,
+    GptOssConfig,
+    GraniteConfig,
+    GraniteMoeHybridConfig,
+    Lfm2Config,
+    Llama4TextConfig,
+    MambaConfig,
+    Olmo3Config,
+    PreTrainedModel,
+    Qwen3_5TextConfig,
+)
+
+from forge.engines import EmbeddedEngine
+from forge.models.tokenizer import character_tokenizer
+from forge.types import Sampling
+from forge_families.engine import check_engine
+
+from ..engines.conftest import check_by_hand, drive, error_of
+
+VOCAB = 61
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 16}
+HYBRID = ["linear_attention", "full_attention"] * 2
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+LATENT = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "num_local_experts": 0}
+MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "gpt_oss": (GptOssConfig, {"num_local_experts": 4, "num_experts_per_tok": 2, **WINDOWS}),
+    "gemma2": (Gemma2Config, {**WINDOWS, "attn_logit_softcapping": 5.0}),
+    "glm4": (Glm4Config, {}),
+    "granite": (GraniteConfig, {"attention_multiplier": 0.1, "logits_scaling": 2.0}),
+    "cohere2": (Cohere2Config, WINDOWS),
+    "olmo3": (Olmo3Config, WINDOWS),
+    "exaone4": (Exaone4Config, WINDOWS),
+    "gpt2": (GPT2Config, {}),
+    "deepseek_v3": (DeepseekV3Config, {"first_k_dense_replace": 1, "head_dim": 8, **LATENT, **EXPERTS}),
+    "qwen3_5_text": (Qwen3_5TextConfig, {"layer_types": HYBRID, **DELTA}),
+    "lfm2": (Lfm2Config, {"layer_types": ["conv", "full_attention"] * 2, "full_attn_idxs": None}),
+    "granitemoehybrid": (GraniteMoeHybridConfig, {"layer_types": ["mamba", "attention"] * 2, **MAMBA2}),
+    "mamba": (MambaConfig, {"state_size": 8}),
+}
+RECURRENT = ("qwen3_5_text", "lfm2", "granitemoehybrid", "mamba")
+PROMPTS = [[5], [7, 8], list(range(10, 51)), [1, 2, 3, 4, 5, 6, 7], [59] * 20]
+Make = Callable[..., tuple[Path, PreTrainedModel]]
+
+
+def random_model(name: str, seed: int = 0, **sizes: Any) -> PreTrainedModel:
+    """A model whose caps, sinks and windows change its results."""
+    kind, extra = MODELS[name]
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4 if name == "deepseek_v3" else 2,
+        "head_dim": 16,
+        "max_position_embeddings": 320,
+        **{"pad_token_id": 0, "eos_token_id": None, "bos_token_id": None},
+    }
+    if name == "gpt2":
+        settings = {"vocab_size": VOCAB, "n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 320}
+        settings |= {"eos_token_id": None, "bos_token_id": None}
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(kind(**settings | extra | sizes), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.25) if parameter.dim() > 1 else parameter.uniform_(0.5, 1.5)
+    return model
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    def make(name: str, **sizes: Any) -> tuple[Path, PreTrainedModel]:
+        model = random_model(name, **sizes)
+        model.save_pretrained(tmp_path)
+        return tmp_path, model
+
+    return make
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logprobs_and_greedy_tokens_match_transformers(make: Make, name: str) -> None:
+    folder, model = make(name)
+    with EmbeddedEngine(folder, slots=4) as engine:
+        sampled = [engine.submit(p, Sampling(n=2, max_tokens=24, temperature=0.8, seed=1)) for p in PROMPTS]
+        greedy = [engine.submit(p, Sampling(max_tokens=16, temperature=0)) for p in PROMPTS]
+        for future in sampled:
+            assert max(error_of(model, c, 0.8) for c in future.result(60)) < 1e-4
+        for prompt, future in zip(PROMPTS, greedy, strict=True):
+            (completion,) = future.result(60)
+            ids = torch.tensor([prompt])
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)  # type: ignore[operator]
+            assert completion.token_ids == out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_5_text", "mamba"])
+def test_prompts_in_pieces_match_transformers(make: Make, name: str) -> None:
+    folder, model = make(name)
+    with EmbeddedEngine(folder, slots=4, prefill_tokens=7) as engine:
+        futures = [engine.submit(p, Sampling(max_tokens=9, seed=2)) for p in PROMPTS]
+        assert max(error_of(model, future.result(60)[0]) for future in futures) < 1e-4
+        assert engine.stats()["prefilled_tokens"] == sum(len(p) - 1 for p in PROMPTS)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "qwen3_5_text"])
+def test_samples_of_a_prompt_share_one_prefill(make: Make, name: str) -> None:
+    folder, model = make(name)
+    prompt = PROMPTS[2]
+    with EmbeddedEngine(folder, slots=4) as engine:
+        completions = engine.submit(prompt, Sampling(n=7, max_tokens=20, seed=3)).result(60)
+        assert engine.stats()["prefilled_tokens"] == len(prompt) - 1
+        assert max(error_of(model, completion) for completion in completions) < 1e-4
+        assert len({tuple(completion.token_ids) for completion in completions}) > 1
+        # Only layers with keys and values have blocks of prompts for later requests.
+        engine.submit(prompt, Sampling(max_tokens=2)).result(60)
+        assert bool(engine.stats()["reused_tokens"]) == (name not in RECURRENT)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma2", "olmo3", "deepseek_v3", "gpt2", "granite"])
+def test_bits_do_not_depend_on_other_requests(make: Make, name: str) -> None:
+    # All widths are multiples of 32, as vectorised functions round the rest of a tensor otherwise.
+    sizes = {"gpt2": {"n_embd": 96}, "deepseek_v3": {"hidden_size": 96, "n_routed_experts": 32}}
+    folder, _ = make(name, **sizes.get(name, {"hidden_size": 96}))
+    requests = [(prompt, Sampling(n=2, max_tokens=40, seed=i, temperature=0.9)) for i, prompt in enumerate(PROMPTS)]
+    results = []
+    for slots, others, pieces in ((2, 0, 4096), (8, 3, 4096), (24, 30, 9)):
+        with EmbeddedEngine(folder, slots=slots, prefill_tokens=pieces, prefix_cache_mb=0) as engine:
+            for i in range(others):
+                engine.submit([i + 1] * (3 * i + 1), Sampling(max_tokens=10 + 2 * i, seed=i))
+            futures = [engine.submit(*request) for request in requests]
+            results.append([(c.token_ids, c.logprobs) for future in futures for c in future.result(60)])
+    assert results[0] == results[1] == results[2]
+
+
+@pytest.mark.parametrize(("name", "mode"), [("gpt_oss", "continue"), ("gpt2", "continue"), ("olmo3", "recompute")])
+def test_each_token_is_drawn_from_the_weights_it_names(make: Make, name: str, mode: str) -> None:
+    folder, first = make(name)
+    models = {0: first, 1: random_model(name, seed=1), 2: random_model(name, seed=2)}
+    with EmbeddedEngine(folder, slots=5, on_update=mode) as engine:
+        updates: list[Any] = []
+        drive(engine, {6: update(engine, models, updates, 1), 13: update(engine, models, updates, 2)})
+        futures = [
+            engine.submit(PROMPTS[4], Sampling(n=6, max_tokens=12, seed=1)),
+            engine.submit([4], Sampling(max_tokens=24)),
+        ]
+        versions = set()
+        for future in futures:
+            for completion in future.result(60):
+                versions.update(completion.versions)
+                check_by_hand(models, completion, keep=mode == "continue")
+        assert [future.result(60) for future in updates] == [None, None]
+        assert versions == {0, 1, 2}
+
+
+def update(engine: EmbeddedEngine, models: dict[int, PreTrainedModel], futures: list[Any], version: int) -> Any:
+    return lambda: futures.append(
+        engine.update_weights(models[version].named_parameters(), version, f"digest {version}")
+    )
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_states_follow_new_weights_after_an_update(make: Make, name: str) -> None:
+    folder, _ = make(name)
+    model = random_model(name, seed=1)
+    with EmbeddedEngine(folder, slots=3) as engine:
+        engine.submit([5, 6, 7], Sampling(n=5, max_tokens=9, seed=1)).result(60)
+        engine.release().result(60)
+        engine.update_weights(model.named_parameters(), 1, "digest 1").result(60)
+        for prompt in ([9], PROMPTS[2]):  # rows that earlier samples had
+            for completion in engine.submit(prompt, Sampling(n=4, max_tokens=12, seed=2)).result(60):
+                assert error_of(model, completion) < 1e-4
+                assert set(completion.versions) == {1}
+
+
+def test_wrong_weights_are_an_error_that_names_the_tensor(make: Make) -> None:
+    folder, model = make("gpt_oss")
+    tensors = dict(model.named_parameters())
+    name = "model.layers.1.mlp.experts.down_proj"
+    with EmbeddedEngine(folder, slots=2) as engine:
+        for change, message in (
+            ({name: None}, f"{name}' is missing"),
+            ({"model.extra": tensors[name]}, "model.extra' is unknown"),
+            ({name: tensors[name][:1]}, rf"{name}' has shape \(1, "),
+        ):
+            changed = {key: value for key, value in {**tensors, **change}.items() if value is not None}
+            with pytest.raises(ValueError, match=message):
+                engine.update_weights(changed.items(), 1).result(60)
+        twice = [*tensors.items(), (name, tensors[name])]
+        with pytest.raises(ValueError, match=f"{name}' is unknown to this model, or given twice"):
+            engine.update_weights(twice, 1).result(60)
+        assert error_of(model, engine.submit([1, 2], Sampling(max_tokens=5)).result(60)[0]) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["gemma2", "lfm2"])
+def test_stop_texts_and_listeners(make: Make, name: str) -> None:
+    folder, model = make(name)
+    tokenizer = character_tokenizer("".join(map(chr, range(40, 40 + VOCAB - 3))))
+    tokenizer.save_pretrained(folder)
+    with EmbeddedEngine(folder, slots=4) as engine:
+        (free,) = engine.submit([7, 8], Sampling(max_tokens=30, seed=4)).result(60)
+        stop = tokenizer.decode(free.token_ids[10:12])
+        pieces: list[int] = []
+        sampling = Sampling(max_tokens=30, seed=4, stop=(stop,))
+        future = engine.submit([7, 8], sampling, listener=lambda _, piece: pieces.extend(piece.token_ids))
+        (completion,) = future.result(60)
+        assert completion.finish == "stop"
+        assert completion.token_ids == free.token_ids[: len(completion.token_ids)]
+        assert len(completion.token_ids) <= 12
+        assert pieces == completion.token_ids
+        assert error_of(model, completion) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("config", "feature"),
+    [
+        (Llama4TextConfig(num_hidden_layers=4), "an attention mask that is neither causal nor a window"),
+        (BloomConfig(), "attention outside transformers' interface"),
+    ],
+)
+def test_a_feature_that_the_engine_lacks_is_named(config: Any, feature: str) -> None:
+    with pytest.raises(ValueError, match=f"the embedded engine does not support {feature}"):
+        check_engine(config)
