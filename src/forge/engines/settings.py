@@ -64,7 +64,7 @@ class EngineSettings(Section):
         """
         if self.router_replay and not sparse_layers(config):
             raise ValueError(
-                f"generator.router_replay needs a mixture of experts among the ten families, this is {config.model_type}"
+                f"generator.router_replay needs a mixture of experts of the ten families, this is {config.model_type}"
             )
         if self.cuda_graphs and not (is_native(config) and not sparse_layers(config)):
             raise ValueError(
