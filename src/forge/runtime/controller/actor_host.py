@@ -12,14 +12,15 @@ import contextvars
 import inspect
 import os
 import pickle
+import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+from ...config.plugin import resolve
 from ...observability.console import configure_logging
 from ...observability.metrics import PROCESS_NAME, drain, process_name
-from ...observability.profiler import profile_next
 from ..names import HOST
 from ..process import machine_id
 from ._monarch import Actor, concurrent_endpoint, current_rank
@@ -29,6 +30,7 @@ from .types import ActorContext, Kwargs, _request
 # A rank and its value. The values differ by endpoint: callers know which to expect.
 Answer = tuple[int, Any]
 Function = Callable[..., Any]
+PROFILER = "forge_inspect.profiler"
 
 # The newest `ActorHost` of each name; only in a process that forge did not start, where there may be several.
 _named: dict[str, ActorHost] = {}
@@ -139,7 +141,9 @@ class ActorHost(Actor):
                 components profiles its next step; all others stop profiling.
         """
         components = {hosted.context.component for hosted in self._hosted.values()}
-        profile_next(next((profiles[name] for name in components & profiles.keys()), None), process_name())
+        if profiles or PROFILER in sys.modules:
+            path = next((profiles[name] for name in components & profiles.keys()), None)
+            resolve(f"{PROFILER}:profile_next", "metrics.profile")(path, process_name())
         return current_rank().rank, drain()
 
     @concurrent_endpoint
