@@ -58,7 +58,13 @@ def set_attention(model: nn.Module, name: str) -> None:
 
 
 def call_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, *scale: Any, **options: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    *scale: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention by `attend` of this thread's forward pass: transformers' attention interface."""
     named = dict(zip(("scaling",), scale, strict=False))

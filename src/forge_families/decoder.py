@@ -16,7 +16,7 @@ from forge.engines.decoder import QUERIES, Decoder, attention_granule, embedding
 from forge.models.architecture import FAMILIES
 
 from .attention import run_model
-from .states import RowStates, StateCache, States
+from .states import RowStates, StateCache
 from .weights import ModuleWeights, Template
 
 if TYPE_CHECKING:
@@ -58,7 +58,11 @@ class ModuleDecoder(Decoder):
         self.granule = granule
         shape = {"num_hidden_layers": max(len(calls), 1), "num_key_value_heads": self.K, "head_dim": self.D}
         options: dict[str, Any] = {"rows": rows, "max_seq_len": max_seq_len, "dtype": dtype, "device": device}
-        options |= {"config": SimpleNamespace(model_type=FAMILIES[0], **shape), "limit": cache_bytes, "granule": granule}
+        options |= {
+            "config": SimpleNamespace(model_type=FAMILIES[0], **shape),
+            "limit": cache_bytes,
+            "granule": granule,
+        }
         self.has_prefixes = not template.states
         self.cache = KeyValueCache(**options) if self.has_prefixes else StateCache(template.states, **options)
 
@@ -133,7 +137,7 @@ class ModuleDecoder(Decoder):
         size = value.shape[3]
         scale = query.shape[3] ** -0.5 if scaling is None else scaling
         query, key, value = (F.pad(x, (0, self.D - x.shape[3])) for x in (query, key, value))
-        if self.K > key.shape[1]:
+        if key.shape[1] < self.K:
             key, value = (x.repeat_interleave(self.K // x.shape[1], 1) for x in (key, value))
         return attend(next(self.slots), query, key, value, scale, softcap, s_aux)[..., :size]  # type: ignore[no-any-return]
 

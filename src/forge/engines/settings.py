@@ -63,10 +63,13 @@ class EngineSettings(Section):
             ValueError: the model of this transformers config does not support one that is set.
         """
         if self.router_replay and not sparse_layers(config):
-            raise ValueError(f"generator.router_replay needs a mixture of experts, this is {config.model_type}")
-        if self.cuda_graphs and sparse_layers(config):
             raise ValueError(
-                f"generator.cuda_graphs does not support mixtures of experts, this is {config.model_type}: omit it"
+                f"generator.router_replay needs a mixture of experts of the ten families, this is {config.model_type}"
+            )
+        if self.cuda_graphs and not (is_native(config) and not sparse_layers(config)):
+            raise ValueError(
+                "generator.cuda_graphs does not support mixtures of experts, nor model types beyond the ten families, "
+                f"this is {config.model_type}: omit it"
             )
 
     def captures(self, config: PreTrainedConfig, device: str) -> bool:
