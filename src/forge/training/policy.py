@@ -266,7 +266,7 @@ class Policy(PackedModel):
 
 def make_policy(model: PreTrainedModel) -> Policy:
     """Return the policy of a causal language model of any family."""
-    return Policy(model) if is_native(model.config) else resolve("forge_families.policy:FamilyPolicy", "model")(model)
+    return Policy(model) if is_native(model.config) else resolve("forge_families.probe:make_policy", "model")(model)
 
 
 class ScalarModel(PackedModel):
