@@ -102,7 +102,7 @@ def make(tmp_path: Path) -> Make:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logprobs_and_greedy_tokens_match_transformers(make: Make, name: str) -> None:
+def test_modules_generate_what_transformers_does(make: Make, name: str) -> None:
     folder, model = make(name)
     with EmbeddedEngine(folder, slots=4) as engine:
         sampled = [engine.submit(p, Sampling(n=2, max_tokens=24, temperature=0.8, seed=1)) for p in PROMPTS]
@@ -156,7 +156,7 @@ def test_bits_do_not_depend_on_other_requests(make: Make, name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "mode"), [("gpt_oss", "continue"), ("gpt2", "continue"), ("olmo3", "recompute")])
-def test_each_token_is_drawn_from_the_weights_it_names(make: Make, name: str, mode: str) -> None:
+def test_tokens_name_the_weights_that_drew_them(make: Make, name: str, mode: str) -> None:
     folder, first = make(name)
     models = {0: first, 1: random_model(name, seed=1), 2: random_model(name, seed=2)}
     with EmbeddedEngine(folder, slots=5, on_update=mode) as engine:

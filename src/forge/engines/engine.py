@@ -7,7 +7,7 @@ import logging
 import secrets
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from itertools import takewhile
 from pathlib import Path
@@ -90,19 +90,19 @@ class EmbeddedEngine:
         options.check(config)
         graphs = graphs_on(self.device) if options.captures(config, self.device.type) else None
         # Of most model types transformers' modules, with this engine's cache.
+        self._make_weights: Callable[..., Weights]
         self._make_weights, make_decoder, named_tensors = (
             (Weights, Decoder, read_checkpoint(folder))
             if is_decodable(config)
             else resolve("forge_families.engine:open_model", "model")(folder, self.dtype, self.device)
         )
         weights = self._make_weights(config, named_tensors, self.dtype, self.device, version)
-        rows = round_up(options.slots, WIDTH)
         # Measured after the weights have taken their part of the memory.
         cache_bytes = self._cache_limit(options)
         decoder = make_decoder(
             config,
             weights,
-            rows,
+            round_up(options.slots, WIDTH),
             self.max_seq_len,
             self.dtype,
             self.device,
