@@ -101,6 +101,25 @@ def check_packed(config: PreTrainedConfig, use: str) -> None:
         raise ValueError(f"{config.model_type} models have no {use}: {reason}")
 
 
+def check_names(config: PreTrainedConfig) -> None:
+    """Check that a model's modules have the names and layouts of its files, by which vLLM reads updates of weights.
+
+    Raises:
+        ValueError: transformers converts them; the message names one.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model = build_small_model(config)
+    parameters = dict(model.named_parameters())
+    stored = revert_weight_conversion(model, parameters)
+    changed = [name for name, tensor in parameters.items() if name not in stored or stored[name].shape != tensor.shape]
+    if changed:
+        raise ValueError(
+            f"generator.engine vllm: transformers converts the weights of {config.model_type}, such as {changed[0]}, "
+            "which updates do not: choose embedded"
+        )
+
+
 def make_policy(model: PreTrainedModel) -> FamilyPolicy:
     """Return the policy of a model, with the traits that the probe finds."""
     from .policy import FamilyPolicy
