@@ -110,11 +110,10 @@ class EmbeddedEngine:
             cache_bytes,
             granule=16 if graphs is None else GRANULE,
         )
-        prefill_tokens = prefill_tokens or (1024 if self.device.type == "cpu" else 4096)
         self._batch = RunningBatch(
             decoder,
             options.slots,
-            prefill_tokens,
+            prefill_tokens or (1024 if self.device.type == "cpu" else 4096),
             int(options.prefix_cache_mb * 1e6) if decoder.has_prefixes else 0,
             self._words,
             graphs,
@@ -264,7 +263,8 @@ class EmbeddedEngine:
             torch.accelerator.empty_cache()
             free, _ = torch.cuda.mem_get_info(self.device)
             # The rest of the memory must hold the next weights, which are filled while these decode, and the logits.
-            weights = resolve("forge_families.sizes:weight_bytes", "model")(self.config, self.dtype)
+            scale = self.dtype.itemsize / getattr(self.config.dtype, "itemsize", 4)
+            weights = int(scale * sum(path.stat().st_size for path in self._folder.glob("*.safetensors")))
             logits = 4 * settings.slots * self.config.vocab_size * 4  # float32, with three copies that sampling makes
             if settings.captures(self.config, self.device.type):
                 logits *= 2  # logits of captured steps have separate memory
