@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,19 +18,26 @@ from forge.training.linear import at_least_float32, scores_of, token_logprobs
 from forge.training.policy import Policy, TokenScores, rank_tokens
 from forge.types import Batch
 
-from .probe import Traits, find_traits
+
+class Traits(NamedTuple):
+    """What the trainer may do with a model.
+
+    attention: "forge_packed", or transformers' attention by which padded rows give what each sequence gives.
+    scale: logits are the output embeddings' product times this; None: only the model's own forward pass has them.
+    reason: why there is no packed attention; "" with it.
+    """
+
+    attention: str
+    scale: float | None
+    reason: str = ""
 
 
 class FamilyPolicy(Policy):
-    """A causal language model of transformers that scores the tokens of a batch, by its traits.
+    """A causal language model of transformers that scores the tokens of a batch, by its traits."""
 
-    Args:
-        traits: None: of `find_traits`.
-    """
-
-    def __init__(self, model: PreTrainedModel, traits: Traits | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, traits: Traits) -> None:
         nn.Module.__init__(self)
-        self.traits = traits or find_traits(model.config)
+        self.traits = traits
         self.adopt(model, self.traits.attention)
         # Dropout that attention gets as a number, as well.
         for module in model.modules():

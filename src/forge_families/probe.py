@@ -9,11 +9,13 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedModel
+
+    from .policy import FamilyPolicy, Traits
 
 log = logging.getLogger(__name__)
 
@@ -74,19 +76,6 @@ LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_lay
 _TRAITS: dict[str, Traits] = {}  # by the config's values
 
 
-class Traits(NamedTuple):
-    """What the trainer may do with a model.
-
-    attention: "forge_packed", or transformers' attention by which padded rows give what each sequence gives.
-    scale: logits are the output embeddings' product times this; None: only the model's own forward pass has them.
-    reason: why there is no packed attention; "" with it.
-    """
-
-    attention: str
-    scale: float | None
-    reason: str = ""
-
-
 def check_config(config: PreTrainedConfig) -> None:
     """Check that transformers' modules of this config can be trained.
 
@@ -112,6 +101,32 @@ def check_packed(config: PreTrainedConfig, use: str) -> None:
         raise ValueError(f"{config.model_type} models have no {use}: {reason}")
 
 
+def check_names(config: PreTrainedConfig) -> None:
+    """Check that a model's modules have the names and layouts of its files, by which vLLM reads updates of weights.
+
+    Raises:
+        ValueError: transformers converts them; the message names one.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model = build_small_model(config)
+    parameters = dict(model.named_parameters())
+    stored = revert_weight_conversion(model, parameters)
+    changed = [name for name, tensor in parameters.items() if name not in stored or stored[name].shape != tensor.shape]
+    if changed:
+        raise ValueError(
+            f"generator.engine vllm: transformers converts the weights of {config.model_type}, such as {changed[0]}, "
+            "which updates do not: choose embedded"
+        )
+
+
+def make_policy(model: PreTrainedModel) -> FamilyPolicy:
+    """Return the policy of a model, with the traits that the probe finds."""
+    from .policy import FamilyPolicy
+
+    return FamilyPolicy(model, find_traits(model.config))
+
+
 def find_traits(config: PreTrainedConfig) -> Traits:
     """Return what the trainer may do with a model of this config.
 
@@ -130,6 +145,8 @@ def _ask_model(config: PreTrainedConfig) -> Traits:
 
     from forge.models.find import quiet_loading
     from forge.training.attention import NAME
+
+    from .policy import Traits
 
     try:
         with quiet_loading():

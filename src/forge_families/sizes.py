@@ -74,9 +74,11 @@ def _measure_model(config: PreTrainedConfig) -> ModelSizes:
     # Layers whose name says that they have no attention have neither queries nor keys.
     kinds = getattr(text, "layer_types", None) or ["attention"] * text.num_hidden_layers
     layers = sum("attention" in kind and "linear" not in kind for kind in kinds)
+    # As written: some configs raise an error for a value that differs between layers.
+    values = text.to_dict()
     heads = getattr(text, "num_attention_heads", 0)
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    size = getattr(text, "qk_head_dim", None) or getattr(text, "head_dim", None) or text.hidden_size // max(heads, 1)
+    kv_heads = values.get("num_key_value_heads") or heads
+    size = getattr(text, "qk_head_dim", None) or values.get("head_dim") or text.hidden_size // max(heads, 1)
     return ModelSizes(
         active=active,
         head=0 if head is None else head.weight.numel(),

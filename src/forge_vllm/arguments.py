@@ -17,8 +17,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forge.config.plugin import resolve
 from forge.engines.interface import Listener
-from forge.models.architecture import rotary_parameters
+from forge.models.architecture import is_native, rotary_parameters
 from forge.models.tokenizer import has_tokenizer
 from forge.models.weight_layouts import head_size
 from forge.types import Completion, Sampling
@@ -107,8 +108,11 @@ def check_keys(config: PreTrainedConfig) -> None:
 
     Raises:
         ValueError: config.json has a key that vLLM reads, but transformers' code of this family does not; or one that
-            vLLM's code of this family ignores or does not support.
+            vLLM's code of this family ignores or does not support; or transformers converts weights of another family.
     """
+    if not is_native(config):
+        resolve("forge_families.probe:check_names", "generator.engine")(config)
+        return
     if config.model_type == "olmoe" and config.tie_word_embeddings:
         # vLLM would start with a head of random weights, and generate noise until the first update.
         raise ValueError("vLLM's OLMoE does not tie its head to the embeddings, as config.json says: choose embedded")

@@ -17,8 +17,7 @@ from forge.models.architecture import check_config
 from forge.models.find import check_classifier
 from forge.training import checkpoint
 from forge.training.settings import Parallelism
-from forge_families.policy import FamilyPolicy
-from forge_families.probe import find_traits, shrink_config
+from forge_families.probe import find_traits, make_policy, shrink_config
 from tests.training.cases import example, largest_difference, make_trainer, weights_of
 
 from .cases import KINDS, batch_of, draw_config, score_plainly, small_config, small_model, write_family
@@ -29,7 +28,7 @@ def check_gradients(kind: str, values: dict[str, Any]) -> None:
     model = small_model(kind, **values)
     plain = copy.deepcopy(model)
     batch = batch_of()
-    policy = FamilyPolicy(model).train()
+    policy = make_policy(model).train()
     scores = policy(batch, temperature=0.8)
     expected = score_plainly(plain, batch, 0.8)
     torch.testing.assert_close(tuple(scores), expected, rtol=0, atol=1e-4)
@@ -108,7 +107,7 @@ def test_unsupported_config_raises_one_line(kind: str, values: dict[str, Any], m
     assert "\n" not in str(raised.value)
 
 
-def test_what_asks_for_packed_attention_is_an_error_without_it():
+def test_uses_of_packed_attention_raise_without_it():
     config = shrink_config(AutoConfig.for_model("gpt_oss"))
     with pytest.raises(ValueError, match=r"gpt_oss models have no critics and reward models: packed attention does"):
         check_classifier(config)

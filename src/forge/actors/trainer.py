@@ -155,9 +155,9 @@ class Trainer(ForgeActor):
     @cached_property
     def architecture(self) -> Any:
         """Return the transformers configuration of the model, loaded on first use."""
-        from transformers import AutoConfig
+        from ..models.tokenizer import model_config
 
-        return AutoConfig.from_pretrained(self.model, trust_remote_code=False)
+        return model_config(self.model)
 
     def on_respawn(self) -> None:
         """Load the last checkpoint and train the batches since then again; Unrecoverable: there is no journal."""

@@ -71,6 +71,7 @@ class EmbeddedEngine:
         """
         folder = Path(model)
         self.config = config = load_config(folder)
+        self._vocabulary = config.get_text_config().vocab_size
         options = EngineSettings(**settings)
         if prefill_tokens is not None and prefill_tokens < 1:
             raise ValueError(f"prefill_tokens must be at least 1, got {prefill_tokens}")
@@ -145,8 +146,8 @@ class EmbeddedEngine:
         one machine and number of threads (tested with one and two). Elsewhere the random numbers are the same, but
         matrix products may round differently with the batch.
         """
-        prompt = check_prompt(prompt_ids, self.config.vocab_size, self.max_seq_len)
-        check_request(sampling, priority, self.config.vocab_size)
+        prompt = check_prompt(prompt_ids, self._vocabulary, self.max_seq_len)
+        check_request(sampling, priority, self._vocabulary)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         limit = min(sampling.max_tokens, self.max_seq_len - len(prompt))
         stops = frozenset((*self.eos, *sampling.stop_token_ids))
@@ -265,7 +266,7 @@ class EmbeddedEngine:
             # The rest of the memory must hold the next weights, which are filled while these decode, and the logits.
             scale = self.dtype.itemsize / getattr(self.config.dtype, "itemsize", 4)
             weights = int(scale * sum(path.stat().st_size for path in self._folder.glob("*.safetensors")))
-            logits = 4 * settings.slots * self.config.vocab_size * 4  # float32, with three copies that sampling makes
+            logits = 4 * settings.slots * self._vocabulary * 4  # float32, with three copies that sampling makes
             if settings.captures(self.config, self.device.type):
                 logits *= 2  # logits of captured steps have separate memory
             limit = free - weights - logits - int(settings.prefix_cache_mb * 1e6) - MARGIN
@@ -286,7 +287,7 @@ class EmbeddedEngine:
             ValueError: the grammar is malformed, or llguidance is not installed.
         """
         if self._grammars is None:
-            self._grammars = resolve("forge_agents.grammar:Grammars", "grammar")(self._folder, self.config.vocab_size)
+            self._grammars = resolve("forge_agents.grammar:Grammars", "grammar")(self._folder, self._vocabulary)
         return self._grammars.matcher(grammar, stops)  # type: ignore[no-any-return]
 
     def _submit_order(self, command: Command) -> Future[None]:

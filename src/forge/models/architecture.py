@@ -77,9 +77,10 @@ def attention_kinds(config: PreTrainedConfig) -> list[AttentionKind]:
 
 def rotary_parameters(config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
     """Return transformers' parameters of the rotary embeddings by type of layer; by "" if all layers have the same."""
-    rope = getattr(config, "rope_parameters", None) or {}
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
     if any(isinstance(parameters, dict) for parameters in rope.values()):
-        return {key: rope[key] for key in dict.fromkeys(config.layer_types) if key in rope}
+        return {key: rope[key] for key in dict.fromkeys(text.layer_types) if key in rope}
     return {"": rope}
 
 
@@ -88,7 +89,7 @@ def max_length(config: PreTrainedConfig) -> int:
 
     A model without positions, such as Mamba, has no maximum: a million stands for it.
     """
-    longest: int = getattr(config, "max_position_embeddings", None) or 2**20
+    longest: int = getattr(config.get_text_config(), "max_position_embeddings", None) or 2**20
     limit = rotary_limit(config)
     return longest if limit is None else min(longest, limit[0])
 
@@ -104,14 +105,13 @@ def rotary_limit(config: PreTrainedConfig) -> tuple[int, str] | None:
         if rope.get("rope_type") == "longrope":
             limits.append((rope["original_max_position_embeddings"], "longrope"))
         elif rope.get("rope_type") == "dynamic":
-            limits.append((config.max_position_embeddings, "dynamic rope"))
+            limits.append((config.get_text_config().max_position_embeddings, "dynamic rope"))
     return min(limits, default=None)
 
 
 def sparse_layers(config: PreTrainedConfig) -> list[int]:
     """Return the numbers of the layers that are mixtures of experts, in order; [] for a model without any."""
-    layers = range(config.num_hidden_layers)
     if config.model_type == "qwen3_moe":
         dense, step = config.mlp_only_layers, config.decoder_sparse_step
-        return [i for i in layers if i not in dense and (i + 1) % step == 0]
-    return list(layers) if config.model_type == "olmoe" else []
+        return [i for i in range(config.num_hidden_layers) if i not in dense and (i + 1) % step == 0]
+    return list(range(config.num_hidden_layers)) if config.model_type == "olmoe" else []

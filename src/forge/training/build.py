@@ -135,7 +135,7 @@ def build_policy(
 def find_layers(model: Any) -> list[nn.Module]:
     """Return the decoder layers of a transformers model: the outermost list of as many modules as its config has."""
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
-    return list(next((found for found in lists if len(found) == model.config.num_hidden_layers), ()))
+    return list(next((found for found in lists if len(found) == model.config.get_text_config().num_hidden_layers), ()))
 
 
 def precision_context(ranks: Ranks, dtype: torch.dtype) -> AbstractContextManager[object]:

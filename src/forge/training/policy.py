@@ -255,13 +255,18 @@ class Policy(PackedModel):
             )
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        return cls(model) if is_native(model.config) else resolve("forge_families.policy:FamilyPolicy", "model")(model)
+        return make_policy(model)
 
     def forward(self, batch: Batch, temperature: float = 1.0) -> TokenScores:
         """Return log-probability and entropy of each token with mask True, at the sampler's `temperature`."""
         states, local, ranks = self.states(batch, lag=1)  # the state at t - 1 predicts token t
         scores = token_logprobs(states, self.model.lm_head.weight, local.labels, temperature=temperature)
         return TokenScores(*gather_scores(scores, local.counts, ranks.sequence, local.order))
+
+
+def make_policy(model: PreTrainedModel) -> Policy:
+    """Return the policy of a causal language model of any family."""
+    return Policy(model) if is_native(model.config) else resolve("forge_families.probe:make_policy", "model")(model)
 
 
 class ScalarModel(PackedModel):

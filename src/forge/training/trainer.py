@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
-from transformers import AutoConfig
 
 from ..data.packing import split_batch
+from ..models.tokenizer import model_config
 from ..models.weight_layouts import merge_adapters, read_adapters
 from ..system.devices import repeat_bits
 from ..types import Batch
@@ -79,7 +79,7 @@ class PolicyTrainer:
         if head == "policy":
             if backend == "fsdp" and ranks.experts > 1:
                 raise ValueError("parallelism.expert_parallel_degree does nothing with trainer.backend fsdp: set titan")
-            passes.check(AutoConfig.from_pretrained(model, trust_remote_code=False))
+            passes.check(model_config(model))
         elif head == "reward" and passes.router_aux_loss:
             raise ValueError("training.router_aux_loss is of policies: a reward model has none")
 

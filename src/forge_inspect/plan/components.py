@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -19,6 +18,7 @@ from forge.engines.cache import BLOCK, WIDTH, round_up, token_bytes
 from forge.engines.engine import MARGIN as ENGINE_MARGIN
 from forge.engines.interface import check_length
 from forge.models.architecture import max_length
+from forge.models.tokenizer import model_config
 from forge.recipes.schema import RecipeConfig, TrainingRecipe
 from forge.runtime.controller import Options
 from forge.training.settings import Head, OptimizerSettings, PassSettings
@@ -110,7 +110,7 @@ def trainer_plan(cfg: TrainingRecipe, folder: Path, name: str, machines: Machine
     # A micro-batch is full, and an update has several of them if one pack per rank does not hold the batch.
     data_ranks = options.procs // (layout.tensor_parallel_degree * layout.context_parallel_degree)
     seq_len = cfg.training.seq_len
-    length = min(cfg.reach(AutoConfig.from_pretrained(folder, trust_remote_code=False)), seq_len)
+    length = min(cfg.reach(model_config(folder)), seq_len)
     sampling = getattr(cfg, "grpo", None) or getattr(cfg, "distill", None)
     samples = cfg.training.batch_size * (sampling.n_samples if sampling is not None else 1)
     passes = run_passes(
@@ -196,7 +196,7 @@ def engine_plan(cfg: RecipeConfig, folder: Path, name: str, machines: Machines) 
     """
     options, settings = Options(**cfg.placement(name)), cfg.generator
     on_gpus = options.with_gpus and machines.type != "cpu"
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config = model_config(folder)
     elements = count_elements(folder)
     length = round_up(check_length(config, settings.max_seq_len), BLOCK)
     per_token = token_bytes(config, getattr(torch, settings.dtype), settings.router_replay) // options.procs
@@ -250,7 +250,7 @@ def engine_plan(cfg: RecipeConfig, folder: Path, name: str, machines: Machines) 
 
 def count_elements(folder: Path) -> int:
     """Return the number of parameters of a causal language model, from the config.json in its folder."""
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config = model_config(folder)
     # On the meta device the weights take no memory: a model of 32B is counted in .2 s.
     with META:
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
@@ -274,7 +274,7 @@ def reward_plan(
     if not models:
         return None
     options = cfg.service("reward") or Options()
-    reach = cfg.reach(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+    reach = cfg.reach(model_config(folder))
     memory = [scoring_memory(settings, find(settings.path), reach) for settings in models]
 
     return ComponentPlan(
@@ -297,7 +297,7 @@ def scoring_memory(settings: ModelSettings, folder: Path, length: int) -> tuple[
     loader: Any = AutoModelForSequenceClassification
     if isinstance(settings, ProcessRewardModelSettings):
         loader = AutoModelForTokenClassification if settings.good is None else AutoModelForCausalLM
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config = model_config(folder)
     text_config = config.get_text_config()
     text_config.pad_token_id = text_config.pad_token_id or 0  # a run takes the tokenizer's
     with META:

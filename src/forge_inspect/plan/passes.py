@@ -18,8 +18,8 @@ from forge.system.devices import planning_for
 from forge.training.build import find_layers
 from forge.training.distributed import Ranks, lay_out
 from forge.training.experts import balance_loss
-from forge.training.lora import add_adapters
-from forge.training.policy import Policy, ScalarModel
+from forge.training.lora import LoraLinear, add_adapters
+from forge.training.policy import Policy, ScalarModel, make_policy
 from forge.training.settings import Backend, Head, LoraSettings, OptimizerSettings, Parallelism, PassSettings
 from forge.training.step import Loss, loss_inputs, micro_batch_loss
 from forge.training.tensor_parallel import parallelize_model
@@ -130,9 +130,13 @@ def run_passes(
         # TorchTitan shards an embedding on its own, unless it is the head as well.
         is_untied = any(name.endswith("lm_head.weight") for name in weights)
         resharded = ("embed_tokens.weight",) if backend == "titan" and is_untied else ()
+        # Matrices in four bits, with a scale for each block of 64, are whole on every rank.
+        is_packed = lora is not None and lora.quantize is not None
+        adapted = {f"{name}.weight" for name, module in policy.named_modules() if isinstance(module, LoraLinear)}
+        share = (0.5 + 4 / 64) / ITEMSIZE[settings.weights_dtype] * (parallelism or Parallelism()).shares(world_size)
         described = {
             name: Weight(
-                tensor.numel(),
+                int(tensor.numel() * share) if is_packed and name in adapted else tensor.numel(),
                 is_inner=".layers." in name,
                 trains=weights[name].requires_grad,
                 spread=ranks.experts if tensor.dim() > 2 else 1,
@@ -179,7 +183,7 @@ def _build_meta(
             warnings.simplefilter("ignore", FutureWarning)
             built.gradient_checkpointing_enable({"use_reentrant": False})
 
-    policy = Policy(built) if head == "policy" else ScalarModel(built, lag=1 if head == "value" else 0)
+    policy = make_policy(built) if head == "policy" else ScalarModel(built, lag=1 if head == "value" else 0)
     degrees = Parallelism(tensor_parallel_degree=ranks.tensor.size, context_parallel_degree=ranks.context.size)
     degrees.check(built.config)
 

@@ -4,10 +4,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from transformers import AutoConfig
-
 from forge.engines.cache import BLOCK
 from forge.engines.interface import check_length
+from forge.models.tokenizer import model_config
 from forge.recipes.placement import RAISE, gpus_needed
 from forge.recipes.schema import RecipeConfig, TrainingRecipe
 
@@ -174,7 +173,7 @@ def trainer_changes(cfg: TrainingRecipe, name: str) -> Iterator[Settings]:
 def engine_changes(cfg: TrainingRecipe, folder: Path, name: str) -> Iterator[Settings]:
     """Yield changes of settings, the cheapest first, with which two sequences of full length may fit a generator."""
     assert isinstance(cfg, RecipeConfig)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config = model_config(folder)
 
     # More GPUs keep all slots, and fewer slots keep the length of answers: shorter ones come last.
     if cfg.generator.engine == "vllm":
