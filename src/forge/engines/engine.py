@@ -87,7 +87,6 @@ class EmbeddedEngine:
         self._grammars: Any = None  # compiled by the extension, from the first request that has one
         self._words = Words(folder)
         self.on_update = options.on_update
-
         options.check(config)
         graphs = graphs_on(self.device) if options.captures(config, self.device.type) else None
         # Of most model types transformers' modules, with this engine's cache.
@@ -264,8 +263,8 @@ class EmbeddedEngine:
             torch.accelerator.empty_cache()
             free, _ = torch.cuda.mem_get_info(self.device)
             # The rest of the memory must hold the next weights, which are filled while these decode, and the logits.
-            scale = self.dtype.itemsize / getattr(self.config.dtype, "itemsize", 4)
-            weights = int(scale * sum(path.stat().st_size for path in self._folder.glob("*.safetensors")))
+            files = [path.stat().st_size for path in self._folder.glob("*.safetensors")]
+            weights = sum(files) * self.dtype.itemsize // getattr(self.config.dtype, "itemsize", 4)
             logits = 4 * settings.slots * self._vocabulary * 4  # float32, with three copies that sampling makes
             if settings.captures(self.config, self.device.type):
                 logits *= 2  # logits of captured steps have separate memory

@@ -36,8 +36,9 @@ def forward_flops(config: PreTrainedConfig, tokens: float, attended: float, pred
         predicted: number of tokens that the head is computed for.
     """
     if not is_native(config):
-        measure = resolve("forge_families.sizes:forward_flops", "model")
-        return measure(config, tokens, attended, predicted)  # type: ignore[no-any-return]
+        return resolve("forge_families.sizes:forward_flops", "model")(  # type: ignore[no-any-return]
+            config, tokens, attended, predicted
+        )
     taken = config.num_experts_per_tok / config.num_experts if sparse_layers(config) else 1.0
     active = sum(
         part.rows * part.inner[0] * (taken if ".experts." in name else 1.0)
