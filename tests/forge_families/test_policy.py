@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from forge.engines import EmbeddedEngine
 from forge.losses import SFTLoss
 from forge.models.architecture import check_config
 from forge.models.find import check_classifier
 from forge.training import checkpoint
 from forge.training.settings import Parallelism
+from forge.types import Sampling
 from forge_families.probe import find_traits, make_policy, shrink_config
-from tests.training.cases import example, largest_difference, make_trainer, weights_of
+from tests.training.cases import TOKENIZER, example, largest_difference, make_trainer, weights_of
 
 from .cases import KINDS, batch_of, draw_config, score_plainly, small_config, small_model, write_family
 
@@ -74,6 +76,27 @@ def test_resumed_and_exported_model_is_the_trained_one(tmp_path: Path, kind: str
     with torch.no_grad():
         expected = score_plainly(plain, batch, 1.0)
     torch.testing.assert_close(tuple(trainer.policy(batch)), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "gemma3", "gemma4"])
+def test_language_model_of_checkpoint_with_images_trains_and_generates(tmp_path: Path, kind: str):
+    whole = AutoModelForImageTextToText.from_config(shrink_config(AutoConfig.for_model(kind)), dtype=torch.float32)
+    whole.save_pretrained(tmp_path / "start")
+    TOKENIZER.save_pretrained(tmp_path / "start")
+    trainer = make_trainer(tmp_path / "start")
+    trainer.train_step(example(0), SFTLoss())
+    checkpoint.export_model(trainer, tmp_path / "end", tmp_path / "start")
+    names = [load_file(tmp_path / folder / "model.safetensors").keys() for folder in ("start", "end")]
+    assert names[1] <= names[0]
+
+    engine = EmbeddedEngine(tmp_path / "end", slots=8, max_seq_len=64)
+    (answer,) = engine.submit([5, 6, 7], Sampling(max_tokens=8, seed=0)).result()
+    engine.close()
+    batch = batch_of((3 + len(answer.token_ids),))
+    batch.tokens[:] = [5, 6, 7, *answer.token_ids]
+    with torch.no_grad():
+        logprobs = trainer.policy(batch).logprobs[2:]
+    torch.testing.assert_close(logprobs, torch.tensor(answer.logprobs), rtol=0, atol=1e-4)
 
 
 def test_adapters_and_checkpointing_train_a_family(tmp_path: Path):
