@@ -34,11 +34,11 @@ class AttentionCall(NamedTuple):
     window: int | None  # a token sees itself and the `window` - 1 before it; None: all before it
 
 
-def run_model(attend: Attend, module: nn.Module, tokens: Tensor, positions: Tensor, cache: Any = None) -> Any:
+def run_model(attend: Attend, module: nn.Module, tokens: Tensor, positions: Tensor | None, cache: Any = None) -> Any:
     """Return the result of a forward pass whose calls of attention `attend` computes.
 
     Args:
-        tokens, positions: (B, N).
+        tokens, positions: (B, N). Without positions the model takes its own.
         cache: the states of recurrent layers (`forge_families.states.RowStates`); None: the model has none.
     """
     inputs: dict[str, Any] = {"position_ids": positions, "cache": cache, "use_cache": cache is not None}

@@ -45,6 +45,12 @@ class ModuleDecoder(Decoder):
         cache_bytes: int | None = None,
         granule: int = 16,
     ):
+        longest = getattr(config, "max_position_embeddings", None)
+        if template.offset and longest and max_seq_len > longest - template.offset:
+            raise ValueError(
+                f"this model counts positions from {template.offset} on: set generator.max_seq_len to "
+                f"{longest - template.offset} at most"
+            )
         self.weights = weights
         self.device = device
         self.template = template
@@ -119,7 +125,7 @@ class ModuleDecoder(Decoder):
     def _run(self, attend: Any, module: nn.Module, tokens: Tensor, positions: Tensor, states: RowStates | None) -> Any:
         self.slots = iter(range(len(self.kind_of)))
         self.tables = self.cache.tables()
-        return run_model(partial(self._attend, attend), module, tokens, positions, states)
+        return run_model(partial(self._attend, attend), module, tokens, positions + self.template.offset, states)
 
     def _attend(
         self,

@@ -1,4 +1,4 @@
-"""Modules of transformers with the products of the engine: on a CPU in float32 a token's bits depend on no other."""
+"""Modules of transformers with the engine's products: on a CPU in float32 a token has the same bits in any batch."""
 
 from __future__ import annotations
 

@@ -22,23 +22,16 @@ _sizes: dict[str, ModelSizes] = {}  # by the config's values
 class ModelSizes(NamedTuple):
     """Numbers of a model.
 
-    parameters: of all weights, shared ones once.
     active: of weights that multiply a token, without the head and the embeddings.
     head: of the head's weights.
     queries: of all queries of a token, in all layers.
     cached: of all keys and values of a token.
     """
 
-    parameters: int
     active: float
     head: int
     queries: int
     cached: int
-
-
-def weight_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of one version of a model's weights, in which shared ones count once."""
-    return measure_model(config).parameters * dtype.itemsize
 
 
 def token_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
@@ -87,7 +80,6 @@ def _measure_model(config: PreTrainedConfig) -> ModelSizes:
     kv_heads = values.get("num_key_value_heads") or heads
     size = getattr(text, "qk_head_dim", None) or values.get("head_dim") or text.hidden_size // max(heads, 1)
     return ModelSizes(
-        parameters=model.num_parameters(),
         active=active,
         head=0 if head is None else head.weight.numel(),
         queries=layers * heads * size,

@@ -30,6 +30,7 @@ class Template:
         calls: its calls of attention, in order.
         states: those of its recurrent layers after a few tokens of one row; [] for a model without such layers.
         continues: whether several tokens may follow on such states; else they have to be computed one by one.
+        offset: the position of the first token.
         vocab: the number of logits.
         places: of each parameter, by name: all modules that share it, each with its name there.
         table: the parameters and their shapes, as `forge.models.weight_layouts.engine_layout`.
@@ -49,6 +50,7 @@ class Template:
             self.vocab, states = self._run_probe(self.calls, [4])
             self.states = states if any(state is not None for state in states) else []
             pieces = self._run_probe([], [2, 2])[1] if self.states else []
+            self.offset = self._find_offset()
         self.continues = all(
             state is None or other is None or bool((state - other).norm() <= 0.05 * state.norm())
             for state, other in zip(self.states, pieces, strict=True)
@@ -78,6 +80,16 @@ class Template:
             positions = torch.arange(start, start + length, device=self.model.device)[None]
             logits = run_model(partial(record_call, calls), self.model, positions + 1, positions, states).logits
         return logits.shape[-1], states.read()
+
+    def _find_offset(self) -> int:
+        """Return the position that a model gives its first token by itself: some count them from the padding token's
+        number on."""
+        tokens = torch.arange(4, 8, device=self.model.device)[None]
+        expected, *logits = (
+            run_model(partial(record_call, []), self.model, tokens, positions, RowStates(self.config)).logits
+            for positions in (None, *(torch.arange(4, device=self.model.device)[None] + offset for offset in range(4)))
+        )
+        return next((offset for offset, result in enumerate(logits) if torch.allclose(result, expected)), 0)
 
     def read_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the (name, tensor) of each weight of the model, and drop it there."""

@@ -174,9 +174,8 @@ class Decoder:
         first_positions = torch.tensor(starts or [0] * len(prompts))
         tokens = torch.tensor([token for prompt in prompts for token in prompt], device=self.device)
         prompt_index = torch.arange(len(prompts)).repeat_interleave(lengths)
-        offsets = lengths.cumsum(0) - lengths  # of each prompt's first token in the sequence
-        positions = torch.arange(len(tokens)) + (first_positions - offsets)[prompt_index]
         end_positions = first_positions + lengths
+        positions = torch.arange(len(tokens)) + (end_positions - lengths.cumsum(0))[prompt_index]
         blocks = self._split_blocks(prompt_index, positions, torch.tensor(rows), first_positions, end_positions)
         token_rows = torch.tensor(rows)[prompt_index].to(self.device)
         index = self.cache.index(token_rows, positions.to(self.device))

@@ -87,7 +87,6 @@ class EmbeddedEngine:
         self._grammars: Any = None  # compiled by the extension, from the first request that has one
         self._words = Words(folder)
         self.on_update = options.on_update
-
         options.check(config)
         graphs = graphs_on(self.device) if options.captures(config, self.device.type) else None
         # Of most model types transformers' modules, with this engine's cache.
@@ -111,11 +110,10 @@ class EmbeddedEngine:
             cache_bytes,
             granule=16 if graphs is None else GRANULE,
         )
-        prefill_tokens = prefill_tokens or (1024 if self.device.type == "cpu" else 4096)
         self._batch = RunningBatch(
             decoder,
             options.slots,
-            prefill_tokens,
+            prefill_tokens or (1024 if self.device.type == "cpu" else 4096),
             int(options.prefix_cache_mb * 1e6) if decoder.has_prefixes else 0,
             self._words,
             graphs,
@@ -265,7 +263,8 @@ class EmbeddedEngine:
             torch.accelerator.empty_cache()
             free, _ = torch.cuda.mem_get_info(self.device)
             # The rest of the memory must hold the next weights, which are filled while these decode, and the logits.
-            weights = resolve("forge_families.sizes:weight_bytes", "model")(self.config, self.dtype)
+            files = [path.stat().st_size for path in self._folder.glob("*.safetensors")]
+            weights = sum(files) * self.dtype.itemsize // getattr(self.config.dtype, "itemsize", 4)
             logits = 4 * settings.slots * self._vocabulary * 4  # float32, with three copies that sampling makes
             if settings.captures(self.config, self.device.type):
                 logits *= 2  # logits of captured steps have separate memory

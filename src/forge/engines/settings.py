@@ -78,9 +78,8 @@ class EngineSettings(Section):
         Args:
             device: the type of its device, such as "cuda".
         """
-        if self.cuda_graphs is not None:
-            return self.cuda_graphs
-        return device == "cuda" and is_native(config) and not sparse_layers(config)
+        is_possible = device == "cuda" and is_native(config) and not sparse_layers(config)
+        return is_possible if self.cuda_graphs is None else self.cuda_graphs
 
     def over(self, procs: int) -> EngineSettings:
         """Return the settings with which one model is divided over `procs` processes by vLLM's tensor parallelism.

@@ -45,17 +45,20 @@ def load_config(folder: Path) -> PreTrainedConfig:
 def is_decodable(config: PreTrainedConfig) -> bool:
     """Return whether the engine computes a model of this config by its own decoder, not by transformers' modules."""
     family = config.model_type
-    if not is_native(config):
-        return False
-    activation = config.hidden_activation if family == "gemma3_text" else config.hidden_act
-    ropes = [(rope.get("rope_type", "default"), rope) for rope in rotary_parameters(config).values()]
-    is_partial = any(kind != "default" and rope.get("partial_rotary_factor", 1.0) != 1.0 for kind, rope in ropes)
-    return not (
+    return is_native(config) and not (
         (family in LAYER_WINDOWS and {*config.layer_types} - {"full_attention", "sliding_attention"})
-        or activation != ACTIVATIONS.get(family, "silu")
+        or (config.hidden_activation if family == "gemma3_text" else config.hidden_act)
+        != ACTIVATIONS.get(family, "silu")
         or (family in MLP_BIASES and config.mlp_bias)
-        or {kind for kind, _ in ropes} - set(ROPE_TYPES)
-        or (family != "phi3" and is_partial)
+        or any(
+            rope.get("rope_type", "default") not in ROPE_TYPES
+            or (
+                family != "phi3"
+                and rope.get("rope_type", "default") != "default"
+                and rope.get("partial_rotary_factor", 1.0) != 1.0
+            )
+            for rope in rotary_parameters(config).values()
+        )
         or (family == "olmoe" and config.clip_qkv is not None)
         or (sparse_layers(config) and config.num_experts > UNKNOWN_EXPERT)
     )

@@ -13,6 +13,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..config.plugin import resolve
+from .architecture import is_native, sparse_layers
+from .weight_layouts import engine_layout, head_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -33,8 +35,19 @@ def forward_flops(config: PreTrainedConfig, tokens: float, attended: float, pred
         attended: the sum over tokens of the number of tokens that each attends to.
         predicted: number of tokens that the head is computed for.
     """
-    measure = resolve("forge_families.sizes:forward_flops", "model")
-    return measure(config, tokens, attended, predicted)  # type: ignore[no-any-return]
+    if not is_native(config):
+        return resolve("forge_families.sizes:forward_flops", "model")(  # type: ignore[no-any-return]
+            config, tokens, attended, predicted
+        )
+    taken = config.num_experts_per_tok / config.num_experts if sparse_layers(config) else 1.0
+    active = sum(
+        part.rows * part.inner[0] * (taken if ".experts." in name else 1.0)
+        for name, parts in engine_layout(config).items()
+        for part in parts
+        if part.inner and not part.repeated and name not in ("embed", "head.weight")
+    )
+    attention = config.num_hidden_layers * config.num_attention_heads * head_size(config) * attended
+    return 2.0 * (active * tokens + config.hidden_size * config.vocab_size * predicted) + 4.0 * attention
 
 
 def count_causal(length: float, context: float = 0.0) -> float:
