@@ -84,4 +84,7 @@ def measure_difference(model: PreTrainedModel) -> float:
         positions = torch.tensor([len(longer), len(shorter)])
         steps = zip(*(ids[-STEPS:] for ids in tokens), strict=True)
         logits = [decoder.decode(torch.stack(step), positions + i, 64) for i, step in enumerate(steps)]
-        return float((torch.stack(logits, 1).log_softmax(-1) - torch.stack(expected)).abs().max())
+        # Of the tokens that follow: those of improbable ones, of which no request asks, have larger roundings.
+        following = torch.stack([ids[-STEPS + 1 :] for ids in tokens])[..., None]
+        differences = torch.stack(logits, 1).log_softmax(-1) - torch.stack(expected)
+        return float(differences[:, :-1].gather(2, following).abs().max())

@@ -50,7 +50,9 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return multiply_transposed(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+        # Not a view, which modules could not change in place.
+        product = multiply_transposed(x.flatten(0, -2), weight)
+        return torch.ops.aten._unsafe_view(product, [*x.shape[:-1], len(weight)])
 
     @staticmethod
     def backward(ctx, grad: Tensor):
