@@ -37,7 +37,7 @@ class Template:
     """
 
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
-        """Ask a model with its weights, by a few tokens, what its forward pass needs. `read_weights` takes the weights.
+        """Ask a model with its weights, by a few tokens, what its forward pass needs, and take its weights.
 
         Raises:
             UnsupportedModel: a feature that the engine does not compute.
@@ -73,6 +73,13 @@ class Template:
         self.places = {name: shared[id(parameter)] for name, parameter in parameters.items()}
         self.table = {n: (FusedPart(n, 1, tuple(p.shape), repeated=True),) for n, p in parameters.items()}
 
+        # Copies of the model have places for weights, and no weights.
+        self._loaded = {name: parameter.detach() for name, parameter in parameters.items()}
+        for name, parameter in parameters.items():
+            empty = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+            for path, attribute in self.places[name]:
+                setattr(model.get_submodule(path), attribute, empty)
+
     def _run_probe(self, calls: list[AttentionCall], lengths: Sequence[int]) -> tuple[int, States]:
         """Run a few tokens in pieces of these lengths; return the number of logits, and the states."""
         states = RowStates(self.config)
@@ -92,13 +99,9 @@ class Template:
         return next((offset for offset, result in enumerate(logits) if torch.allclose(result, expected)), 0)
 
     def read_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the (name, tensor) of each weight of the model, and drop it there."""
-        for name, places in self.places.items():
-            parameter = self.model.get_parameter(name)
-            yield name, parameter.detach()
-            empty = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
-            for path, attribute in places:
-                setattr(self.model.get_submodule(path), attribute, empty)
+        """Yield the (name, tensor) of each weight that the model had, once."""
+        while self._loaded:
+            yield self._loaded.popitem()
 
 
 class ModuleWeights:

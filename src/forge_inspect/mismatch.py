@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM
 
+from forge.config.plugin import resolve
 from forge.config.sections import flatten_config
 from forge.config.yaml_files import parse_yaml
 from forge.data.packing import pack
 from forge.engines.cache import WIDTH, round_up
 from forge.engines.decoder import Decoder
-from forge.engines.weights import Weights, load_config
+from forge.engines.weights import Weights, is_decodable, load_config
 from forge.models.architecture import sparse_layers
 from forge.models.find import resolve_model
 from forge.models.tokenizer import model_config
@@ -330,13 +331,13 @@ def measure_distance(run: RecordedRun, first: np.ndarray, second: np.ndarray) ->
 def engine_logprobs(run: RecordedRun, tensors: Mapping[str, Tensor]) -> np.ndarray:
     """Return log-probabilities, [compared], by the embedded engine on a CPU: decoded token by token with its cache."""
     config = load_config(run.start)
-    weights = Weights(config, tensors.items(), torch.float32, CPU, run.version)
-    sequences = run.sequences
+    open_model = resolve("forge_families.engine:open_model", "model")
+    tier = (Weights, Decoder) if is_decodable(config) else open_model(run.start, torch.float32, CPU)
+    weights = tier[0](config, tensors.items(), torch.float32, CPU, run.version)
+    sequences, rows = run.sequences, round_up(len(run.sequences), WIDTH)
     longest = max(len(sequence.tokens) for sequence in sequences)
-    rows = round_up(len(sequences), WIDTH)
-    decoder = Decoder(config, weights, rows, longest, torch.float32, CPU)
+    decoder = tier[1](config, weights, rows, longest, torch.float32, CPU)
     decoder.cache.reserve(longest, 0)
-
     # The last token of the context is the first input, as it predicts the first sampled token; those before prefill.
     starts = [sequence.context - 1 for sequence in sequences]
     if filled := [row for row, start in enumerate(starts) if start > 0]:
