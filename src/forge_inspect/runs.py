@@ -1,14 +1,14 @@
 """Run directories, finished or running: their state, settings and numbers."""
 
 import fcntl
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import yaml
 
 from forge.config.sections import flatten_config
 from forge.observability.folder import CONFIG, ENDED, FINISHED, MARK, last_state, read_ending
-from forge.observability.lines import Json, Row, finite_numbers, last_rows, read_rows
+from forge.observability.lines import Json, Lines, Row, finite_numbers, last_rows, read_rows
 from forge.observability.rollouts import ROLLOUTS, count_rows
 from forge.system.masking import without_secrets
 
@@ -80,6 +80,24 @@ def last_value(rows: Iterable[dict[str, float]], metric: str) -> float | None:
     return next((row[metric] for row in reversed([*rows]) if metric in row), None)
 
 
+def last_values(folder: Path, names: Collection[str]) -> dict[str, float]:
+    """Return the last values of a run's metrics, the last step among them, from the end of its metrics.jsonl back to
+    where all of these names were found, and at most a MiB."""
+    values: dict[str, float] = {}
+    for row in map(finite_numbers, last_rows(folder / MARK)):
+        if "step" in row:
+            values = row | values
+        if values.keys() >= {*names}:
+            break
+    return values
+
+
+def first_value(folder: Path, metric: str) -> float | None:
+    """Return the first value of a metric in a run's metrics.jsonl, which is read no further; None if no row has it."""
+    rows = map(finite_numbers, Lines(folder / MARK).read())
+    return next((row[metric] for row in rows if metric in row), None)
+
+
 def summarise_run(folder: Path) -> Row:
     """Return a run's state, step, number of rollouts and last values of `METRICS`, as an entry of a list of runs.
 
@@ -88,8 +106,7 @@ def summarise_run(folder: Path) -> Row:
     Raises:
         OSError, ValueError: another file is damaged.
     """
-    newest = [row for row in map(finite_numbers, last_rows(folder / MARK)) if "step" in row]
-    values = {name: next((row[name] for row in newest if name in row), None) for name in METRICS}
+    newest = last_values(folder, METRICS)
     try:
         steps = finite_numbers({"steps": read_settings(folder).get("training.steps")}).get("steps")
     except (ValueError, OSError):
@@ -98,11 +115,11 @@ def summarise_run(folder: Path) -> Row:
     return {
         "state": read_state(folder),
         "ending": read_ending(folder),
-        "step": newest[0]["step"] if newest else 0,
+        "step": newest.get("step", 0),
         "steps": steps,
         "written": (folder / MARK).stat().st_mtime if (folder / MARK).exists() else 0.0,
         "rollouts": count_rows(folder / ROLLOUTS),
-        **values,
+        **{name: newest.get(name) for name in METRICS},
     }
 
 
