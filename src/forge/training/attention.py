@@ -179,7 +179,9 @@ def _attend_rectangles(
             attended = _attend_window(q, k, v, window, scale)
         else:
             mask = causal_mask(width, before, before + width, q.device) if before else None
-            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, **GROUPED)
+            attended = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, **GROUPED
+            )
         rectangles.append(attended.transpose(1, 2).flatten(0, 1))
 
     return torch.cat(rectangles).index_select(0, layout.scatter)
