@@ -3,11 +3,13 @@
     python benchmarks/small.py            # all, two at once
     python benchmarks/small.py service    # some
 
-Scripts that need a GPU, another library or the results of long runs only print their help, after all their imports.
+Scripts that need a GPU, another library, the results of long runs or minutes only print their help, after all their
+imports.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -27,7 +29,7 @@ FORMS = {
     "engine_vllm": HELP,
     "gpu": HELP,
     "gpu_counts": HELP,
-    "layouts": "--layouts 1",
+    "layouts": HELP,
     "losses": "",
     "processor": "",
     "quickstart": HELP,
@@ -50,13 +52,13 @@ WITHOUT = {"losses_peers", "planned_memory", "small"}
 def run_small(name: str) -> bool:
     """Run a script, print how long it took, and its output if it failed; return whether it ended well."""
     began = time.monotonic()
-    command = ["timeout", str(LIMIT), sys.executable, FOLDER / f"{name}.py", *FORMS[name].split()]
-    done = subprocess.run(command, cwd=FOLDER.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    failed = done.returncode != 0
-    print(
-        f"{name}: exit code {done.returncode} after {time.monotonic() - began:.0f} s", done.stdout * failed, flush=True
-    )
-    return not failed
+    command = ["timeout", str(LIMIT), sys.executable, str(FOLDER / f"{name}.py"), *FORMS[name].split()]
+    # Some import others of this folder by their names, some by the folder's.
+    environment = os.environ | {"PYTHONPATH": f"{FOLDER.parent}:{FOLDER}:{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run(command, cwd=FOLDER.parent, env=environment, capture_output=True, text=True, check=False)
+    print(f"{name}: exit code {done.returncode} after {time.monotonic() - began:.0f} s", flush=True)
+    print((done.stdout + done.stderr) * (done.returncode != 0), end="")
+    return not done.returncode
 
 
 if __name__ == "__main__":
