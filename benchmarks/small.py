@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-LIMIT = 300  # seconds of one script
 HELP = "--help"
 # The arguments of each script that is a program.
 FORMS = {
@@ -52,7 +51,7 @@ WITHOUT = {"losses_peers", "planned_memory", "small"}
 def run_small(name: str) -> bool:
     """Run a script, print how long it took, and its output if it failed; return whether it ended well."""
     began = time.monotonic()
-    command = ["timeout", str(LIMIT), sys.executable, str(FOLDER / f"{name}.py"), *FORMS[name].split()]
+    command = ["timeout", "300", sys.executable, str(FOLDER / f"{name}.py"), *FORMS[name].split()]
     # Some import others of this folder by their names, some by the folder's.
     environment = os.environ | {"PYTHONPATH": f"{FOLDER.parent}:{FOLDER}:{os.environ.get('PYTHONPATH', '')}"}
     done = subprocess.run(command, cwd=FOLDER.parent, env=environment, capture_output=True, text=True, check=False)

@@ -18,8 +18,6 @@ from tests.runtime.controller.test_routing import loads, request
 
 # A number whose comparisons are calls.
 Counted = type("Counted", (int,), {"__lt__": lambda a, b: int(a) < b, "__gt__": lambda a, b: int(a) > b})
-EMPTY = {name: [0] for name in COLUMNS}
-STEP = {"eval/accuracy": 0.5, "reward": 1.0, "note": "x" * 2000}
 
 
 # The calls of functions of Python and C in what `work` does, and the most bytes that it holds at once.
@@ -34,23 +32,29 @@ def count_operations(work) -> tuple[int, int]:
     return next(calls), held
 
 
+# Steps of 2 kB.
 def write_runs(runs, steps, folder):
+    rows = [{"step": step, "eval/accuracy": 0.5, "reward": 1.0, "note": "x" * 2000} for step in range(steps)]
     for number in range(runs):
-        a_run(folder / str(number), [STEP | {"step": step} for step in range(steps)], training={"steps": steps})
+        a_run(folder / str(number), rows, training={"steps": steps})
     return partial(main, ["runs", str(folder)])
-
-
-# Of every other group no row: it never came back.
-def audit_gaps(count, _):
-    rows = [{"step": 1, "group": Counted(2 * number), "dropped": None} for number in range(count)]
-    return _Auditor(rows, [{"step": 1}], {"training.batch_size": 1}, True).check_prompts
 
 
 # name: (what is done, its number, how many times as many operations four times that number may take)
 WORKS = {
-    "groups of an audit": (audit_gaps, 500, 4.5),
+    "groups that never came back": (
+        lambda n, _: (
+            _Auditor(
+                [{"step": 1, "group": Counted(2 * number), "dropped": None} for number in range(n)],
+                *([{"step": 1}], {"training.batch_size": 1}, True),
+            ).check_prompts
+        ),
+        *(500, 4.5),
+    ),
     "tokens of an audit": (
-        lambda n, _: partial(_read_batch, pa.record_batch({**EMPTY, "versions": [[1000] * n]})),
+        lambda n, _: partial(
+            _read_batch, pa.record_batch({name: [0] for name in COLUMNS} | {"versions": [[1000] * n]})
+        ),
         *(50_000, 1.1),
     ),
     "steps of listed runs": (partial(write_runs, 2), 600, 1.1),
@@ -67,8 +71,7 @@ WORKS = {
 }
 
 
-@pytest.mark.parametrize("name", WORKS)
-def test_operations_grow_in_proportion(name, tmp_path):
-    make_work, number, limit = WORKS[name]
+@pytest.mark.parametrize(("make_work", "number", "limit"), WORKS.values(), ids=WORKS)
+def test_operations_grow_in_proportion(make_work, number, limit, tmp_path):
     few, many = (count_operations(make_work(size, tmp_path / str(size))) for size in (number, 4 * number))
     assert all(more <= limit * less for less, more in zip(few, many, strict=True)), (few, many)

@@ -8,7 +8,7 @@ import yaml
 
 from forge.config.sections import flatten_config
 from forge.observability.folder import CONFIG, ENDED, FINISHED, MARK, last_state, read_ending
-from forge.observability.lines import Json, Lines, Row, finite_numbers, last_rows, read_rows
+from forge.observability.lines import Json, Row, finite_numbers, last_rows, read_rows
 from forge.observability.rollouts import ROLLOUTS, count_rows
 from forge.system.masking import without_secrets
 
@@ -85,17 +85,10 @@ def last_values(folder: Path, names: Collection[str]) -> dict[str, float]:
     where all of these names were found, and at most a MiB."""
     values: dict[str, float] = {}
     for row in map(finite_numbers, last_rows(folder / MARK)):
-        if "step" in row:
-            values = row | values
+        values = row | values if "step" in row else values
         if values.keys() >= {*names}:
             break
     return values
-
-
-def first_value(folder: Path, metric: str) -> float | None:
-    """Return the first value of a metric in a run's metrics.jsonl, which is read no further; None if no row has it."""
-    rows = map(finite_numbers, Lines(folder / MARK).read())
-    return next((row[metric] for row in rows if metric in row), None)
 
 
 def summarise_run(folder: Path) -> Row:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -35,14 +33,6 @@ COMMANDS = commands(PARSER)
 def test_help_lists_every_command():
     names = "train sft dpo reward-model distill serve clean worker doctor launch table runs compare watch report"
     assert {*names.split(), "weaver", "weaver fit"} <= {*COMMANDS}
-
-
-@pytest.mark.processes
-def test_list_of_commands_imports_no_library():
-    code = "import sys; from forge.cli import make_parser; print(make_parser() and ' '.join(sys.modules))"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert {"forge_agents.serving", "forge_weaver.cli", "forge_cluster.table_command"} <= {*loaded}
-    assert not {"numpy", "pydantic", "yaml", "torch", "transformers", "aiohttp", "scipy", "sklearn"} & {*loaded}
 
 
 @pytest.mark.parametrize("name", COMMANDS)

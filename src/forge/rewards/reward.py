@@ -65,6 +65,7 @@ class FunctionVerifier:
         numbers = [None] if self.call.is_group else range(len(answers.responses))
         loop = asyncio.get_running_loop()
         started = loop.time()
+        timer = loop.call_later(REPORT_INTERVAL, lambda: report())
 
         def report() -> None:
             # Every REPORT_INTERVAL of a call; of concurrent calls only one.
@@ -75,7 +76,6 @@ class FunctionVerifier:
                 took = loop.time() - started
                 log.warning("the reward %s has scored prompt %.100r for %.0f s", self.names[0], answers.prompt, took)
 
-        timer = loop.call_later(REPORT_INTERVAL, report)
         try:
             # Async functions run concurrently, plain ones one after the other in a thread.
             if self._is_async:

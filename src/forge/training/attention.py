@@ -31,8 +31,6 @@ NAME = "forge_packed"
 # A rectangle's shortest sequence is at least this share of its longest: padding costs at most a third more products,
 # where one call for each length would cost more in launches.
 FILL = 0.75
-# Key heads are not copied for each of their query heads: the kernel for CPUs reads them in place, also in its gradient.
-GROUPED = {"enable_gqa": True}
 
 Collective = Callable[[Tensor, RankGroup], Tensor]
 
@@ -180,7 +178,7 @@ def _attend_rectangles(
         else:
             mask = causal_mask(width, before, before + width, q.device) if before else None
             attended = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, **GROUPED
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
             )
         rectangles.append(attended.transpose(1, 2).flatten(0, 1))
 
@@ -200,7 +198,9 @@ def _attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | 
     count = min(width, window)
     first_k, first_v = (x[:, :, : before + count] for x in (k, v))
     mask = causal_mask(count, before, window, q.device)
-    first = F.scaled_dot_product_attention(q[:, :, :count], first_k, first_v, attn_mask=mask, scale=scale, **GROUPED)
+    first = F.scaled_dot_product_attention(
+        q[:, :, :count], first_k, first_v, attn_mask=mask, scale=scale, enable_gqa=True
+    )
 
     if width == count:
         return first
@@ -211,7 +211,7 @@ def _attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | 
     q, k, v = (F.pad(x, (0, 0, 0, -width % window)).unflatten(2, (-1, window)).transpose(1, 2) for x in without_prefix)
     k, v = (torch.cat([x[:, :-1], x[:, 1:]], dim=3).flatten(0, 1) for x in (k, v))
     mask = causal_mask(window, window, window, q.device)
-    later = F.scaled_dot_product_attention(q[:, 1:].flatten(0, 1), k, v, attn_mask=mask, scale=scale, **GROUPED)
+    later = F.scaled_dot_product_attention(q[:, 1:].flatten(0, 1), k, v, attn_mask=mask, scale=scale, enable_gqa=True)
     later = later.unflatten(0, (q.shape[0], -1)).transpose(1, 2).flatten(2, 3)
 
     return torch.cat([first, later], dim=2)[:, :, :width]

@@ -30,12 +30,12 @@ def record_rollouts(episodes: Iterable[Episode]) -> None:
     values: defaultdict[str, list[float]] = defaultdict(list)  # by the name of the metric
     for episode in episodes:
         info = episode.info
-        if episode.outcome is not None:
-            values["reward"].append(episode.outcome)
-        if info.get("correct") is not None:
-            values["accuracy"].append(info["correct"])
-        for name, part in ((info.get("parts") or {}) | (info.get("extras") or {})).items():
-            values[f"reward/{name}"].append(part)
+        parts = {
+            f"reward/{name}": part for name, part in ((info.get("parts") or {}) | (info.get("extras") or {})).items()
+        }
+        for name, value in {"reward": episode.outcome, "accuracy": info.get("correct"), **parts}.items():
+            if value is not None:
+                values[name].append(value)
 
         # Lengths are turns'; an episode of a single turn lists no turns.
         branches = (*episode.branches, episode)
@@ -46,10 +46,9 @@ def record_rollouts(episodes: Iterable[Episode]) -> None:
 
         # Metrics of dialogues only.
         if episode.turns:
-            values["episode/turns"].append(info["turns"])
             values["episode/tokens"].append(sum(len(branch.tokens) for branch in branches))
-            values["episode/calls"].append(info["calls"])
-            values["episode/unread_calls"].append(info["unread_calls"])
+            for name in ("turns", "calls", "unread_calls"):
+                values[f"episode/{name}"].append(info[name])
             for stop in ("terminated", "truncated", "max_turns", "max_tokens"):
                 values[f"episode/{stop}"].append(stop in (info["stop"], *info.get("limits", ())))
 

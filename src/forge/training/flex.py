@@ -118,8 +118,7 @@ class Runs(NamedTuple):
 
         # Pieces of runs within a block, each with its run and the interval of its positions.
         cuts = np.unique(np.concatenate([[0], ends, np.arange(BLOCK, tokens, BLOCK)]))
-        starts = cuts[:-1]
-        stops = cuts[1:]
+        starts, stops = cuts[:-1], cuts[1:]
         run = np.searchsorted(ends, starts, side="right")
         low = self.before[run] + starts - (ends - self.lengths)[run]
         high = low + stops - starts - 1

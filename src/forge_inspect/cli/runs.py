@@ -32,11 +32,11 @@ def add_to(commands: Subparsers) -> None:
 def list_runs(args: argparse.Namespace) -> None:
     """Print one line for each run, the most recently written one last."""
     # Local imports keep `forge --help` fast.
-    from forge.observability.folder import ENDED
+    from forge.observability.folder import ENDED, MARK
+    from forge.observability.lines import Lines, finite_numbers
     from forge_inspect.alerts import folder_alerts, list_alerts
     from forge_inspect.runs import (
         find_runs,
-        first_value,
         last_values,
         read_ending,
         read_metric_rows,
@@ -56,7 +56,8 @@ def list_runs(args: argparse.Namespace) -> None:
             config = read_settings(folder)
             last = last_values(folder, ("reward", "eval/accuracy", "train/entropy"))
             # A run that never evaluated would be read from its start to its end in search of the first value.
-            first = first_value(folder, "eval/accuracy") if "eval/accuracy" in last else None
+            rows = map(finite_numbers, Lines(folder / MARK).read() if "eval/accuracy" in last else ())
+            first = next((row["eval/accuracy"] for row in rows if "eval/accuracy" in row), None)
         except (ValueError, OSError) as error:
             damaged = f" (damaged: {error})"[:MAX_REASON]
 

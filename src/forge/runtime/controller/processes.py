@@ -173,7 +173,7 @@ class ProcessGroup:
         while self.dead is None:
             await asyncio.sleep(self.options.ping_timeout / 4)
             quiet = self.options.ping_timeout / (4 if any(member.requests for member in self.members) else 1)
-            heard = max(sent, min((member.last_answer for member in self.members), default=0.0))
+            heard = min((max(sent, member.last_answer) for member in self.members), default=0.0)
             if self.starting or not self.members or time.monotonic() - heard < quiet:
                 continue
 
