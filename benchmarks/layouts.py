@@ -8,6 +8,7 @@ before the model is read to its peak; CPU seconds are those of all ranks, of whi
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import tempfile
 import threading
@@ -138,6 +139,7 @@ def name(degrees: tuple[int, int, int, int]) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     context = mp.get_context("spawn")
     print(
         "| layout | ranks | MB per rank | s a step | CPU s a step | loss, from one process |\n|---|---|---|---|---|---|"

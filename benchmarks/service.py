@@ -68,7 +68,7 @@ def megabytes(pid: int) -> float:
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
-async def calls(rounds: int, times: int) -> None:
+async def calls(rounds: int, times: int, length: int) -> None:
     raw = this_host().spawn_procs({"procs": 1}, name="raw").spawn("raw", RawEcho)
     mesh = this_host().spawn_procs({"procs": 8}, name="mesh").spawn("mesh", RawEcho)
     apart = [this_host().spawn_procs({"procs": 1}, name=f"raw{n}").spawn("raw", RawEcho) for n in range(8)]
@@ -100,22 +100,22 @@ async def calls(rounds: int, times: int) -> None:
         middle, late = statistics.median(taken), taken[int(0.99 * len(taken))]
         shown = f"{middle:.2f} | {late:.2f} | {middle - base:+.2f} | {middle / route:.1f}"
         print(f"| {name} | {shown} | {statistics.median(rates[name]):.0f} |")
-    await queue({"Monarch only": sides["raw Monarch call_one"], "the service": sides["route"]})
+    await queue({"Monarch only": sides["raw Monarch call_one"], "the service": sides["route"]}, length)
     for service in services.values():
         await service.stop()
 
 
-async def queue(sides: dict[str, Call]) -> None:
-    """10,000 calls at once to one process, again and again: what stays of them in the controller's memory."""
+async def queue(sides: dict[str, Call], length: int) -> None:
+    """Many calls at once to one process, again and again: what stays of them in the controller's memory."""
     print()
     for name, call in sides.items():
         sizes = []
         for _ in range(6):
-            await asyncio.gather(*(call() for _ in range(10_000)))
+            await asyncio.gather(*(call() for _ in range(length)))
             gc.collect()
             sizes.append(megabytes(os.getpid()))
         shown = ", ".join(f"{size:.0f}" for size in sizes)
-        print(f"10,000 queued calls of {name}, controller after each time: {shown} MB")
+        print(f"{length:,} queued calls of {name}, controller after each time: {shown} MB")
 
 
 async def many(replicas: int, per_process: int) -> None:
@@ -143,7 +143,7 @@ async def many(replicas: int, per_process: int) -> None:
 
 
 async def main(args: argparse.Namespace) -> None:
-    await calls(args.rounds, args.times)
+    await calls(args.rounds, args.times, args.queue)
     print(
         "\n| replicas | processes | start, s | calls/s | calls of each | route, ms | fanout, ms | in routes | "
         "controller's CPU, ms | stop, s |\n" + "|---" * 10 + "|"
@@ -156,6 +156,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--times", type=int, default=400, help="calls of each kind in a round")
+    parser.add_argument("--queue", type=int, default=10_000, help="calls of a long queue")
     parser.add_argument("--replicas", type=int, nargs="*", default=[64, 512], help="light replicas of one service")
     parser.add_argument("--per-process", type=int, default=64)
     # Components are sent by the name of their module: this one must have one that their processes can import.

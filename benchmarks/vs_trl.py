@@ -68,7 +68,7 @@ def prepare(folder: Path, args: argparse.Namespace) -> None:
     with (folder / "prompts.jsonl").open("w") as file:
         for _ in range(args.prompts * (args.steps + 1)):
             text = f"{rng.randrange(10**6)}+{rng.randrange(10**6)}=".rjust(args.prompt)[: args.prompt]
-            file.write(json.dumps({"question": text, "answer": ""}) + "\n")
+            file.write(json.dumps({"question": text}) + "\n")
 
 
 def ours(folder: Path, args: argparse.Namespace) -> Clock:
@@ -78,7 +78,7 @@ def ours(folder: Path, args: argparse.Namespace) -> Clock:
     config = {
         "model": str(folder / "model"),
         "run": {"name": "run", "root": str(folder), "overwrite": True},
-        "dataset": {"path": str(folder / "prompts.jsonl"), "shuffle": False},
+        "dataset": {"path": str(folder / "prompts.jsonl"), "shuffle": False, "target_field": None},
         "training": {"batch_size": args.prompts, "steps": args.steps, "learning_rate": 1e-3, "beta2": 0.999},
         "grpo": {"n_samples": args.group, "clip_high": 0.2, "max_tokens": args.length},
         "async": {"max_policy_age": 0},
@@ -167,7 +167,7 @@ def reached(rewards: Iterable[float], goal: float = 0.9) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trl-python", help="interpreter of an environment with TRL")
+    parser.add_argument("--trl-python", help="interpreter of an environment with TRL; without it, only our side")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--prompts", type=int, default=4, help="prompts a step")
@@ -183,11 +183,9 @@ def main() -> None:
     if args.side is not None:
         (ours if args.side == "ours" else theirs)(args.folder, args).show()
         return
-    if args.trl_python is None:
-        parser.error("--trl-python is missing")
     if args.steps <= WARMUP:
         parser.error(f"--steps must be more than {WARMUP}: those are not measured")
-    pythons = {"ours": sys.executable, "trl": args.trl_python}
+    pythons = {"ours": sys.executable} | ({"trl": args.trl_python} if args.trl_python else {})
     sizes = {
         name: getattr(args, name) for name in ("hidden", "layers", "prompts", "group", "prompt", "length", "steps")
     }
@@ -212,6 +210,8 @@ def main() -> None:
         cpu, wall = (statistics.median(r[side][what] for r in rounds) for what in ("cpu", "wall"))
         goals = ", ".join(reached(r[side]["rewards"]) for r in rounds)
         print(f"| {side} | {cpu:.2f} | {tokens / cpu:.0f} | {wall:.2f} | {tokens / wall:.0f} | {goals} |")
+    if not args.trl_python:
+        return
     for what, unit in (("cpu", "CPU-second"), ("wall", "second")):
         ratios = sorted(r["trl"][what] / r["ours"][what] for r in rounds)
         print(

@@ -88,3 +88,16 @@ def test_core_trains_without_any_extension(tmp_path: Path):
     done = run_python(env, tmp_path, "-m", "forge", "train", config, *short, "--metrics.tensorboard", "true")
     assert done.returncode == 1
     assert "forge_trackers" in done.stderr
+
+
+@pytest.mark.processes
+def test_list_of_commands_imports_no_library(tmp_path: Path):
+    done = run_python(
+        {**os.environ},
+        *(tmp_path, "-c", "import sys; from forge.cli import make_parser; make_parser(); print(*sys.modules)"),
+    )
+    heavy = {"numpy", "pydantic", "yaml", "torch", "transformers", "aiohttp", "scipy", "sklearn"}
+    assert {*done.stdout.split()} & {"forge_agents.serving", "forge_weaver.cli", *heavy} == {
+        "forge_agents.serving",
+        "forge_weaver.cli",
+    }

@@ -114,7 +114,16 @@ class SessionRecord:
         *earlier, last = branches
         last.branches = tuple(earlier)
         last.text = format_transcript(tree)
-        last.info = {**(info or {}), **self._episode_numbers(tree), "certificate": dict(certificate)}
+        last.info = {
+            **(info or {}),
+            "turns": len(tree.runs),
+            "calls": sum(len(run.added[-1].get("calls", ())) for run in tree.runs),
+            "unread_calls": 0,
+            "messages": tree.conversation(tree.runs[-1]) if tree.runs else [],
+            "roots": dict(Counter(run.reason for run in tree.runs if run.reason)),
+            "requests": dict(self.counts),
+            "certificate": dict(certificate),
+        }
         for branch in earlier:
             branch.info = dict(last.info)
         return last
@@ -161,17 +170,6 @@ class SessionRecord:
         account["sampled"] += surplus
         account["surplus"] += surplus
         return account
-
-    def _episode_numbers(self, tree: TokenTree) -> dict[str, Any]:
-        # Return the entries of an episode's `info` that describe its turns.
-        return {
-            "turns": len(tree.runs),
-            "calls": sum(len(run.added[-1].get("calls", ())) for run in tree.runs),
-            "unread_calls": 0,
-            "messages": tree.conversation(tree.runs[-1]) if tree.runs else [],
-            "roots": dict(Counter(run.reason for run in tree.runs if run.reason)),
-            "requests": dict(self.counts),
-        }
 
 
 def auxiliary_runs(tree: TokenTree) -> Iterator[TokenRun]:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from forge.cli.subparsers import Subparsers
-from forge.observability.lines import read_rows
 from forge.system.files import escape_controls
 
 TEXT = "one table of several runs, for example of a sweep or of seeds"
@@ -33,6 +32,8 @@ def format_table(folders: Sequence[Path], metric: str = "eval/accuracy") -> str:
 
     Runs whose names differ only in the seed have one more row, with the mean of their last values.
     """
+    from forge.observability.lines import read_rows  # imported here to keep `forge --help` fast
+
     rows: list[list[str]] = []
     groups: dict[str, list[float]] = {}
     for folder in folders:

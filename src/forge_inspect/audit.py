@@ -22,9 +22,7 @@ from forge.system.files import write_atomic
 from forge_inspect.alerts import AUDIT
 from forge_inspect.runs import read_settings
 
-COLUMNS = (
-    *("step", "group", "sample", "branch", "reward", "version", "origins", "finish", "dropped", "length", "versions"),
-)
+COLUMNS = (*("step", "group", "sample", "branch", "reward", "version", "origins", "finish", "dropped", "length"),)
 EMPTY = {"origins": "[]", "finish": None}  # columns of rollouts that a schedule does not have
 IDLE = "zero_advantage"  # in the column "dropped" of groups that were trained without effect
 SHOWN = 5  # examples that a fault names
@@ -75,7 +73,9 @@ def audit_run(folder: Path, by_schedule: bool = False) -> Audit:
     if by_schedule:
         rows = scheduled_rows(folder / SCHEDULE)
     else:
-        rows = [row for _, batch in read_batches(folder / ROLLOUTS, COLUMNS) for row in batch.to_pylist()]
+        rows = [
+            row for _, batch in read_batches(folder / ROLLOUTS, (*COLUMNS, "versions")) for row in _read_batch(batch)
+        ]
 
     if not rows or not history:
         raise ValueError(f"{folder} has neither a schedule nor all rollouts: it trained no step of forge.recipes.rl")
@@ -130,6 +130,17 @@ def scheduled_rows(path: Path) -> list[Row]:
                 tokens = {"length": sum(count for _, count in spans), "versions": versions}
                 rows.append({**identity, **tokens, "reward": reward, "dropped": reason or None, **EMPTY})
     return rows
+
+
+def _read_batch(batch: Any) -> list[Row]:
+    """Return the rows of an Arrow batch, each with the distinct versions of its tokens.
+
+    A Python number for each token of a long run would not fit into memory.
+    """
+    distinct = [tokens.values.unique().to_pylist() for tokens in batch["versions"]]
+    return [
+        row | {"versions": numbers} for row, numbers in zip(batch.select(COLUMNS).to_pylist(), distinct, strict=True)
+    ]
 
 
 def _read_rows(path: Path) -> list[Row]:
@@ -215,7 +226,8 @@ class _Auditor:
             self.fault_if(first, f"{missing} prompts were neither trained nor dropped")
 
         # Groups are handed out in order, so a missing group far before the last trained one cannot be in flight.
-        lost = sum(len(range(gap.start, min(gap.stop, max(trained) - in_flight - len(dropped)))) for gap in gaps)
+        oldest = max(trained, default=-1) - in_flight - len(dropped)
+        lost = sum(len(range(gap.start, min(gap.stop, oldest))) for gap in gaps)
         if lost > unlisted:
             self.fault_if(first[:lost], "prompts that were handed out long before the end never came back")
 

@@ -1,7 +1,7 @@
 """Run directories, finished or running: their state, settings and numbers."""
 
 import fcntl
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import yaml
@@ -80,6 +80,17 @@ def last_value(rows: Iterable[dict[str, float]], metric: str) -> float | None:
     return next((row[metric] for row in reversed([*rows]) if metric in row), None)
 
 
+def last_values(folder: Path, names: Collection[str]) -> dict[str, float]:
+    """Return the last values of a run's metrics, the last step among them, from the end of its metrics.jsonl back to
+    where all of these names were found, and at most a MiB."""
+    values: dict[str, float] = {}
+    for row in map(finite_numbers, last_rows(folder / MARK)):
+        values = row | values if "step" in row else values
+        if values.keys() >= {*names}:
+            break
+    return values
+
+
 def summarise_run(folder: Path) -> Row:
     """Return a run's state, step, number of rollouts and last values of `METRICS`, as an entry of a list of runs.
 
@@ -88,8 +99,7 @@ def summarise_run(folder: Path) -> Row:
     Raises:
         OSError, ValueError: another file is damaged.
     """
-    newest = [row for row in map(finite_numbers, last_rows(folder / MARK)) if "step" in row]
-    values = {name: next((row[name] for row in newest if name in row), None) for name in METRICS}
+    newest = last_values(folder, METRICS)
     try:
         steps = finite_numbers({"steps": read_settings(folder).get("training.steps")}).get("steps")
     except (ValueError, OSError):
@@ -98,11 +108,11 @@ def summarise_run(folder: Path) -> Row:
     return {
         "state": read_state(folder),
         "ending": read_ending(folder),
-        "step": newest[0]["step"] if newest else 0,
+        "step": newest.get("step", 0),
         "steps": steps,
         "written": (folder / MARK).stat().st_mtime if (folder / MARK).exists() else 0.0,
         "rollouts": count_rows(folder / ROLLOUTS),
-        **values,
+        **{name: newest.get(name) for name in METRICS},
     }
 
 

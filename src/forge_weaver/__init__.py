@@ -1,47 +1,30 @@
 """Combine weak verifiers into one, without labels or with a few."""
 
-try:
-    import scipy as _scipy  # noqa: F401
-    import sklearn as _sklearn  # noqa: F401
-except ImportError as error:
-    raise ImportError("forge_weaver needs scipy and scikit-learn: pip install scipy scikit-learn") from error
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
 
-from .aggregator import Aggregator, FitReport, load
-from .anchored import AnchoredLogistic
-from .auto import METHODS, Auto, check_one_right, fit_table, make
-from .binned import BinnedDawidSkene, DawidSkene, Online
-from .correlated import CorrelatedMixture
-from .means import NaiveMean, RankMean
-from .problems import Problem, read_problems, score_table, write_problems
-from .published import PublishedWeaver
-from .table import ScoreTable, families_by_name
-from .verifiers import Distilled, Ensemble, load_ensemble, save_ensemble
+if find_spec("scipy") is None or find_spec("sklearn") is None:
+    raise ImportError("forge_weaver needs scipy and scikit-learn: pip install scipy scikit-learn")
 
-__all__ = [
-    "METHODS",
-    "Aggregator",
-    "AnchoredLogistic",
-    "Auto",
-    "BinnedDawidSkene",
-    "CorrelatedMixture",
-    "DawidSkene",
-    "Distilled",
-    "Ensemble",
-    "FitReport",
-    "NaiveMean",
-    "Online",
-    "Problem",
-    "PublishedWeaver",
-    "RankMean",
-    "ScoreTable",
-    "check_one_right",
-    "families_by_name",
-    "fit_table",
-    "load",
-    "load_ensemble",
-    "make",
-    "read_problems",
-    "save_ensemble",
-    "score_table",
-    "write_problems",
-]
+# Imported on first use, from these modules: the libraries above take seconds, which `forge --help` need not wait.
+_HOMES = {
+    **dict.fromkeys(("Aggregator", "FitReport", "load"), "aggregator"),
+    "AnchoredLogistic": "anchored",
+    **dict.fromkeys(("METHODS", "Auto", "check_one_right", "fit_table", "make"), "auto"),
+    **dict.fromkeys(("BinnedDawidSkene", "DawidSkene", "Online"), "binned"),
+    "CorrelatedMixture": "correlated",
+    **dict.fromkeys(("NaiveMean", "RankMean"), "means"),
+    **dict.fromkeys(("Problem", "read_problems", "score_table", "write_problems"), "problems"),
+    "PublishedWeaver": "published",
+    **dict.fromkeys(("ScoreTable", "families_by_name"), "table"),
+    **dict.fromkeys(("Distilled", "Ensemble", "load_ensemble", "save_ensemble"), "verifiers"),
+}
+
+__all__ = [*_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from ..observability import phase, record_metric
+from ..observability import phase, record_values
 from ..rewards.rules.comparison import first_equal
 from ..rewards.rules.math import final_answer
 from ..types import Episode, Sample
@@ -65,9 +65,7 @@ class GroupEnv(ABC):
             NothingScored: all episodes of `MAX_UNSCORED_GROUPS` groups in succession are unscored.
         """
         episodes = await self.play(policy, sample, n, seed, evaluation=False, **sampling)
-        for episode in episodes:
-            if not episode.had_no_turn:
-                record_metric("episode/unscored", episode.outcome is None)
+        record_values("episode/unscored", [episode.outcome is None for episode in episodes if not episode.had_no_turn])
         # Unscored groups are not trained on, so a reward that never scores would let the run wait forever.
         is_scored = any(episode.outcome is not None for episode in episodes)
         self._unscored_groups = 0 if is_scored else self._unscored_groups + 1

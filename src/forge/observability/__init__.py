@@ -1,6 +1,6 @@
 """Metrics, time by phase, and the folder of a run that they are written to."""
 
-from .metrics import Reduce, metrics_of, phase, record_metric
+from .metrics import Reduce, metrics_of, phase, record_metric, record_values
 from .run import Run
 
-__all__ = ["Reduce", "Run", "metrics_of", "phase", "record_metric"]
+__all__ = ["Reduce", "Run", "metrics_of", "phase", "record_metric", "record_values"]

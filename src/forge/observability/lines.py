@@ -55,11 +55,11 @@ def read_rows(path: Path) -> list[Row]:
     return list(Lines(path).read())
 
 
-def last_rows(path: Path) -> list[Row]:
-    """Return the rows in the last MiB of a file, the last row first."""
+def last_rows(path: Path) -> Iterator[Row]:
+    """Yield the rows in the last MiB of a file, the last row first; each is parsed when it is asked for."""
     size = path.stat().st_size if path.is_file() else 0
-    rows = [parse_line(line) for _, line in appended_lines(path, max(0, size - TAIL))]
-    return [row for row in reversed(rows) if row is not None]
+    lines = [line for _, line in appended_lines(path, max(0, size - TAIL))]
+    return filter(None, map(parse_line, reversed(lines)))
 
 
 def parse_line(line: bytes) -> Row | None:

@@ -12,7 +12,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -135,25 +135,30 @@ def add_label(name: str) -> str:
 
 
 def record_metric(name: str, value: float, reduce: Reduce = Reduce.MEAN, weight: float = 1.0) -> None:
-    """Add one value to this process's collector.
+    """Add one value to this process's collector, see `record_values`."""
+    record_values(name, [value], reduce, weight)
+
+
+def record_values(name: str, values: Iterable[float], reduce: Reduce = Reduce.MEAN, weight: float = 1.0) -> None:
+    """Add values to this process's collector, one after the other.
 
     Args:
         name: of the metric.
         reduce: how values of this metric are combined.
-        weight: number of observations that the value stands for (a mean over 100 tokens has weight 100); SUM ignores
+        weight: number of observations that each value stands for (a mean over 100 tokens has weight 100); SUM ignores
             it.
 
     Raises:
-        ValueError: the value is not finite; averaging over it would hide a bug.
+        ValueError: a value is not finite; averaging over it would hide a bug.
     """
     name = add_label(name)
-    value = float(value)
-    if not math.isfinite(value):
-        raise ValueError(f"metric {name!r} got {value}")
-    # A mean is stored as a sum, so that collectors of different sizes merge exactly.
-    total = value if reduce is Reduce.SUM else value * weight
-    with _lock:
-        _current.moments.setdefault((name, reduce), Moments()).merge(Moments(weight, total, 0.0, value, value))
+    for value in map(float, values):
+        if not math.isfinite(value):
+            raise ValueError(f"metric {name!r} got {value}")
+        # A mean is stored as a sum, so that collectors of different sizes merge exactly.
+        total = value if reduce is Reduce.SUM else value * weight
+        with _lock:
+            _current.moments.setdefault((name, reduce), Moments()).merge(Moments(weight, total, 0.0, value, value))
 
 
 class Clock:

@@ -228,6 +228,8 @@ def _make_row(
         reason: why the group was dropped; None if it trained.
     """
     info = episode.info
+    # One number: the mean, if each token has its own.
+    advantage = float(np.mean(episode.advantage)) if isinstance(episode.advantage, Sequence) else episode.advantage
 
     return {
         "step": step,
@@ -240,7 +242,7 @@ def _make_row(
         "reward": last.outcome,
         "parts": json.dumps(parts) if (parts := info.get("parts")) else "{}",
         # A dropped episode has no advantage here, even if one was computed for its group.
-        "advantage": None if reason is not None else _mean_advantage(episode.advantage),
+        "advantage": None if reason is not None else advantage,
         "version": episode.version,
         "origins": json.dumps(sorted(episode.origins)),
         "finish": str(info.get("stop") or info.get("finish") or ""),
@@ -249,11 +251,6 @@ def _make_row(
         "length": sum(episode.mask),
         "policy": last.policy or None,
     }
-
-
-def _mean_advantage(advantage: float | Sequence[float] | None) -> float | None:
-    """Return an episode's advantage as one number: the mean if each token has its own."""
-    return float(np.mean(advantage)) if isinstance(advantage, Sequence) else advantage
 
 
 def _flatten_rows(rows: Sequence[Sequence[float]], dtype: type) -> np.ndarray:

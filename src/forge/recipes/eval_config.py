@@ -26,6 +26,8 @@ class EvalConfig(Section):
     """Where they come from; null: `dataset.path`. A procedural task holds its own out. From Python also rows."""
     split: str = "test"
     """Of a folder or hub id."""
+    stop_at: float = 1.1
+    """Training ends once `eval/accuracy` reaches it."""
 
     def intervals(self) -> dict[str, int]:
         """Return {name of a set: steps between two of its evaluations}; the set of this section is "", and it is

@@ -42,7 +42,6 @@ class Job(NamedTuple):
         step: int,
         metrics: dict[str, float],
         evaluate: Evaluate,
-        is_done: Callable[[], bool] = lambda: False,
     ) -> bool:
         """Do what is due after a step: evaluate, log its metrics, write a checkpoint. Return whether training ends.
 
@@ -51,7 +50,6 @@ class Job(NamedTuple):
             step: its number; 0 stands for the evaluation before the first step.
             metrics: of the step.
             evaluate: returns the metrics of the held-out items that are due.
-            is_done: returns whether training ends although steps are left; called after the step is logged.
 
         Raises:
             Preempted: the run has to end before its last step; its checkpoint is written.
@@ -82,7 +80,7 @@ class Job(NamedTuple):
         await state.forget_done()
 
         # Preemption matters only for a run that would go on.
-        ending = last or is_stopped or is_done()
+        ending = last or is_stopped or row.get("eval/accuracy", -1.0) >= cfg.eval.stop_at
         reason = self.preemption.reason() if self.preemption is not None and not ending else None
         if step and (reason or cfg.checkpoint.due(step, ending)):
             started_at = time.monotonic()
@@ -96,26 +94,36 @@ class Job(NamedTuple):
             raise Preempted(f"{reason}: the run ended {progress}")
         return ending
 
+    async def begin(self, cfg: TrainingRecipe, state: RunState, evaluate: Evaluate) -> bool:
+        """Evaluate before the first step, unless the run is resumed; return whether there is nothing left to train.
+
+        The arguments are the same as `end_step`'s.
+        """
+        return (
+            await self.end_step(cfg, state, 0, {}, evaluate)
+            if self.record.start == 0
+            else self.record.history[-1].get("eval/accuracy", -1.0) >= cfg.eval.stop_at
+        )
+
     async def run_steps(
         self,
         cfg: TrainingRecipe,
         state: RunState,
         train_step: Callable[[int], Awaitable[dict[str, float]]],
         evaluate: Evaluate,
-        is_done: Callable[[], bool] = lambda: False,
     ) -> None:
         """Evaluate before the first step, train the remaining steps, and export the model.
 
         Args:
             train_step: trains the step of this number and returns its metrics.
-            evaluate, is_done: as of `end_step`.
+            evaluate: as of `end_step`.
         """
-        is_ended = self.record.start == 0 and await self.end_step(cfg, state, 0, {}, evaluate)
+        is_ended = await self.begin(cfg, state, evaluate)
         for step in range(self.record.start + 1, cfg.training.steps + 1):
-            if is_ended or is_done():
+            if is_ended:
                 break
             metrics = await train_step(step)
-            is_ended = await self.end_step(cfg, state, step, metrics, evaluate, is_done)
+            is_ended = await self.end_step(cfg, state, step, metrics, evaluate)
 
         await state.trainer.export_model.call(self.record.model)
 

@@ -3,6 +3,7 @@
 An exception of a user's own code is shown by the frames that are the user's.
 """
 
+import gc
 import os
 import re
 import signal
@@ -171,6 +172,9 @@ def run_recipe(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None
         store = VersionStore.create()
         os.environ[STORE] = str(store.root)  # where rewards and environments of a run find it
         closing.callback(store.close)
+        # Collections of garbage then skip what the imports made, a million objects: a seventh of this process's time.
+        gc.freeze()
+        closing.callback(gc.unfreeze)
 
         try:
             run_preemption = preemption if cfg.checkpoint.every else None

@@ -138,7 +138,7 @@ class Loop:
     async def run(self) -> None:
         """Run from start to end: publish the first weights, evaluate, train, and export the model."""
         await self.publish(self.version)
-        if self.version or not await self.job.end_step(self.cfg, self.parts.state, 0, {}, self.evaluate):
+        if not await self.job.begin(self.cfg, self.parts.state, self.evaluate):
             await first_to_end(self.training(), self.rollouts())
         await self.export()
 

@@ -28,8 +28,6 @@ class SFTEvalConfig(EvalConfig):
     """Generate answers, which the reward judges."""
     max_tokens: PositiveInt = 512
     """Most tokens of an answer."""
-    stop_at: float = 1.1
-    """Training ends once accuracy reaches it."""
 
 
 class SFTConfig(RecipeConfig):
@@ -96,7 +94,4 @@ async def train(cfg: SFTConfig, job: Job) -> None:
         version = step
         return metrics
 
-    def is_accurate() -> bool:
-        return record.history[-1].get("eval/accuracy", -1.0) >= cfg.eval.stop_at
-
-    await job.run_steps(cfg, state, train_step, evaluate_held_out, is_accurate)
+    await job.run_steps(cfg, state, train_step, evaluate_held_out)

@@ -4,9 +4,7 @@ import asyncio
 import inspect
 import logging
 import math
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,7 +63,19 @@ class FunctionVerifier:
         """Return [responses, 1] scores of answers, from which the function takes what its parameters name."""
         # The number of each response that the function is called for; None stands for all responses at once.
         numbers = [None] if self.call.is_group else range(len(answers.responses))
-        reporting = asyncio.create_task(self._report(answers.prompt))
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        timer = loop.call_later(REPORT_INTERVAL, lambda: report())
+
+        def report() -> None:
+            # Every REPORT_INTERVAL of a call; of concurrent calls only one.
+            nonlocal timer
+            timer = loop.call_later(REPORT_INTERVAL, report)
+            if loop.time() - self._reported >= REPORT_INTERVAL:
+                self._reported = loop.time()
+                took = loop.time() - started
+                log.warning("the reward %s has scored prompt %.100r for %.0f s", self.names[0], answers.prompt, took)
+
         try:
             # Async functions run concurrently, plain ones one after the other in a thread.
             if self._is_async:
@@ -73,22 +83,28 @@ class FunctionVerifier:
             else:
                 returned = await asyncio.to_thread(lambda: [self._called(answers, number) for number in numbers])
         finally:
-            reporting.cancel()
+            timer.cancel()
         return self._read_scores(returned[0] if self.call.is_group else returned, answers)
 
     def _called(self, answers: Answers, number: int | None) -> object:
-        with self._name_answer(answers, number):
-            try:
-                return self.call(answers, number)
-            except (*EXIT_ERRORS, *FUTURE_ERRORS) as error:
-                raise RuntimeError(f"the reward {self.names[0]} raised {error!r}") from error
+        try:
+            return self.call(answers, number)
+        except (*EXIT_ERRORS, *FUTURE_ERRORS) as error:
+            raised = RuntimeError(f"the reward {self.names[0]} raised {error!r}")
+            raise self._name_answer(raised, answers, number) from error
+        except Exception as error:
+            self._name_answer(error, answers, number)
+            raise
 
     async def _awaited(self, answers: Answers, number: int | None) -> object:
-        with self._name_answer(answers, number):
-            try:
-                return await self.call(answers, number)
-            except EXIT_ERRORS as error:
-                raise RuntimeError(f"the reward {self.names[0]} raised {error!r}") from error
+        try:
+            return await self.call(answers, number)
+        except EXIT_ERRORS as error:
+            raised = RuntimeError(f"the reward {self.names[0]} raised {error!r}")
+            raise self._name_answer(raised, answers, number) from error
+        except Exception as error:
+            self._name_answer(error, answers, number)
+            raise
 
     def _read_scores(self, returned: Any, answers: Answers) -> Scores:
         """Return what the function returned, one item for each response, as scores. BadScore: it is something else."""
@@ -97,10 +113,8 @@ class FunctionVerifier:
 
         # A value that is not a list of the right length is an error of the function, and not a missing score.
         if not hasattr(returned, "__len__") or isinstance(returned, str | Mapping):
-            with self._name_answer(answers):
-                raise BadScore(
-                    f"the reward {name} gave {returned!r:.80}: give a list of {count} numbers, one a response"
-                )
+            fix = f"give a list of {count} numbers, one a response"
+            raise self._name_answer(BadScore(f"the reward {name} gave {returned!r:.80}: {fix}"), answers)
 
         if len(returned) != count:
             raise BadScore(f"the reward {name} gave {len(returned)} scores for {count} responses")
@@ -119,35 +133,19 @@ class FunctionVerifier:
                     raise OverflowError
             except (TypeError, ValueError, OverflowError):  # ValueError: a tensor of several numbers
                 fix = "give a finite number, or None for no score"
-                with self._name_answer(answers, number):
-                    raise BadScore(f"the reward {name} gave {score!r:.80}: {fix}") from None
+                wrong = BadScore(f"the reward {name} gave {score!r:.80}: {fix}")
+                raise self._name_answer(wrong, answers, number) from None
 
             scores.values[number, 0] = score
 
         return scores
 
-    async def _report(self, prompt: str) -> None:
-        """Log every REPORT_INTERVAL that a call is still running, until cancelled; of concurrent calls only one."""
-        started = time.monotonic()
-        while True:
-            await asyncio.sleep(REPORT_INTERVAL)
-            now = time.monotonic()
-            if now - self._reported >= REPORT_INTERVAL:
-                self._reported = now
-                seconds = now - started
-                log.warning("the reward %s has scored prompt %.100r for %.0f s so far", self.names[0], prompt, seconds)
-
-    @contextmanager
-    def _name_answer(self, answers: Answers, number: int | None = None) -> Iterator[None]:
-        """Within this context, add a note to an exception with the prompt, the target and the response that were being
-        scored."""
-        try:
-            yield
-        except Exception as error:
-            answer = "" if number is None else f", response {answers.responses[number]!r:.300}"
-            scored = f"prompt {answers.prompt!r:.300}, target {answers.target!r:.100}{answer}"
-            error.add_note(f"the reward {self.names[0]} scored {scored}")
-            raise
+    def _name_answer(self, error: Exception, answers: Answers, number: int | None = None) -> Exception:
+        """Add a note to an exception with the prompt, the target and the response that were being scored; return it."""
+        answer = "" if number is None else f", response {answers.responses[number]!r:.300}"
+        scored = f"prompt {answers.prompt!r:.300}, target {answers.target!r:.100}{answer}"
+        error.add_note(f"the reward {self.names[0]} scored {scored}")
+        return error
 
 
 def as_verifier(scorer: Any, name: str | None = None) -> Verifier:
@@ -237,9 +235,10 @@ class Reward:
         check_parts(len(scorers), weights, names)
         self.verifiers = [as_verifier(scorer) for scorer in scorers]
 
-        # If the accuracy function is also a scorer, as by default, it is called only once.
+        # If the accuracy function is also a scorer, as by default, it is called only once. A rule that was loaded by
+        # name twice is two equal objects.
         functions = [verifier for verifier in self.verifiers if isinstance(verifier, FunctionVerifier)]
-        matching = (verifier for verifier in functions if accuracy is None or verifier.function is accuracy)
+        matching = (verifier for verifier in functions if accuracy is None or verifier.function == accuracy)
         self.accuracy: Verifier | None = next(matching, None)
         if self.accuracy is None and accuracy is not None:
             self.accuracy = as_verifier(accuracy)

@@ -53,7 +53,8 @@ def check_files(folder: Path, name: str = CHECKSUMS) -> None:
         DamagedFile: a file is missing or differs; names the first one by name.
         OSError: a file cannot be read.
     """
-    expected = _read_sums(folder / name)
+    rows = (line.split(" ", 2) for line in read_sealed(folder / name).splitlines())
+    expected = {file: (digest, int(size)) for digest, size, file in rows}
     with ThreadPoolExecutor(_count_threads(expected)) as pool:
         digests = list(pool.map(lambda file: _digest_file(folder / file), expected))
     # The size is compared first, so that the error tells a truncated file from a changed one.
@@ -104,12 +105,6 @@ def file_digest(path: Path) -> str:
         DamagedFile: the file is missing, is not a regular file, or the disk cannot read it.
     """
     return _digest_file(path)[0]
-
-
-# Return the (digest, size) of each file on a list, by its name.
-def _read_sums(path: Path) -> dict[str, tuple[str, int]]:
-    rows = [line.split(" ", 2) for line in read_sealed(path).splitlines()]
-    return {name: (digest, int(size)) for digest, size, name in rows}
 
 
 # Return the xxh3-128 of a file's content, and its size in bytes.

@@ -73,18 +73,18 @@ class PackedLayout:
         for i, parent in enumerate(parents or ()):
             if parent >= 0:
                 contexts[i] = torch.cat([contexts[parent], torch.arange(starts[parent], starts[parent + 1])])
-        order = sorted(range(len(lengths)), key=lambda i: (len(contexts[i]), -lengths[i]))
+        order = sorted(range(len(lengths)), key=lambda i: (len(contexts[i]), -lengths[i]))[::-1]
         queries, keys, shapes = [], [], []
 
         offset = 0
         scatter = torch.empty(starts[-1], dtype=torch.long)
         while order:
             # The next rectangle: the longest run that has none yet, and runs of similar length and equal context.
-            width = lengths[order[0]]
-            context = len(contexts[order[0]])
+            width = lengths[order[-1]]
+            context = len(contexts[order[-1]])
             rows = []
-            while order and len(contexts[order[0]]) == context and lengths[order[0]] >= FILL * width:
-                rows.append(order.pop(0))
+            while order and len(contexts[order[-1]]) == context and lengths[order[-1]] >= FILL * width:
+                rows.append(order.pop())
             first = torch.tensor([starts[i] for i in rows])[:, None]
             size = torch.tensor([lengths[i] for i in rows])[:, None]
             column = torch.arange(width)
@@ -164,7 +164,6 @@ def _attend_rectangles(
     query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, window: int | None, scale: float | None
 ) -> Tensor:
     """Return the attention of query, key and value [1, heads, tokens, head_dim] as [tokens, heads, head_dim]."""
-    group = query.shape[1] // key.shape[1]  # query heads of a key head
     # Gather the tokens of all rectangles, compute one after the other, and put the results into the pack's order.
     query = query[0].transpose(0, 1).index_select(0, layout.queries)
     key, value = (x[0].transpose(0, 1).index_select(0, layout.keys) for x in (key, value))
@@ -174,13 +173,13 @@ def _attend_rectangles(
 
     for (rows, width, before), *parts in zip(layout.shapes, queries, key.split(sizes), value.split(sizes), strict=True):
         q, k, v = (x.unflatten(0, (rows, -1)).transpose(1, 2) for x in parts)
-        if group > 1:
-            k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
         if window is not None and before + width > window:
             attended = _attend_window(q, k, v, window, scale)
         else:
             mask = causal_mask(width, before, before + width, q.device) if before else None
-            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
+            attended = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+            )
         rectangles.append(attended.transpose(1, 2).flatten(0, 1))
 
     return torch.cat(rectangles).index_select(0, layout.scatter)
@@ -199,7 +198,9 @@ def _attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | 
     count = min(width, window)
     first_k, first_v = (x[:, :, : before + count] for x in (k, v))
     mask = causal_mask(count, before, window, q.device)
-    first = F.scaled_dot_product_attention(q[:, :, :count], first_k, first_v, attn_mask=mask, scale=scale)
+    first = F.scaled_dot_product_attention(
+        q[:, :, :count], first_k, first_v, attn_mask=mask, scale=scale, enable_gqa=True
+    )
 
     if width == count:
         return first
@@ -210,7 +211,7 @@ def _attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | 
     q, k, v = (F.pad(x, (0, 0, 0, -width % window)).unflatten(2, (-1, window)).transpose(1, 2) for x in without_prefix)
     k, v = (torch.cat([x[:, :-1], x[:, 1:]], dim=3).flatten(0, 1) for x in (k, v))
     mask = causal_mask(window, window, window, q.device)
-    later = F.scaled_dot_product_attention(q[:, 1:].flatten(0, 1), k, v, attn_mask=mask, scale=scale)
+    later = F.scaled_dot_product_attention(q[:, 1:].flatten(0, 1), k, v, attn_mask=mask, scale=scale, enable_gqa=True)
     later = later.unflatten(0, (q.shape[0], -1)).transpose(1, 2).flatten(2, 3)
 
     return torch.cat([first, later], dim=2)[:, :, :width]

@@ -5,6 +5,7 @@ Batch + reference, critic  --assign-->  one number per token
 """
 
 import inspect
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from ..algorithms import Algorithm
 from ..algorithms.gae import ROUNDING, gae, pack_sequences, pad_sequences, whiten_values
 from ..algorithms.terms import kl
 from ..data.packing import pack
-from ..observability import Reduce, phase, record_metric
+from ..observability import Reduce, phase, record_metric, record_values
 from ..types import Batch, Episode, Group
 
 
@@ -26,35 +27,35 @@ def record_rollouts(episodes: Iterable[Episode]) -> None:
 
     They are recorded at training and not at sampling, which runs ahead of it and also samples for evaluation.
     """
-    tokens = 0
+    values: defaultdict[str, list[float]] = defaultdict(list)  # by the name of the metric
     for episode in episodes:
         info = episode.info
-        if episode.outcome is not None:
-            record_metric("reward", episode.outcome)
-            record_metric("reward", episode.outcome, Reduce.STD)
-        if info.get("correct") is not None:
-            record_metric("accuracy", info["correct"])
-        for name, part in ((info.get("parts") or {}) | (info.get("extras") or {})).items():
-            record_metric(f"reward/{name}", part)
+        parts = {
+            f"reward/{name}": part for name, part in ((info.get("parts") or {}) | (info.get("extras") or {})).items()
+        }
+        for name, value in {"reward": episode.outcome, "accuracy": info.get("correct"), **parts}.items():
+            if value is not None:
+                values[name].append(value)
 
         # Lengths are turns'; an episode of a single turn lists no turns.
         branches = (*episode.branches, episode)
         turns = [(turn.end - turn.start, turn.finish) for branch in branches for turn in branch.turns]
         for length, finish in turns or [(sum(episode.mask), info.get("finish", ""))]:
-            tokens += length
-            record_metric("generation/completion_length", length)
-            record_metric("generation/truncated", finish == "length")
+            values["generation/completion_length"].append(length)
+            values["generation/truncated"].append(finish == "length")
 
         # Metrics of dialogues only.
         if episode.turns:
-            record_metric("episode/turns", info["turns"])
-            record_metric("episode/tokens", sum(len(branch.tokens) for branch in branches))
-            record_metric("episode/calls", info["calls"])
-            record_metric("episode/unread_calls", info["unread_calls"])
+            values["episode/tokens"].append(sum(len(branch.tokens) for branch in branches))
+            for name in ("turns", "calls", "unread_calls"):
+                values[f"episode/{name}"].append(info[name])
             for stop in ("terminated", "truncated", "max_turns", "max_tokens"):
-                record_metric(f"episode/{stop}", stop in (info["stop"], *info.get("limits", ())))
+                values[f"episode/{stop}"].append(stop in (info["stop"], *info.get("limits", ())))
 
-    record_metric("generation/tokens", tokens, Reduce.SUM)
+    for name, numbers in values.items():
+        record_values(name, numbers)
+    record_values("reward", values["reward"], Reduce.STD)
+    record_metric("generation/tokens", sum(values["generation/completion_length"]), Reduce.SUM)
 
 
 @phase("pack")
@@ -72,9 +73,10 @@ def make_batch(
         shares: `aggregation` and `horizon` of `forge.data.packing.pack`.
     """
     # Groups that were read from a file have version -1 and no age.
-    for age in (version - group.version for group in groups if group.version >= 0):
-        record_metric("policy_age", age)
-        record_metric("policy_age", age, Reduce.MAX)
+    versions = [group.version for group in groups]
+    ages = [version - oldest for oldest in versions if oldest >= 0]
+    record_values("policy_age", ages)
+    record_values("policy_age", ages, Reduce.MAX)
 
     sequences = learnable_episodes(groups, algorithm)
     batch = pack(sequences, **shares)

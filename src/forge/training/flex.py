@@ -118,33 +118,36 @@ class Runs(NamedTuple):
 
         # Pieces of runs within a block, each with its run and the interval of its positions.
         cuts = np.unique(np.concatenate([[0], ends, np.arange(BLOCK, tokens, BLOCK)]))
-        starts = cuts[:-1]
-        stops = cuts[1:]
+        starts, stops = cuts[:-1], cuts[1:]
         run = np.searchsorted(ends, starts, side="right")
         low = self.before[run] + starts - (ends - self.lengths)[run]
         high = low + stops - starts - 1
 
-        # Whether one piece continues the other's run, and sees some or all of its keys.
+        # The pairs of pieces of which one, `query`, continues the run of the other, `key`: in the order of their runs'
+        # numbers, those that continue a run follow one another. All other pairs see nothing.
         first = self.first[run]
-        end = self.end[run]
-        continues = (first <= first[:, None]) & (first[:, None] < end)
-        nearest = low[:, None] - high
-        furthest = high[:, None] - low
-        some = continues & (furthest >= 0)
-        every = continues & (nearest >= 0)
+        order = first.argsort(kind="stable")
+        begin, stop = first[order].searchsorted([first, self.end[run]])
+        key = np.arange(len(run)).repeat(stop - begin)
+        query = order[np.arange(len(key)) + (stop - (stop - begin).cumsum()).repeat(stop - begin)]
 
+        # Whether a query sees some or all of the keys.
+        some, every = high[query] >= low[key], low[query] >= high[key]
         if window is not None:
-            some &= nearest < window
-            every &= furthest < window
+            some &= low[query] - high[key] < window
+            every &= high[query] - low[key] < window
 
-        # From pieces to blocks, each of which starts with a piece.
-        first_pieces = np.searchsorted(starts, np.arange(0, tokens, BLOCK))
-        some = np.logical_or.reduceat(np.logical_or.reduceat(some, first_pieces, axis=0), first_pieces, axis=1)
-        every = np.logical_and.reduceat(np.logical_and.reduceat(every, first_pieces, axis=0), first_pieces, axis=1)
+        # From pieces to blocks: all see all if as many pairs do as the blocks have.
+        count = -(-tokens // BLOCK)
+        block = starts // BLOCK
+        pieces = np.bincount(block)
+        pair = block[query] * count + block[key]
+        counts = [np.bincount(pair[seen], minlength=count**2).reshape(count, count) for seen in (some, every)]
+        sees_all = counts[1] == pieces[:, None] * pieces
         if tokens % BLOCK:  # padding beyond the last token sees nothing
-            every[-1] = every[:, -1] = False
+            sees_all[-1] = sees_all[:, -1] = False
 
-        return some, every
+        return counts[0] > 0, sees_all
 
 
 class TreeMask:

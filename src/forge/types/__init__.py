@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
+from itertools import compress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -302,8 +303,7 @@ class Episode:
     def version(self) -> int:
         """Return the oldest known version among the tokens that the policy wrote, in all branches; -1 if none is
         known."""
-        known_versions = (version for version, trained in zip(self.versions, self.mask, strict=True) if trained)
-        return oldest_version([*known_versions, *(branch.version for branch in self.branches)])
+        return oldest_version({*compress(self.versions, self.mask), *(branch.version for branch in self.branches)})
 
     @property
     def had_no_turn(self) -> bool:

@@ -32,9 +32,17 @@ def add_to(commands: Subparsers) -> None:
 def list_runs(args: argparse.Namespace) -> None:
     """Print one line for each run, the most recently written one last."""
     # Local imports keep `forge --help` fast.
-    from forge.observability.folder import ENDED
+    from forge.observability.folder import ENDED, MARK
+    from forge.observability.lines import Lines, finite_numbers
     from forge_inspect.alerts import folder_alerts, list_alerts
-    from forge_inspect.runs import find_runs, last_value, read_ending, read_metric_rows, read_settings, read_state
+    from forge_inspect.runs import (
+        find_runs,
+        last_values,
+        read_ending,
+        read_metric_rows,
+        read_settings,
+        read_state,
+    )
 
     folders = find_runs(args.folders)
     if not folders:
@@ -43,14 +51,16 @@ def list_runs(args: argparse.Namespace) -> None:
 
     for folder in folders:
         # A damaged run is a line like any other, with a remark: the others are worth showing.
-        numbers, config, damaged = [], {}, ""
+        last, config, damaged, first = {}, {}, "", None
         try:
             config = read_settings(folder)
-            numbers = read_metric_rows(folder)
+            last = last_values(folder, ("reward", "eval/accuracy", "train/entropy"))
+            # A run that never evaluated would be read from its start to its end in search of the first value.
+            rows = map(finite_numbers, Lines(folder / MARK).read() if "eval/accuracy" in last else ())
+            first = next((row["eval/accuracy"] for row in rows if "eval/accuracy" in row), None)
         except (ValueError, OSError) as error:
             damaged = f" (damaged: {error})"[:MAX_REASON]
 
-        accuracy = [row["eval/accuracy"] for row in numbers if "eval/accuracy" in row]
         written = max((path.lstat().st_mtime for path in folder.glob("*.jsonl")), default=folder.stat().st_mtime)
 
         # The reason why it ended is shown for a run that neither continues nor is complete.
@@ -58,10 +68,10 @@ def list_runs(args: argparse.Namespace) -> None:
         cells = [
             escape_controls(folder.name),
             escape_controls((reason or read_state(folder)) + damaged),
-            f"{numbers[-1]['step'] if numbers else 0:g}/{config.get('training.steps') or '?'}",
-            _format_number(last_value(numbers, "reward")),
-            f"{accuracy[0]:.3f} -> {accuracy[-1]:.3f}" if accuracy else "",
-            _format_number(last_value(numbers, "train/entropy")),
+            f"{last.get('step', 0):g}/{config.get('training.steps') or '?'}",
+            _format_number(last.get("reward")),
+            "" if first is None else f"{first:.3f} -> {last['eval/accuracy']:.3f}",
+            _format_number(last.get("train/entropy")),
             _format_age(time.time() - written),
         ]
         lines.append((written, cells))
@@ -71,6 +81,7 @@ def list_runs(args: argparse.Namespace) -> None:
 
     # Details, if there is only one run.
     if len(folders) == 1:
+        numbers = [] if damaged else read_metric_rows(folders[0])
         for alert in (*folder_alerts(folders[0]), *list_alerts(numbers, config)):
             print(f"alert: {alert}")
         if text := read_ending(folders[0]):

@@ -20,7 +20,7 @@ from forge.actors import Generator
 from forge.models import build_small_model
 from forge.models.tokenizer import PRINTABLE
 from forge.runtime.controller import shutdown
-from forge_agents.serving import ModelServer
+from forge_agents.server import ModelServer
 from forge_http.web import bind_socket
 from tests.recipes.test_recipes import gone, start
 from tests.trees import descendants

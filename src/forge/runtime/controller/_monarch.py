@@ -2,13 +2,13 @@
 
 Private names of Monarch are in `forge.runtime.monarch_names`.
 
-Monarch queries the state of each process every 500 ms here (every 10 s by default), at 1.5 % of a core. `ProcessGroup`
-notices when a process ends or hangs. Monarch's own judgement is the last resort, after 60 s: thousands of calls in
-flight can delay the answers to the controller for tens of seconds. Monarch gives up a process that needs more than 30 s
-to start, which is an error here, and the supervisor starts another one; with longer limits Monarch 0.7 loses such a
-process without an error. By default an actor that was not queried for 60 s of wall-clock time is stopped as an orphan,
-even if the clock was set or the machine slept. Here the limit is 10 min; it is needed for the actors of a lost
-controller on hosts that only the user can stop.
+Monarch queries the state of each process every 2 s here (every 10 s by default): every .5 s took .6 % of a core.
+`ProcessGroup` notices when a process ends or hangs. Monarch's own judgement is the last resort, after 60 s: thousands
+of calls in flight can delay the answers to the controller for tens of seconds. Monarch gives up a process that needs
+more than 30 s to start, which is an error here, and the supervisor starts another one; with longer limits Monarch 0.7
+loses such a process without an error. By default an actor that was not queried for 60 s of wall-clock time is stopped
+as an orphan, even if the clock was set or the machine slept. Here the limit is 10 min; it is needed for the actors of a
+lost controller on hosts that only the user can stop.
 """
 
 import atexit
@@ -23,7 +23,7 @@ from .. import monarch_names
 from . import private
 
 for _key, _value in {
-    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "500ms",
+    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "2s",
     "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "60s",
     "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "60s",
     "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "10m",

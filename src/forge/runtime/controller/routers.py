@@ -70,13 +70,12 @@ class PrefixAffine:
         prompt = next(iter((*request.args, *request.kwargs.values())), None)
         tokens = getattr(prompt, "token_ids", prompt)
         prefix = repr(tokens[: self.length] if isinstance(tokens, Sequence) else tokens)
-        prefix_replica = max(candidates, key=lambda replica: _prefix_weight(prefix, replica.index))
+        prefix_replica = max(
+            candidates,
+            key=lambda replica: hashlib.blake2b(f"{replica.index}:{prefix}".encode(), digest_size=8).digest(),
+        )
         fallback = least_loaded(candidates, request)
         return fallback if prefix_replica.in_flight > fallback.in_flight + self.slack else prefix_replica
-
-
-def _prefix_weight(prefix: str, index: int) -> bytes:
-    return hashlib.blake2b(f"{index}:{prefix}".encode(), digest_size=8).digest()
 
 
 ROUTERS: dict[str, Callable[[], Router]] = {
