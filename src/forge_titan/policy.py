@@ -65,7 +65,6 @@ FAMILIES = {
     "qwen3": (Qwen3Model, Qwen3TransformerBlock),
     "qwen3_moe": (Qwen3Model, Qwen3TransformerBlock),
 }
-
 assert tuple(FAMILIES) == titan_setup.FAMILIES
 
 READ = {"weight": skip_param_init}  # weights come from the checkpoint: no random values are drawn

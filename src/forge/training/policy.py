@@ -5,7 +5,7 @@ RMSNorm is one kernel where a device has one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from math import lcm
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -153,6 +153,8 @@ class PackedModel(nn.Module):
     model: PreTrainedModel
     ranks: Ranks | None = None  # None: one process, on the model's device
     routers: Routers | None = None  # of a policy that is a mixture of experts
+    # From pairs (name, tensor) of `named_weights` those that checkpoints on the hub have.
+    plain_weights: Callable[[Iterable[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]] = staticmethod(split_experts)
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -173,10 +175,6 @@ class PackedModel(nn.Module):
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Return (Hugging Face name, parameter) pairs: of a sharded model DTensors, of tied parameters the first."""
         return self.model.named_parameters()
-
-    def plain_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) pairs of `named_weights` as checkpoints on the hub have them."""
-        return split_experts(named_tensors)
 
     def save_config(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         """Write the configuration files in Hugging Face format, without weights and tokenizer.
