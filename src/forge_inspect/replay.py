@@ -126,10 +126,7 @@ def _read_groups(lists: list[Any]) -> tuple[GroupEntry, ...]:
     return tuple(
         GroupEntry(
             int(index),
-            {
-                number: SampleEntry(tuple((int(version), int(count)) for version, count in spans), reward, digest)
-                for number, spans, reward, digest in samples
-            },
+            {number: SampleEntry(tuple((int(a), int(b)) for a, b in spans), *rest) for number, spans, *rest in samples},
             str(dropped),
         )
         for index, dropped, samples in lists
