@@ -38,6 +38,9 @@ VALUES: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 4, "num_hidden_layers": 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "xlm": {"causal": True},
+    "bamba": {"attn_layer_indices": [1, 3], "num_hidden_layers": 4},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2, "num_hidden_layers": 4},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_hidden_layers": 8},
 }
 
 
@@ -102,7 +105,6 @@ def measure_trainer(config: Any, row: dict[str, str]) -> None:
 def measure_engine(config: Any, row: dict[str, str]) -> None:
     """Fill in whether the embedded engine generates what transformers' forward pass scores."""
     from forge_families.engine import measure_difference
-
     from forge_families.probe import build_small_model
 
     difference = measure_difference(build_small_model(config))
@@ -162,20 +164,22 @@ def write_page(rows: list[dict[str, str]]) -> None:
 
 
 def main(kinds: list[str]) -> None:
-    """Describe these types, by default all, and then write the table."""
+    """Describe these types, by default all, and write the table, in which the others stay as they are."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
-    rows = []
-    for kind in kinds or list(CLASSES):
-        rows.append(describe(kind))
-        print(json.dumps(rows[-1]), flush=True)
+    rows = {}
     if kinds:
-        return
+        with TABLE.open(newline="") as file:
+            rows = {row["type"]: row for row in csv.DictReader(file, delimiter="\t")}
+    for kind in kinds or list(CLASSES):
+        rows[kind] = describe(kind)
+        print(json.dumps(rows[kind]), flush=True)
+
     with TABLE.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, delimiter="\t", lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows)
-    write_page(rows)
+        writer.writerows(rows.values())
+    write_page(list(rows.values()))
 
 
 if __name__ == "__main__":
