@@ -144,9 +144,10 @@ def read_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedMo
     """
     from transformers import AutoModelForCausalLM
 
-    settings: dict[str, Any] = {"trust_remote_code": False, "use_safetensors": True, "output_loading_info": True}
     with quiet_loading():
-        model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **settings)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, trust_remote_code=False, use_safetensors=True, output_loading_info=True
+        )
     if missing := sorted(info["missing_keys"]):
         raise ValueError(f"{folder}: weight {missing[0]!r} is missing, and {len(missing) - 1} more")
     return model  # type: ignore[no-any-return]

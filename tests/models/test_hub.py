@@ -31,7 +31,7 @@ def snapshot(cache: Path, revision: str, model_type: str) -> None:
 
 @pytest.mark.processes
 def test_cached_hub_revisions_are_found_offline(tmp_path: Path):
-    snapshot(tmp_path, "main", "gpt2")
+    snapshot(tmp_path, "main", "t5")
     snapshot(tmp_path, "v1", "qwen3")
     code = """
 from forge.models import check_family, resolve_model
@@ -46,7 +46,7 @@ except ValueError as error: print(error)
     found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     v1, family, missing = found.stdout.strip().splitlines()
     assert v1.endswith(f"snapshots/{'v1':0>40}")
-    assert "model_type 'gpt2'" in family
+    assert "model_type 't5'" in family
     assert "somebody/small@v2 is not a local folder and could not be fetched from the hub" in missing
 
 

@@ -221,7 +221,7 @@ def bad(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         ),
         "replay of routers that are not there": (
             ["--generator.router_replay", "true"],
-            "generator.router_replay needs a mixture of experts, this is qwen3",
+            "generator.router_replay needs a mixture of experts of the ten families, this is qwen3",
         ),
         "a loss of routers that are not there": (
             ["--training.router_aux_loss", "0.01"],

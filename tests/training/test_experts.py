@@ -181,7 +181,7 @@ def test_multi_turn_episode_keeps_experts_of_each_turn():
 
 
 def test_invalid_expert_settings_raise_one_line(mixture: Path, model: Path, tmp_path: Path):
-    with pytest.raises(ValueError, match="router_replay needs a mixture of experts, this is qwen3"):
+    with pytest.raises(ValueError, match="router_replay needs a mixture of experts of the ten families, this is qwen3"):
         EmbeddedEngine(model, router_replay=True)
     with pytest.raises(ValueError, match="router_replay is of the other engine"):
         EngineSettings(engine="vllm", router_replay=True)
