@@ -298,8 +298,9 @@ def restore_aggregator(state: Json) -> Aggregator:
 
 def find_kind(name: str) -> type[Aggregator]:
     """Return the aggregator class with this name. KeyError: there is none."""
-    # Importing this module has imported the package, and with it every aggregator. The list grows as it is walked, so
-    # that subclasses of subclasses are found.
+    from . import auto  # noqa: F401 (it imports every aggregator)
+
+    # The list grows as it is walked, so that subclasses of subclasses are found.
     classes = Aggregator.__subclasses__()
     for aggregator_class in classes:
         classes += aggregator_class.__subclasses__()
