@@ -8,6 +8,7 @@ import json
 import math
 import warnings
 from abc import ABC, abstractmethod
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -298,8 +299,7 @@ def restore_aggregator(state: Json) -> Aggregator:
 
 def find_kind(name: str) -> type[Aggregator]:
     """Return the aggregator class with this name. KeyError: there is none."""
-    from . import auto  # noqa: F401 (it imports every aggregator)
-
+    import_module("forge_weaver.auto")  # with every aggregator
     # The list grows as it is walked, so that subclasses of subclasses are found.
     classes = Aggregator.__subclasses__()
     for aggregator_class in classes:
