@@ -115,8 +115,8 @@ class FamilyPolicy(Policy):
         Buffers that checkpoints have, such as the biases of routers that training leaves as they are, come as well.
         """
         tensors = dict(named_tensors)
-        known = {name for name, _ in self.model.named_parameters(remove_duplicate=False)} | tensors.keys()
-        tensors |= {name: tensor for name, tensor in self.model.state_dict().items() if name not in known}
+        parameter_names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)} | tensors.keys()
+        tensors |= {name: tensor for name, tensor in self.model.state_dict().items() if name not in parameter_names}
         yield from revert_weight_conversion(self.model, tensors).items()
 
 

@@ -142,8 +142,8 @@ class FunctionVerifier:
 
     def _name_answer(self, error: Exception, answers: Answers, number: int | None = None) -> Exception:
         """Add a note to an exception with the prompt, the target and the response that were being scored; return it."""
-        answer = "" if number is None else f", response {answers.responses[number]!r:.300}"
-        scored = f"prompt {answers.prompt!r:.300}, target {answers.target!r:.100}{answer}"
+        response = "" if number is None else f", response {answers.responses[number]!r:.300}"
+        scored = f"prompt {answers.prompt!r:.300}, target {answers.target!r:.100}{response}"
         error.add_note(f"the reward {self.names[0]} scored {scored}")
         return error
 
