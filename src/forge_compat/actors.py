@@ -1,21 +1,33 @@
 """Components with the arguments of Meta's torchforge, instead of `forge.actors`' own."""
 
+import inspect
+import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import torch
 
+from forge.actors.generator import Generator as Policy
 from forge.actors.reference import ReferenceModel as Reference
 from forge.actors.replay_buffer import ReplayBuffer as Buffer
 from forge.actors.trainer import Trainer
 from forge.config.arguments import check_whole
 from forge.data.packing import pack
-from forge.runtime.controller import endpoint
-from forge.types import Episode
+from forge.losses import SimpleGRPOLoss
+from forge.runtime.controller import Options, endpoint
+from forge.types import Completion, Episode
 
-from .torchforge_files import NOTES, leaf_values, note_key, place_key
+from .store import default_store
+from .torchforge_files import ENGINE_KEYS, NOTES, leaf_values, note_key, place_key
+from .upstream import TokenLogits
 from .verbs import hint
+
+log = logging.getLogger(f"forge.{__name__}")
+
+REFERENCE = ("model", "parallelism", "seq_len", "dtype")  # arguments of the trainer that a reference model has as well
 
 
 class ReplayBuffer(Buffer):
@@ -83,8 +95,6 @@ class ReferenceModel(Reference):
         Raises:
             ValueError: rows without a response or a prompt, or return_logprobs is false.
         """
-        import torch
-
         # Logits are not returned: those of a batch would be a message of gigabytes.
         tokens = np.asarray(input_ids)
         if not return_logprobs:
@@ -106,12 +116,38 @@ class ReferenceModel(Reference):
         return torch.from_numpy(scores.reshape(len(rows), -1).astype(np.float32))
 
 
+class LogitsLoss:
+    """A loss of torchforge, which takes logits, as a loss over the log-probabilities of padded rows.
+
+    The logits are `TokenLogits`, from which `forge.util.ops.compute_logprobs` reads log-probabilities.
+    """
+
+    aggregation = "sequence_mean"  # each row of torchforge's batches has an equal share
+
+    def __init__(self, loss: Callable[..., torch.Tensor]) -> None:
+        self.loss = loss
+        self.parameters = inspect.signature(loss).parameters
+        # The trainer passes tensors by the names of the parameters.
+        renamed = {"logits": "logprobs", "response": "tokens"}
+        parameters = [p.replace(name=renamed.get(p.name, p.name), kind=p.KEYWORD_ONLY) for p in self.parameters.values()]
+        if "response" not in self.parameters:
+            parameters.append(inspect.Parameter("tokens", inspect.Parameter.KEYWORD_ONLY))
+        self.__signature__ = inspect.Signature(parameters)
+
+    def __call__(self, *, logprobs: torch.Tensor, tokens: torch.Tensor, **tensors: Any) -> torch.Tensor:
+        """Return the loss of rows [rows, response]."""
+        if "response" in self.parameters:
+            tensors["response"] = tokens
+        return self.loss(logits=TokenLogits(logprobs, tokens), **tensors)
+
+
 class TitanTrainer(Trainer):
-    """The trainer on TorchTitan's model, with the name and the sections of settings that torchforge uses.
+    """The trainer with the name and the sections of settings that torchforge uses, on TorchTitan's model where TorchTitan
+    is installed. Its versions go to the store of the run, `forge.store`.
 
     Args:
         model: as in `Trainer`, or torchforge's mapping with `hf_assets_path`.
-        loss: as in `Trainer`.
+        loss: as in `Trainer`, or a function with a parameter `logits`, see `LogitsLoss`; by default SimpleGRPOLoss.
         **settings: as in `Trainer`; `optimizer` may also have torchforge's `name` (AdamW), `lr` and `eps`. Its sections
             `training`, `lr_scheduler`, `compile` and `activation_checkpoint` are read as by `forge convert upstream`;
             `checkpoint` and `comm` have no effect, except that `checkpoint.load_step` is an error.
@@ -123,15 +159,130 @@ class TitanTrainer(Trainer):
 
     constructor_checks = True
 
-    def __init__(self, model: str | Mapping[str, Any], *, loss: Callable[..., Any], **settings: Any) -> None:
-        super().__init__(**{"backend": "titan", **trainer_settings({"model": model, "loss": loss, **settings})})
+    def __init__(
+        self, model: str | Mapping[str, Any], *, loss: Callable[..., Any] | None = None, **settings: Any
+    ) -> None:
+        loss = SimpleGRPOLoss() if loss is None else loss
+        if callable(loss) and "logits" in inspect.signature(loss).parameters:
+            loss = LogitsLoss(loss)
+        backend = "titan" if find_spec("torchtitan") else "fsdp"
+        super().__init__(**{"backend": backend, **trainer_settings({"model": model, "loss": loss, **settings})})
+
+    @classmethod
+    def place(cls, options: Options, kwargs: dict[str, Any]) -> tuple[Options, dict[str, Any]]:
+        """Return the placement as it is, and the arguments with the store of the run."""
+        return options, {"store": default_store(), **kwargs}
+
+    @endpoint
+    def push_weights(self, policy_version: int) -> None:
+        """Publish the current weights as a version, see `Trainer.push_weights`."""
+        super().push_weights(policy_version)
+
+
+@dataclass(slots=True)
+class TensorCompletion(Completion):
+    """A completion whose token ids and log-probabilities are tensors, with the text of its prompt, as torchforge's."""
+
+    prompt: str = ""
+
+
+class Generator(Policy):
+    """A generator that answers each prompt with a list of `n` completions, whose token ids are tensors.
+
+    Args:
+        n: number of completions of a call without `n`.
+        **settings: of `forge.actors.Generator`.
+    """
+
+    constructor_checks = True
+
+    def __init__(self, model: str, *, n: int = 1, **settings: Any) -> None:
+        super().__init__(model, **settings)
+        self.samples = check_whole(n, "n")
+
+    @endpoint
+    async def generate(  # type: ignore[override]
+        self, prompt: Any, n: int | None = None, priority: int = 0, **sampling: Any
+    ) -> list[Completion]:
+        """Return completions of a prompt, see `forge.actors.Generator.generate`."""
+        completions = await super().generate(prompt, self.samples if n is None else n, priority, **sampling)
+        return [
+            TensorCompletion(
+                **{
+                    **{field.name: getattr(completion, field.name) for field in fields(completion)},
+                    "prompt_ids": torch.tensor(completion.prompt_ids),
+                    "token_ids": torch.tensor(completion.token_ids),
+                    "logprobs": torch.tensor(completion.logprobs),
+                    "prompt": str(prompt),
+                }
+            )
+            for completion in completions
+        ]
+
+
+    @endpoint(catch_up=True)
+    async def update_weights(self, version: int | None = None, policy_version: int | None = None) -> int:
+        """Load a version, which has two names, see `forge.actors.Generator.update_weights`."""
+        number = policy_version if version is None else version
+        if number is None:
+            raise TypeError("update_weights needs the number of a version")
+        return await super().update_weights(number)
+
+
+def convert_arguments(name: str, arguments: Mapping[str, Any]) -> tuple[type, dict[str, Any]]:
+    """Return the class with torchforge's behaviour for a component of torchforge's, and its arguments.
+
+    Args:
+        name: of the component: "Generator", "ReplayBuffer" or "ReferenceModel".
+
+    Raises:
+        TypeError: an argument has no equivalent.
+        ValueError: a value is invalid.
+    """
+    if name == "ReplayBuffer":
+        return ReplayBuffer, dict(arguments)
+    if name == "ReferenceModel":
+        settings = trainer_settings(arguments)
+        return ReferenceModel, {key: settings[key] for key in REFERENCE if key in settings}
+    return Generator, generator_settings(arguments)
+
+
+def generator_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `Generator` for torchforge's, with vLLM as the engine where vLLM is installed.
+
+    Raises:
+        TypeError: an argument has no equivalent.
+        ValueError: `engine_args` has no model, or divides it over processes that the embedded engine does not have.
+    """
+    settings = dict(arguments)
+    engine = dict(settings.pop("engine_args", None) or settings.pop("engine_config", None) or {})
+    sampling = dict(settings.pop("sampling_params", None) or settings.pop("sampling_config", None) or {})
+    for unused in ("use_dcp_for_weight_sync", "prefetch_weights_to_shm", "n_fetcher_procs"):
+        settings.pop(unused, None)  # weights are in shared memory in any case
+    model = engine.pop("model", None) or settings.get("model")
+    if not model:
+        raise ValueError(f"engine_args needs a model, a folder or hub id: it has {engine}")
+    settings["model"] = str(model).removeprefix("hf://")
+    settings |= {ours: engine.pop(theirs) for theirs, ours in ENGINE_KEYS.items() if theirs in engine}
+
+    # What only vLLM has.
+    if find_spec("vllm"):
+        settings |= {"engine": "vllm", "vllm": engine}
+    elif max(engine.pop("tensor_parallel_size", 1), engine.pop("pipeline_parallel_size", 1)) > 1:
+        raise ValueError("a model over several processes needs vLLM (docs/engines.md): set tensor_parallel_size to 1")
+    elif engine:
+        log.info("without vLLM, which is not installed, these have no effect: %s", ", ".join(sorted(engine)))
+
+    n = sampling.pop("n", 1)
+    return {"store": default_store(), "n": n, "sampling": sampling, **settings}
 
 
 def trainer_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of `forge.actors.Trainer` that correspond to those of torchforge's TitanTrainer.
 
     Args:
-        settings: of either; arguments of `Trainer` are returned as they are.
+        settings: of either; arguments of `Trainer` are returned as they are. Those of its ReferenceModel are also
+            accepted.
 
     Raises:
         ValueError: `model` is a mapping without hf_assets_path, or the optimizer's name is not AdamW.

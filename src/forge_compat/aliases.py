@@ -9,6 +9,8 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 
+from forge_compat.names import GUIDE, REPLACED, find_name
+
 # Current names of modules by their other names. A name also stands for all modules in the package; of several that fit
 # the longest is used.
 ALIASES = {
@@ -20,8 +22,13 @@ ALIASES = {
     "forge.store": "forge_compat.store",
     "forge.verifiers": "forge_verifiers",
     "forge.watch": "forge_inspect.watch",
+    "forge.actors._torchstore_utils": "forge_compat.upstream.torchstore_utils",
     "forge.actors.reference_model": "forge.actors.reference",
     "forge.controller.provisioner": "forge_compat.launcher",
+    **{
+        f"forge.controller.service.{module}": "forge.runtime.controller.service"
+        for module in ("interface", "metrics", "replica", "router", "service", "spawn")
+    },
     "forge.data_models": "forge.types",
     "forge.data_models.completion": "forge.types",
     "forge.data_models.prompt": "forge.types",
@@ -36,9 +43,16 @@ ALIASES = {
 # Modules of Meta's torchforge that are not here, and the modules that have their contents.
 ABSENT = {
     "forge.actors.coder": "forge_sandbox",
-    "forge.env": "forge.observability, which reads no variables",
-    "forge.rl": "forge.types, forge.data.packing and forge.training.credit",
+    "forge.controller.launcher": "forge launch slurm | kubernetes | ssh CONFIG, or a Monarch job as options(hosts=...)",
+    "forge.data.collate": "forge.data.packing",
     "forge.data.datasets": "forge.data.load.load_data",
+    "forge.data.metric_transform": "record_metric in a reward or an actor",
+    "forge.data.utils": "forge.data.supervised, which masks and truncates",
+    "forge.env": "forge.observability, which reads no variables",
+    "forge.interfaces": "nothing has to be inherited; a reward is any function, an environment any class of forge.envs",
+    "forge.observability.utils": "forge.runtime.controller.ActorContext, as self.context",
+    "forge.rl": "forge.types, forge.data.packing and forge.training.credit",
+    "forge.util._shared_tensor": "weights are shared in memory by forge.runtime.store",
 }
 
 
@@ -61,15 +75,21 @@ def find(name: str) -> ModuleSpec | None:
     Raises:
         ModuleNotFoundError: it is a module of torchforge that is not here; the message names where its contents are.
     """
-    if name in ABSENT:
-        raise ModuleNotFoundError(
-            f"{name} is a module of Meta's torchforge; here: {ABSENT[name]} (docs/start/from_torchforge.md)", name=name
-        )
+    # A module within an absent one, or a name that a package is asked for by `from package import name`.
+    for absent in (name, name.rpartition(".")[0]):
+        if absent in ABSENT:
+            raise ModuleNotFoundError(
+                f"{absent} is a module of Meta's torchforge; here: {ABSENT[absent]} ({GUIDE})", name=name
+            )
+    if name.rpartition(".")[2] in REPLACED:
+        find_name(name.rpartition(".")[2])
     current = current_name(name)
     spec = None if current is None else find_spec(current)
     if current is None or spec is None:
         return None
-    return ModuleSpec(name, Alias(current), is_package=spec.submodule_search_locations is not None)
+    # torchforge has packages where here is one file: modules within them are aliases, too.
+    is_package = spec.submodule_search_locations is not None or any(old.startswith(f"{name}.") for old in ALIASES)
+    return ModuleSpec(name, Alias(current), is_package=is_package)
 
 
 class Alias(InspectLoader):
@@ -82,6 +102,8 @@ class Alias(InspectLoader):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return the module itself, imported under its current name."""
         module = import_module(self._current)
+        # Names of torchforge that the module does not have are explained.
+        vars(module).setdefault("__getattr__", find_name)
         self._spec = module.__spec__
         return module
 

@@ -7,8 +7,9 @@ await shutdown()              # `forge.runtime.controller.run` does it, however 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from forge.runtime.controller.runtime import Runtime, runtime, shutdown
+from forge.runtime.controller.runtime import runtime, shutdown
 
 __all__ = ["LauncherConfig", "ProvisionerConfig", "init_provisioner", "shutdown"]
 
@@ -38,8 +39,18 @@ class ProvisionerConfig:
     launcher_config: LauncherConfig
 
 
-async def init_provisioner(config: ProvisionerConfig | None = None) -> Runtime:
-    """Prepare this controller to start processes on its own host, and return its runtime.
+class Provisioner:
+    """torchforge's provisioner, for programs that ask it for hosts."""
+
+    def get_host_mesh(self, name: str) -> Any:
+        """Return Monarch's mesh of this host, whatever the name of the component."""
+        from monarch.actor import this_host
+
+        return this_host()
+
+
+async def init_provisioner(config: ProvisionerConfig | None = None) -> Provisioner:
+    """Prepare this controller to start processes on its own host, and return torchforge's provisioner.
 
     Raises:
         ValueError: the configuration names a scheduler; the message says how to use one here.
@@ -51,4 +62,5 @@ async def init_provisioner(config: ProvisionerConfig | None = None) -> Runtime:
             f"launcher = {kind} does nothing here: run `forge launch {kind} CONFIG`, or hand a Monarch job to each "
             "service, as in options(hosts=SlurmJob(meshes=...).state())"
         )
-    return runtime()
+    runtime()
+    return Provisioner()

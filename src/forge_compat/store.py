@@ -208,6 +208,13 @@ async def wait(key: str, min_version: int = 0, *, timeout: float = 300.0) -> int
     return await asyncio.to_thread(default_store().wait, key, min_version, timeout=timeout)
 
 
+class LocalRankStrategy:
+    """One of TorchStore's strategies of placement, which `initialize` accepts: values are on the host of their put."""
+
+
+ControllerStorageVolumes = HostStrategy = LocalRankStrategy
+
+
 async def initialize(num_storage_volumes: int = 1, strategy: object = None, mesh: object = None) -> None:
     """Make the store of the run, as its first use would; the arguments are TorchStore's, and not used.
 

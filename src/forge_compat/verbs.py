@@ -4,17 +4,31 @@
 component may have its own endpoint `get_metrics`.
 """
 
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 from uuid import uuid4
 
-from forge.runtime.controller.types import Value
+from forge.config.plugin import resolve
+from forge.runtime.controller.types import Kwargs, Value
 from forge_compat.setting_names import ENDPOINTS
+
+log = logging.getLogger(f"forge.{__name__}")
+
+# Components that both libraries have, and names of arguments that only torchforge's have.
+MARKERS = {
+    "forge.actors.generator:Generator": {"engine_args", "sampling_params", "engine_config", "sampling_config"},
+    "forge.actors.replay_buffer:ReplayBuffer": {"dp_size", "collate"},
+    "forge.actors.reference:ReferenceModel": {"training", "checkpoint", "compile", "activation_checkpoint"},
+}
 
 
 class Callee(Protocol):
     """The attributes of a service that these methods need."""
 
     _name: str
+    _options: Any
 
     def _end_session(self, session: str) -> None: ...
 
@@ -35,40 +49,134 @@ async def call_all(service: Callee, endpoint: str, *args: object, **kwargs: obje
     return values
 
 
-async def get_metrics(service: Callee) -> Any:
-    """Return the `ServiceStatus` of a service. TypeError: this process is not the controller, which has it."""
+@dataclass(frozen=True)
+class ReplicaMetrics:
+    """What torchforge counts of a replica; latencies are in seconds, rates a second.
+
+    Calls wait in a queue of the service here, not of a replica, so that `queue_depth` is 0.
+    """
+
+    total_requests: int
+    successful_requests: int
+    failed_requests: int
+    request_rate: float
+    avg_latency: float
+    active_requests: int
+    queue_depth: int
+    assigned_sessions: int
+    capacity_utilization: float
+
+    def get_request_rate(self) -> float:
+        """Return the values a second in the last minute."""
+        return self.request_rate
+
+    def get_avg_latency(self) -> float:
+        """Return the mean latency of the last calls in seconds, 0 before the first."""
+        return self.avg_latency
+
+
+@dataclass(frozen=True)
+class ServiceMetrics:
+    """What torchforge counts of a service."""
+
+    replica_metrics: dict[int, ReplicaMetrics]
+    total_sessions: int
+    healthy_replicas: int
+    total_replicas: int
+    total_request_rate: float
+    avg_queue_depth: float
+    avg_capacity_utilization: float
+
+    @property
+    def sessions_per_replica(self) -> float:
+        """Return the mean number of sessions of a replica."""
+        return self.total_sessions / max(1, self.total_replicas)
+
+    def get_total_request_rate(self) -> float:
+        """Return the values a second of all replicas in the last minute."""
+        return self.total_request_rate
+
+    def get_sessions_per_replica(self) -> float:
+        """Return the mean number of sessions of a replica."""
+        return self.sessions_per_replica
+
+
+async def get_metrics(service: Callee) -> ServiceMetrics:
+    """Return what torchforge counts of a service. TypeError: this process is not the controller, which counts it."""
     # The attribute of the class: on an instance, `status` may be an endpoint of the component.
     status = getattr(type(service), "status", None)
     if status is None:
         raise TypeError(f"{service._name}.get_metrics is for the controller, which started the service: call it there")
-    return status(service)
+    rows = status(service).replicas
+    capacity = service._options.max_in_flight
+
+    replicas = {
+        index: ReplicaMetrics(
+            total_requests=row.served + row.errors + row.in_flight,
+            successful_requests=row.served,
+            failed_requests=row.errors,
+            request_rate=row.rate,
+            avg_latency=row.latency_mean / 1e3 if row.served else 0.0,
+            active_requests=row.in_flight,
+            queue_depth=0,
+            assigned_sessions=row.sessions,
+            capacity_utilization=row.in_flight / capacity,
+        )
+        for index, row in enumerate(rows)
+    }
+    healthy = [metrics for row, metrics in zip(rows, replicas.values(), strict=True) if row.state == "up"]
+    divisor = max(1, len(healthy))
+
+    return ServiceMetrics(
+        replica_metrics=replicas,
+        total_sessions=sum(row.sessions for row in rows),
+        healthy_replicas=len(healthy),
+        total_replicas=len(rows),
+        total_request_rate=sum(row.rate for row in rows),
+        avg_queue_depth=status(service).queued / divisor,
+        avg_capacity_utilization=sum(metrics.capacity_utilization for metrics in healthy) / divisor,
+    )
 
 
 async def get_metrics_summary(service: Callee) -> dict[str, dict[Any, Any]]:
-    """Return the status of a service as dicts: `summary["service"]["healthy_replicas"]`, and by the replica's number
-    `summary["replicas"][0]["total_requests"]`.
+    """Return the metrics of a service as dicts: `summary["service"]["healthy_replicas"]`, and by the replica's number
+    `summary["replicas"][0]["failed_requests"]`."""
+    metrics = await get_metrics(service)
+    totals = {name: value for name, value in asdict(metrics).items() if name != "replica_metrics"}
+    totals["sessions_per_replica"] = metrics.sessions_per_replica
+    return {"service": totals, "replicas": {index: asdict(row) for index, row in metrics.replica_metrics.items()}}
 
-    Latencies are in milliseconds, NaN before the first call.
+
+class Setup:
+    """The endpoint `setup` of torchforge's components: `await actor.setup.call()` only says that it has run."""
+
+    def __init__(self, service: Callee) -> None:
+        self.name = service._name
+
+    async def call(self) -> None:
+        """Do nothing: the start of the component has waited for its `setup`."""
+        log.info("%s.setup: nothing to do, it ran when %s was started", self.name, self.name)
+
+    call_one = route = fanout = call
+
+
+class Mesh:
+    """The attribute `mesh` of torchforge's actors, for `await actor.mesh.stop()`."""
+
+    def __init__(self, service: Any) -> None:
+        self.stop = service.stop
+
+
+def component(cls: type, arguments: Kwargs) -> tuple[type, Kwargs]:
+    """Return the class and arguments of a component that is started with torchforge's arguments.
+
+    Those of this library are returned as they are: the two are told apart by sections and names that only torchforge
+    has, such as `engine_args`.
     """
-    status = await get_metrics(service)
-    replicas = {
-        index: {
-            "total_requests": row.served,
-            "active_requests": row.in_flight,
-            "latency_p50": row.latency_p50,
-            "latency_p99": row.latency_p99,
-            "healthy": row.state == "up",
-            "restarts": row.restarts,
-        }
-        for index, row in enumerate(status.replicas)
-    }
-    totals = {
-        "total_replicas": len(replicas),
-        "healthy_replicas": sum(row["healthy"] for row in replicas.values()),
-        "queue_depth": status.queued,
-    }
-
-    return {"service": totals, "replicas": replicas}
+    markers = MARKERS.get(f"{cls.__module__}:{cls.__qualname__}", frozenset())
+    if not (markers & arguments.keys() or (markers and isinstance(arguments.get("model"), Mapping))):
+        return cls, arguments
+    return resolve("forge_compat.actors:convert_arguments", "component")(cls.__name__, arguments)
 
 
 async def choose(endpoint: Any, *args: object, sess_id: str | None = None, **kwargs: object) -> Value:

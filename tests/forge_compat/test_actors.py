@@ -6,6 +6,7 @@ import asyncio
 import logging
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,9 @@ from transformers import AutoModelForCausalLM
 from forge.actors import Generator, Trainer
 from forge.losses import ReinforceLoss
 from forge.observability import Reduce, record_metric
-from forge.runtime.controller import endpoint, run, shutdown
+from forge.runtime.controller import ServiceStopped, endpoint, run, shutdown
+from forge.actors.reference import ReferenceModel as NativeReference
+from forge_compat import store
 from forge_compat.actors import ReferenceModel, ReplayBuffer, TitanTrainer
 
 
@@ -77,19 +80,52 @@ def test_reference_forward_matches_transformers(model):
         ReferenceModel(model).forward(tokens, 12)
 
 
+def logits_loss(logits, response, ref_logprobs, advantages, padding_mask, beta=0.1):
+    """A loss as torchforge's programs have it, which takes logits."""
+    logprobs = compute_logprobs(logits, response)
+    difference = ref_logprobs - logprobs
+    losses = beta * (difference.exp() - difference - 1) - (logprobs - logprobs.detach()).exp() * advantages
+    return ((losses * padding_mask).sum(1) / padding_mask.sum(1).clamp(min=1)).mean()
+
+
 @pytest.mark.processes
-def test_generator_reports_version_after_update_weights(model, store):
+def test_program_of_torchforge_samples_trains_and_updates(model):
+    section = {"name": "qwen3", "hf_assets_path": f"hf://{model}"}
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
     async def main():
-        policy, trainer = await asyncio.gather(
-            Generator.as_service(str(model), store=store, max_tokens=4),
-            Trainer.as_actor(str(model), loss=ReinforceLoss(clip_ratio=0.2), store=store, seq_len=64),
+        await store.initialize(mesh=None, strategy=store.LocalRankStrategy())
+        engine = {"model": str(model), "tensor_parallel_size": 1, "enforce_eager": False}
+        generator, trainer, reference = await asyncio.gather(
+            Generator.options(procs=1).as_service(engine_args=engine, sampling_params={"n": 4, "max_tokens": 4}),
+            TitanTrainer.as_actor(model=section, training={"seq_len": 64}, loss=logits_loss),
+            NativeReference.as_service(model=section, training={"seq_len": 64, "dtype": "float32"}),
         )
-        assert await policy.get_version.fanout() == [0]
-        await trainer.push_weights.call(0)
-        assert await policy.update_weights.fanout(0) == [0]
-        completion: Completion = await policy.generate.route("abc>")
-        assert completion.generator_version == 0
-        assert completion.stop_reason in ("stop", "length")
+        await trainer.setup.call()
+        completions = await generator.generate.route("abc>")
+        assert [completion.prompt for completion in completions] == ["abc>"] * 4
+        response = torch.zeros(4, 4, dtype=torch.long)
+        for row, completion in zip(response, completions, strict=True):
+            row[: len(completion.token_ids)] = completion.token_ids.to(torch.long)
+        tokens = torch.cat([completions[0].prompt_ids.repeat(4, 1), response], dim=1)
+
+        ref_logprobs = await reference.forward.route(tokens, tokens.shape[1] - 4, return_logprobs=True)
+        mask = response != 0
+        advantages = torch.tensor([[1.0], [-1.0], [0.5], [-0.5]])
+        target = {"response": response, "advantages": advantages, "padding_mask": mask, "ref_logprobs": ref_logprobs}
+        expected = logits_loss(policy(tokens).logits, **target).item()
+        losses = await trainer.train_step.call([{"tokens": tokens}], [target])
+        assert [rank for rank, _ in losses.items()] == [0]
+        assert [*losses.values()] == pytest.approx([expected], abs=1e-6)
+
+        await trainer.push_weights.call(policy_version=1)
+        assert await generator.update_weights.fanout(policy_version=1) == [1]
+        completion: Completion = (await generator.generate.route("abc>", n=1))[0]
+        assert completion.generator_version == 1
+        await trainer.mesh.stop()
+        with pytest.raises(ServiceStopped):
+            await trainer.push_weights.call(2)
+        await store.shutdown()
 
     run(main())
 
@@ -111,7 +147,7 @@ def test_torchforge_sections_configure_trainer():
     assert (settings.learning_rate, settings.epsilon, settings.warmup_steps) == (1e-5, 1e-7, 3)
     assert settings.max_grad_norm == 0.5
     assert trainer.settings == {
-        "backend": "titan",
+        "backend": "titan" if find_spec("torchtitan") else "fsdp",
         "seq_len": 2048,
         "dtype": "bfloat16",
         "compile": False,
@@ -151,7 +187,9 @@ LOSS = {"model": "m", "loss": ReinforceLoss(clip_ratio=0.2)}
     ("component", "settings", "error", "message"),
     [
         (Generator, {"model": "m", "foo": 1}, TypeError, "unknown key 'foo'"),
-        (Generator, {"model": "m", "engine_args": {}}, TypeError, "torchforge's engine_args is generator.vllm here"),
+        (Generator, {"engine_args": {}}, ValueError, "engine_args needs a model, a folder or hub id: it has {}"),
+        (Generator, {"engine_args": {"model": "m"}, "sampling_params": {"n": 0}}, ValueError, "n must be a whole number"),
+        (NativeReference, {"model": {"name": "qwen3"}}, ValueError, "model needs hf_assets_path"),
         (Generator, {"model": "m", "slots": "8"}, ValueError, "slots must be a whole number"),
         (Generator, {"model": None}, ValueError, "model must be a folder or hub id, got None"),
         (Generator, {"model": "m", "sampling": {"foo": 1}}, TypeError, "unexpected keyword argument 'foo'"),
@@ -165,7 +203,7 @@ LOSS = {"model": "m", "loss": ReinforceLoss(clip_ratio=0.2)}
         (TitanTrainer, {**LOSS, "foo": 1}, TypeError, "unknown key 'foo'"),
         (TitanTrainer, {**LOSS, "optimizer": {"lrr": 1}}, TypeError, "unknown key 'lrr'"),
         (TitanTrainer, {**LOSS, "optimizer": {"lr": "fast"}}, ValueError, "learning_rate must be a number, got 'fast'"),
-        (TitanTrainer, {"model": "m"}, TypeError, "missing a required .*'loss'"),
+        (TitanTrainer, {"model": "m", "loss": 3}, TypeError, "loss must be an algorithm"),
         (ReplayBuffer, {"batch_size": -1}, ValueError, "batch_size must be a whole number of at least 1, got -1"),
         (ReplayBuffer, {"batch_size": 0}, ValueError, "batch_size must be a whole number of at least 1, got 0"),
         (ReplayBuffer, {"batch_size": "4"}, ValueError, "batch_size must be .* got '4': remove the quotes"),

@@ -52,11 +52,18 @@ def test_torchforge_session_metric_and_call_verbs_work():
 
         assert await service.call_all("add", 1) == [11, 11]
         assert await service.add.choose(2) == 13
-        metrics = await service.get_metrics()
-        assert [row.state for row in metrics.replicas] == ["up", "up"]
+        async with service.session() as opened:
+            with pytest.raises(TypeError):
+                await service.add.route("text")
+            assert opened.session_id == opened
+            metrics = await service.get_metrics()
+        assert (metrics.total_sessions, metrics.healthy_replicas, metrics.total_replicas) == (1, 2, 2)
+        assert metrics.get_total_request_rate() == pytest.approx(16 / 60)
         summary = await service.get_metrics_summary()
-        assert summary["service"] == {"total_replicas": 2, "healthy_replicas": 2, "queue_depth": 0}
-        assert sum(row["total_requests"] for row in summary["replicas"].values()) == 1 + 6 + 6 + 2 + 1
+        assert (summary["service"]["total_sessions"], summary["service"]["sessions_per_replica"]) == (0, 0.0)
+        rows = summary["replicas"].values()
+        assert sum(row["successful_requests"] for row in rows) == 1 + 6 + 6 + 2 + 1
+        assert [sum(row[name] for row in rows) for name in ("failed_requests", "total_requests")] == [1, 17]
         asker = await Asker.as_actor(service)
         assert len(set(await asker.session_of.route())) == 1
         assert "counter.get_metrics is for the controller" in await asker.metrics.route()
@@ -98,7 +105,8 @@ def test_provisioner_is_local_and_other_launchers_raise():
     async def main() -> None:
         local = ProvisionerConfig(launcher_config=LauncherConfig(job_name="grpo", services={"policy": {"procs": 1}}))
         try:
-            assert await init_provisioner(local) is await init_provisioner()
+            provisioner = await init_provisioner(local)
+            assert hasattr(provisioner.get_host_mesh("trainer"), "spawn_procs")
         finally:
             await shutdown()
         with pytest.raises(

@@ -38,7 +38,8 @@ def publish_by(store: Store, trainer: Service, key: str = POLICY) -> None:
 def publish_before_updates(store: Store, generators: Service, key: str = POLICY) -> None:
     """Before each update of the generators, have the trainer publish the version if the store does not have it."""
 
-    async def publish_version(version: int) -> None:
+    async def publish_version(*args: int, **kwargs: int) -> None:
+        (version,) = (*args, *kwargs.values())  # by any name
         if key in store.publishers and not store.exists(key, version):
             await store.publishers[key](version)
 

@@ -1,8 +1,10 @@
-"""Optional packages: whether a configuration may need packages, files or settings that this machine does not have."""
+"""Other packages: names that they provide, and whether a configuration may need packages, files or settings that this machine does not have."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from importlib.metadata import entry_points
+from typing import Any
 
 _runs_elsewhere = ContextVar("runs_elsewhere", default=False)
 
@@ -23,3 +25,18 @@ def run_elsewhere() -> Iterator[None]:
 def are_needed() -> bool:
     """Return whether this machine must have what a configuration needs; False within `run_elsewhere`."""
     return not _runs_elsewhere.get()
+
+
+def find_foreign_name(name: str) -> Any:
+    """Return what other packages provide under a name that a module of this library does not have.
+
+    A module with `__getattr__ = find_foreign_name` asks the entry points of the group `forge.names`, which are
+    functions from a name to an object.
+
+    Raises:
+        AttributeError: none of them has the name.
+        ImportError: a package knows the name, and says what replaces it.
+    """
+    for point in () if name.startswith("_") else entry_points(group="forge.names"):
+        return point.load()(name)
+    raise AttributeError(f"there is no {name!r} here")

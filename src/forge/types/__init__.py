@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import entry_points
 from itertools import compress
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..system.extras import find_foreign_name
 from .batches import Batch as Batch
 from .batches import Pair as Pair
 from .batches import Seen as Seen
@@ -368,9 +368,4 @@ class Group:
         return rewards
 
 
-def __getattr__(name: str) -> Any:
-    """Return a type that a package provides under this name, by an entry point of the group "forge.types"."""
-    points = () if name.startswith("_") else entry_points(group="forge.types", name=name)
-    for point in points:
-        return point.load()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = find_foreign_name  # torchforge's programs import other names from here

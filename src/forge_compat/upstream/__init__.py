@@ -12,10 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from forge_compat.torchforge_files import Settings, read_upstream
+
+Scalar = int | float
 
 
 def parse(main: Callable[[Settings], object]) -> Callable[[], NoReturn]:
@@ -68,16 +71,40 @@ def log_once(logger: logging.Logger, msg: str, level: int = logging.INFO) -> Non
     log_rank_zero(logger, msg, level)
 
 
-def compute_logprobs(logits: Tensor, input_ids: Tensor, temperature: float = 1.0, align: bool = True) -> Tensor:
+class TokenLogits:
+    """Stands for the logits that a loss of torchforge's is called with: only `compute_logprobs` reads it.
+
+    The logits of a batch are [rows, length, vocabulary]; the trainer computes only what is left of them.
+
+    Args:
+        logprobs: log-probabilities [rows, tokens] of the responses, with their gradient.
+        tokens: ids of the responses, [rows, tokens].
+    """
+
+    def __init__(self, logprobs: Tensor, tokens: Tensor) -> None:
+        self.logprobs, self.tokens = logprobs, tokens
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"logits have no {name!r} here: read them by forge.util.ops.compute_logprobs(logits, response)")
+
+
+def compute_logprobs(logits: Tensor | TokenLogits, input_ids: Tensor, temperature: float = 1.0, align: bool = True) -> Tensor:
     """Return the log-probabilities of tokens, [rows, tokens] in float32.
 
     Args:
-        logits: [rows, length, vocabulary]
+        logits: [rows, length, vocabulary], or what a loss gets instead of them in `TitanTrainer`.
         input_ids: [rows, tokens] ids of the tokens.
         temperature: by which the logits are divided.
         align: if True, the tokens are the last ones of the sequences that the logits are of, so each is predicted by
             the logits at the position before it; if False, by the logits at the same index, and length is tokens.
+
+    Raises:
+        ValueError: the logits are a trainer's, and the tokens are not the responses, or the temperature is not 1.
     """
+    if isinstance(logits, TokenLogits):
+        if temperature != 1.0 or not torch.equal(input_ids, logits.tokens):
+            raise ValueError("a loss has the logits of its responses only, at temperature 1")
+        return logits.logprobs
     count = input_ids.shape[1]
     if align:
         logits = logits[:, -count - 1 : -1].to(input_ids.device)

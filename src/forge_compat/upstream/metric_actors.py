@@ -4,6 +4,7 @@ A recipe needs none: `record_metric` in any process reaches the run's folder and
 """
 
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,7 +56,13 @@ class MetricLogger(ForgeActor):
     async def flush(self, global_step: int) -> dict[str, float]:
         """Write the metrics that were recorded since the last call as those of a step, and return them by name."""
         # Merged over processes, with the same result however the values are split over them.
-        values = (await drain_metrics()).values()
+        moments = (await drain_metrics()).moments
+        # As in torchforge, a name is without its reduction, unless it was recorded with several.
+        repeated = Counter(name for name, _ in moments)
+        values = {
+            name if repeated[name] == 1 else f"{name}/{reduction.value}": numbers.reduce(reduction)
+            for (name, reduction), numbers in moments.items()
+        }
         if self.writes_console:
             lines = "".join(f"\n  {name}: {value:g}" for name, value in sorted(values.items()))
             log.info("step %d%s", global_step, lines)

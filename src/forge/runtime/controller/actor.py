@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from ..monarch_names import method_of
 from ._monarch import EndpointProperty
-from .handle import Local, foreign_hint
+from .handle import Local, foreign_component, foreign_hint
 from .options import Options, snake_case
 from .runtime import add_local, runtime
 from .service import Service
@@ -80,24 +80,25 @@ class Launcher:
                 awaited, what a replica's `__init__` or `setup` raised.
         """
         # Checked here and not in the replica: a mistake in the arguments should not cost the start of a process.
+        component, kwargs = foreign_component(self._cls, kwargs)
         try:
-            inspect.signature(self._cls).bind(*args, **kwargs)
+            inspect.signature(component).bind(*args, **kwargs)
         except TypeError as error:
             hint = "".join(map(foreign_hint, kwargs))
-            raise TypeError(f"{self._cls.__name__}.as_service: {error}{hint}") from None
+            raise TypeError(f"{component.__name__}.as_service: {error}{hint}") from None
 
         # Only the class that defines the constructor can promise that it is cheap: a user's subclass that overrides it
         # may load a model there, which belongs in the replica's process.
-        constructor_class = next(cls for cls in self._cls.__mro__ if "__init__" in vars(cls))
+        constructor_class = next(cls for cls in component.__mro__ if "__init__" in vars(cls))
         if vars(constructor_class).get("constructor_checks"):
-            self._cls(*args, **kwargs)
-        options = self._options.on_mesh_of(snake_case(self._cls.__name__))
-        options, kwargs = self._cls.place(options, kwargs)
+            component(*args, **kwargs)
+        options = self._options.on_mesh_of(snake_case(component.__name__))
+        options, kwargs = component.place(options, kwargs)
 
         # The checks above run when the call is written, the start when the coroutine is awaited.
         async def start_service() -> Service:
-            service = await runtime().start(self._cls, options, args, kwargs)
-            self._cls.started(service, kwargs)
+            service = await runtime().start(component, options, args, kwargs)
+            component.started(service, kwargs)
             return service
 
         return start_service()

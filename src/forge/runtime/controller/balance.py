@@ -75,6 +75,10 @@ class LoadBalancer:
         if self._closed is not None:
             raise self._closed()
 
+    def count_sessions(self, replica: Replica) -> int:
+        """Return the number of sessions whose calls go to a replica."""
+        return sum(assigned is replica for assigned in self._sessions.values())
+
     def end_session(self, session: str) -> None:
         """Forget which replica a session goes to."""
         self._sessions.pop(session, None)

@@ -26,10 +26,21 @@ from ...observability.metrics import on_the_clock
 from .errors import CallTimeout
 from .types import Call, Kwargs, Pending, Value, name_caller
 
-FOREIGN = "forge.verbs"  # entry points: functions of a handle or endpoint by other libraries' names, and `hint`
+# Entry points: functions of a handle or endpoint by other libraries' names, or classes of objects with its methods.
+FOREIGN = "forge.verbs"
+HOOKS = ("hint", "component")  # entry points of this group that are no verbs
 
 _session: contextvars.ContextVar[dict[str, str]] = contextvars.ContextVar("forge_sessions")
 _session_ids = itertools.count()
+
+
+class Session(str):
+    """The id of a session; torchforge's programs read it as `session_id`."""
+
+    @property
+    def session_id(self) -> str:
+        """Return the id as plain text."""
+        return str(self)
 
 
 class Handle(ABC):
@@ -58,7 +69,7 @@ class Handle(ABC):
         raise AttributeError(f"{self.__dict__.get('_name', 'service')} has no endpoint {name!r}{hint}")
 
     @asynccontextmanager
-    async def session(self, session_id: str | None = None) -> AsyncIterator[str]:
+    async def session(self, session_id: str | None = None) -> AsyncIterator[Session]:
         """Yield the id of a session: within the block, `route` sends every call to the same replica.
 
         That keeps a cache or a conversation in one place. If the replica is lost, the session moves to another one,
@@ -72,7 +83,7 @@ class Handle(ABC):
         session_id = session_id or f"{self._name}-{os.getpid()}-{next(_session_ids)}"
         token = _session.set({**_session.get({}), self._name: session_id})
         try:
-            yield session_id
+            yield Session(session_id)
         finally:
             _session.reset(token)
             if ends_here:
@@ -215,8 +226,21 @@ def foreign_hint(name: str) -> str:
     return next(iter(points)).load()(name) if points else ""
 
 
+def foreign_component(component: type, arguments: Kwargs) -> tuple[type, Kwargs]:
+    """Return the class and the arguments of a component that is started with arguments of another library's form.
+
+    The entry point `component` of the group FOREIGN converts them. Arguments of this library's form are returned as
+    they are, with the component.
+    """
+    points = entry_points(group=FOREIGN, name="component")
+    return next(iter(points)).load()(component, arguments) if points else (component, arguments)
+
+
 # Return another library's verb of this name, bound to a handle or endpoint; None if no package provides it.
 def _foreign_verb(owner: object, name: str) -> Callable[..., Pending[Value]] | None:
     # Asked last: none of these names is reserved, and a component may define its own endpoint `get_metrics`.
-    points = () if name.startswith("_") or name == "hint" else entry_points(group=FOREIGN, name=name)
-    return partial(next(iter(points)).load(), owner) if points else None
+    points = () if name.startswith("_") or name in HOOKS else entry_points(group=FOREIGN, name=name)
+    if not points:
+        return None
+    verb = next(iter(points)).load()
+    return verb(owner) if isinstance(verb, type) else partial(verb, owner)

@@ -59,7 +59,8 @@ class Replica:
         self.context = ActorContext(component.name, index, 0, self.options.procs, incarnation=incarnation)
         self.requests: set[Request] = set()  # in flight
         self.served = 0
-        self.latencies: deque[float] = deque(maxlen=512)
+        self.errors = 0  # requests that raised, or had no answer in time
+        self.answers: deque[tuple[float, float]] = deque(maxlen=512)  # when each came, and the seconds it took
 
         self.last_answer = time.monotonic()
         # Set by `fail`: the error, whether no request can be the cause, how many were in flight, which may be the
@@ -157,6 +158,7 @@ class Replica:
             timeout = request.time_left if limit is None else limit
             values = await self._ask_ranks(request.endpoint, timeout, "invoke", *message)
         except CallTimeout as error:
+            self.errors += 1
             await self._abandon_request(request)  # its caller has stopped waiting
             raise CallTimeout(f"{request.caller} timed out: {error}") from None
         except asyncio.CancelledError:
@@ -165,12 +167,15 @@ class Replica:
                 self._abandoning.add(task)
                 task.add_done_callback(self._abandoning.discard)
             raise
+        except Exception:
+            self.errors += 1
+            raise
 
         self.last_answer = time.monotonic()
         # Calls that a starting replica catches up on are not counted as traffic.
         if limit is None:
             self.served += 1
-            self.latencies.append(self.last_answer - request.sent)
+            self.answers.append((self.last_answer, self.last_answer - request.sent))
 
         return values
 

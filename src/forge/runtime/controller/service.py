@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import statistics
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,13 +16,14 @@ from .remote_service import RemoteService, relay_for
 from .replica import Component, Replica
 from .routers import resolve_router
 from .supervisor import Supervisor
-from .types import Call, Pending, Request, Value, new_id
+from .types import Call, Pending, RankValues, Request, Value, new_id
 
 # Seconds in which a replica that `scale` removes may finish its calls.
 DRAIN_PATIENCE = 30.0
 # Seconds before a request of a lost replica is sent again. By then it is known which other replicas died at the same
 # moment: otherwise the request could be sent to one of them, and be blamed for both deaths.
 RETRY_DELAY = 0.1
+RATE_WINDOW = 60.0  # seconds that a replica's rate of answers is taken over
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,12 @@ class ReplicaStatus:
 
     Attributes:
         state: "starting", "up", "restarting", "failed" or "stopped".
-        latency_p50: median of its last 512 calls, in milliseconds; NaN before the first.
+        served: number of calls that returned a value.
+        errors: number of calls that raised, or had no answer in time.
+        rate: values a second in the last minute, or in the time of its last 512.
+        sessions: number of sessions whose calls it gets.
+        latency_mean: of its last 512 calls that returned a value, in milliseconds; NaN before the first.
+        latency_p50: their median.
         latency_p99: their 99th percentile.
         error: why it was lost last; empty if it never was.
     """
@@ -40,7 +47,11 @@ class ReplicaStatus:
     pids: list[int]
     in_flight: int
     served: int
+    errors: int
+    rate: float
+    sessions: int
     restarts: int
+    latency_mean: float
     latency_p50: float
     latency_p99: float
     error: str
@@ -153,7 +164,11 @@ class Service(Handle):
         rows = []
         for supervisor in self._supervisors:
             replica = supervisor.replica
-            latencies = sorted(replica.latencies) if replica else []
+            recent = [(max(0.0, time.monotonic() - at), latency) for at, latency in replica.answers] if replica else []
+            latencies = sorted(latency for _, latency in recent)
+            ages = [age for age, _ in recent if age <= RATE_WINDOW]
+            # As many answers as are kept may be those of a shorter time.
+            window = ages[0] if replica and len(ages) == replica.answers.maxlen else RATE_WINDOW
             rows.append(
                 ReplicaStatus(
                     name=supervisor.name,
@@ -161,7 +176,11 @@ class Service(Handle):
                     pids=replica.pids if replica else [],
                     in_flight=replica.in_flight if replica else 0,
                     served=replica.served if replica else 0,
+                    errors=replica.errors if replica else 0,
+                    rate=len(ages) / (window or RATE_WINDOW),
+                    sessions=self._balancer.count_sessions(replica) if replica else 0,
                     restarts=supervisor.restarts,
+                    latency_mean=1e3 * statistics.fmean(latencies) if latencies else float("nan"),
                     latency_p50=1e3 * statistics.median(latencies) if latencies else float("nan"),
                     latency_p99=1e3 * latencies[int(0.99 * len(latencies))] if latencies else float("nan"),
                     error=str(supervisor.error or ""),
@@ -199,7 +218,7 @@ class Service(Handle):
         with on_the_clock(f"{self._name}.{call.endpoint}"):
             values = await self._serve_request(request, self._balancer.acquire)
         assert values is not None
-        return values if call.verb == "call" else values[0]
+        return RankValues(values) if call.verb == "call" else values[0]
 
     def _end_session(self, session: str) -> None:
         self._balancer.end_session(session)

@@ -12,7 +12,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -23,6 +23,20 @@ Kwargs = dict[str, Any]  # the keyword arguments of a call
 Pending = Coroutine[Any, Any, T]  # a call that was written and is to be awaited
 
 _numbers = itertools.count()
+
+
+class RankValues(list[Value]):
+    """The values of a call on all ranks, in rank order; `items` and `values` are those of Monarch's ValueMesh."""
+
+    def items(self) -> Iterator[tuple[int, Value]]:
+        """Return (rank, value) pairs."""
+        return enumerate(self)
+
+    def values(self) -> Iterator[Value]:
+        """Return the values in rank order."""
+        return iter(self)
+
+
 _PACKAGE = os.path.dirname(__file__)
 
 
