@@ -100,8 +100,6 @@ def test_missing_file_error_suggests_only_similar_name(tmp_path, name, proposal)
 @pytest.mark.parametrize(
     ("words", "proposal"),
     [
-        ("--provisioner.launcher slurm", None),
-        ("--actors.trainer.procs 2", None),
         ("--megatron 2", None),
         ("--generator.backend vllm", None),
         ("--wandb true", "'metrics.wandb'"),

@@ -37,7 +37,7 @@ class ReplayBuffer(Buffer):
         batch_size: number of items in a part. Items may be of any class that has a `policy_version`.
         dp_size: number of parts in a batch.
         collate: called with the list of parts; `sample` returns its result.
-        capacity, **settings: of `forge.actors.ReplayBuffer`.
+        capacity, **settings: of `forge.actors.ReplayBuffer`; the default `order` is "random", as in torchforge.
     """
 
     constructor_checks = True
@@ -52,7 +52,7 @@ class ReplayBuffer(Buffer):
         **settings: Any,
     ) -> None:
         try:
-            super().__init__(capacity, **settings)
+            super().__init__(capacity, **{"order": "random", **settings})
         except TypeError as error:
             raise TypeError(f"{error}{''.join(map(hint, settings))}") from None
         self.part_size, self.parts = check_whole(batch_size, "batch_size"), check_whole(dp_size, "dp_size")
@@ -129,7 +129,9 @@ class LogitsLoss:
         self.parameters = inspect.signature(loss).parameters
         # The trainer passes tensors by the names of the parameters.
         renamed = {"logits": "logprobs", "response": "tokens"}
-        parameters = [p.replace(name=renamed.get(p.name, p.name), kind=p.KEYWORD_ONLY) for p in self.parameters.values()]
+        parameters = [
+            p.replace(name=renamed.get(p.name, p.name), kind=p.KEYWORD_ONLY) for p in self.parameters.values()
+        ]
         if "response" not in self.parameters:
             parameters.append(inspect.Parameter("tokens", inspect.Parameter.KEYWORD_ONLY))
         self.__signature__ = inspect.Signature(parameters)
@@ -218,7 +220,6 @@ class Generator(Policy):
             )
             for completion in completions
         ]
-
 
     @endpoint(catch_up=True)
     async def update_weights(self, version: int | None = None, policy_version: int | None = None) -> int:

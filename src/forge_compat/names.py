@@ -60,12 +60,17 @@ REPLACED = {
         ("ServiceActor", "ServiceInterfaceV2", "ServiceEndpointV2", "ServiceRequest", "ReplicaState"),
         "Service, and its status()",
     ),
+    **dict.fromkeys(("spawn_service_v2", "shutdown_service_v2"), "Component.as_service, service.shutdown"),
     **dict.fromkeys(("Launcher", "BaseLauncher", "Slurmlauncher", "MastLauncher", "get_launcher"), LAUNCH),
     "shutdown_metric_logger": "forge.runtime.controller.shutdown, which ends the loggers",
     # Data.
     "Message": "a dict with role and content",
     "Observation": "what an environment returns (forge.envs)",
     "from_request_output": "Completion(text, token_ids, logprobs)",
+    "prompt_to_messages": "messages in a row",
+    "collate_packed": "forge.data.packing",
+    "CROSS_ENTROPY_IGNORE_IDX": "the mask of an episode or a row",
+    **dict.fromkeys(("MetricTransform", "DefaultDatasetMetricTransform"), "record_metric in a reward or an actor"),
     **dict.fromkeys(("Prompt", "Role", "to_prompt"), "forge.types.Prompt, or messages in a row"),
     **dict.fromkeys(("BaseTokenizer", "HuggingFaceBaseTokenizer", "HuggingFaceModelTokenizer"), TOKENIZER),
     "LanguageReward": "a function reward(prompt, response, target) of your own",
@@ -77,7 +82,8 @@ REPLACED = {
     **dict.fromkeys((f"{kind}Accumulator" for kind in ("Mean", "Sum", "Max", "Min", "Std")), COLLECTORS),
     "get_proc_name_with_rank": "forge.runtime.controller.ActorContext, as self.context",
     # Helpers.
-    **dict.fromkeys(("SharedTensor", "SharedTensorHandle"), SHARED),
+    **dict.fromkeys(("SharedTensor", "SharedTensorHandle", "DcpHandle", "load_tensor_from_dcp"), SHARED),
+    **dict.fromkeys(("KEY_DELIM", "DCP_WHOLE_STATE_TAG", "extract_param_name"), SHARED),
     "ForgeRecipeArgParser": "forge.util.config.parse",
     "resolve_hf_hub_paths": "nothing to call: hf:// is removed, and models are downloaded when they are opened",
 }

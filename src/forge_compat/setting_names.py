@@ -3,8 +3,11 @@
 An equivalent is a key of the configuration (`grpo.n_samples`, or `KEY=VALUE` if only that value is), or a sentence.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from forge_compat.torchforge_keys import KEYS
+
+MOST_SHOWN = 8  # settings that one message explains
 GUIDES = {
     "TRL": "docs/start/from_trl.md",
     "verl": "docs/start/from_verl.md",
@@ -218,6 +221,10 @@ OPENRLHF = {
     "dynamic_filtering": "algorithm=dapo",
 }
 TORCHFORGE = {
+    **{name: here for name, here in KEYS.items() if name != here},
+    "hf_assets_path": "model",
+    "ref_model": "services.ref_model",
+    "replay_buffer": "async and training.batch_size",
     "group_size": "grpo.n_samples",
     "local_batch_size": "training.batch_size",
     "max_req_tokens": "dataset.max_prompt_tokens",
@@ -296,24 +303,40 @@ TABLES = {
 }
 
 
-def find_setting(name: str) -> tuple[str, str] | None:
+def find_setting(name: str, libraries: Iterable[str] = TABLES) -> tuple[str, str] | None:
     """Return the library that has a setting and its equivalent here; None if no table has it.
 
     Args:
-        name: of the setting; of a dotted name, the last part is looked up if the whole name is in no table.
+        name: of the setting; of a dotted name, the last part is looked up if the whole name is in no table, and then
+            the first part.
+        libraries: in the order in which their tables are read.
 
     >>> find_setting("kl_coef")
     ('verl', 'grpo.beta')
     """
     # The whole name in all tables first, as it is more specific than its last part.
-    for end in (name, name.rpartition(".")[2]):
-        for library, table in TABLES.items():
-            if end in table:
-                return library, table[end]
+    for part in (name, name.rpartition(".")[2], name.partition(".")[0]):
+        for library in libraries:
+            if part in TABLES[library]:
+                return library, TABLES[library][part]
     return None
 
 
-def describe_setting(name: str, python: bool) -> str:
+def order_libraries(names: Sequence[str]) -> list[str]:
+    """Return the libraries in descending order of how many of these settings they have.
+
+    >>> order_libraries(["learning_rate", "group_size", "off_by_n"])[0]
+    'torchforge'
+    """
+
+    def count_settings(library: str) -> int:
+        table = TABLES[library]
+        return sum(name in table or name.rpartition(".")[2] in table for name in names)
+
+    return sorted(TABLES, key=count_settings, reverse=True)
+
+
+def describe_setting(name: str, python: bool, libraries: Iterable[str] = TABLES) -> str:
     """Return a text on the equivalent of a setting here; "" if no table has it.
 
     Args:
@@ -322,7 +345,7 @@ def describe_setting(name: str, python: bool) -> str:
     >>> describe_setting("kl_coef", python=False)
     "verl's kl_coef is grpo.beta here"
     """
-    entry = find_setting(name)
+    entry = find_setting(name, libraries)
     if entry is None:
         return ""
     library, here = entry
@@ -344,10 +367,13 @@ def explain_names(names: Sequence[str], python: bool = False) -> str:
     Args:
         python: the names were arguments of `forge.train`, `sft` or `dpo`, which take keys without their section.
     """
-    lines = [text for name in names if (text := describe_setting(name, python))]
-    libraries = {entry[0] for entry in map(find_setting, names) if entry is not None} - {FORMER}
+    ordered = order_libraries(names)
+    lines = [text for name in names if (text := describe_setting(name, python, ordered))]
+    libraries = {entry[0] for name in names if (entry := find_setting(name, ordered)) is not None} - {FORMER}
+    # The first keys of a whole file say enough.
+    shown = [*lines[:MOST_SHOWN], f"and {len(lines) - MOST_SHOWN} more"] if len(lines) > MOST_SHOWN else lines
     guides = ", ".join(sorted({GUIDES[library] for library in libraries}))
     # Several settings of torchforge are probably a whole file.
     if len(lines) > 1 and "torchforge" in libraries:
         guides += "; forge convert upstream FILE prints it with these keys"
-    return f"{'; '.join(lines)}{f' ({guides})' if guides else ''}"
+    return f"{'; '.join(shown)}{f' ({guides})' if guides else ''}"

@@ -17,6 +17,8 @@ class SandboxedPythonCoder(ForgeActor):
         settings: the settings of `forge_sandbox.Sandbox`.
     """
 
+    constructor_checks = True
+
     def __init__(self, **settings: Any) -> None:
         self.sandbox = Sandbox(**settings)
 

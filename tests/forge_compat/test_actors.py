@@ -17,12 +17,13 @@ from forge.util.config import parse
 from forge.util.ops import compute_logprobs
 from transformers import AutoModelForCausalLM
 
-from forge.actors import Generator, Trainer
+from forge.actors import Generator, RewardActor, Trainer
 from forge.losses import ReinforceLoss
 from forge.observability import Reduce, record_metric
 from forge.runtime.controller import ServiceStopped, endpoint, run, shutdown
 from forge.actors.reference import ReferenceModel as NativeReference
 from forge_compat import store
+from forge_sandbox import SandboxedPythonCoder
 from forge_compat.actors import ReferenceModel, ReplayBuffer, TitanTrainer
 
 
@@ -40,7 +41,7 @@ def collated(parts):
 
 def test_replay_buffer_sample_is_split_over_dp_ranks():
     async def main():
-        buffer = await ReplayBuffer.as_local(batch_size=2, dp_size=2, max_policy_age=1, collate=collated)
+        buffer = await ReplayBuffer.as_local(batch_size=2, dp_size=2, max_policy_age=1, collate=collated, order="fifo")
         assert await buffer.sample.call_one(curr_policy_version=0) is None
         for number in range(5):
             await buffer.add.call_one(OwnEpisode(number, policy_version=number % 2))
@@ -188,7 +189,14 @@ LOSS = {"model": "m", "loss": ReinforceLoss(clip_ratio=0.2)}
     [
         (Generator, {"model": "m", "foo": 1}, TypeError, "unknown key 'foo'"),
         (Generator, {"engine_args": {}}, ValueError, "engine_args needs a model, a folder or hub id: it has {}"),
-        (Generator, {"engine_args": {"model": "m"}, "sampling_params": {"n": 0}}, ValueError, "n must be a whole number"),
+        (
+            Generator,
+            {"engine_args": {"model": "m"}, "sampling_params": {"n": 0}},
+            ValueError,
+            "n must be a whole number",
+        ),
+        (RewardActor, {"functions": [len], "weights": [1.0, 2.0]}, ValueError, "weights"),
+        (SandboxedPythonCoder, {"memory": 1}, TypeError, "memory"),
         (NativeReference, {"model": {"name": "qwen3"}}, ValueError, "model needs hf_assets_path"),
         (Generator, {"model": "m", "slots": "8"}, ValueError, "slots must be a whole number"),
         (Generator, {"model": None}, ValueError, "model must be a folder or hub id, got None"),

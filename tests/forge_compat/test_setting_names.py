@@ -51,3 +51,11 @@ def test_foreign_config_key_error_names_our_key(name: str, says: str):
 def test_foreign_train_argument_error_names_our_key():
     with pytest.raises(ConfigError, match=r"TRL's per_device_train_batch_size"):
         forge.train("nowhere", dataset=[{"question": "a"}], reward="ExactMatch", per_device_train_batch_size=4)
+
+
+def test_settings_are_those_of_the_library_that_has_most_of_them():
+    text = explain_names(["actors.trainer.procs", "provisioner.launcher", "trainer.optimizer.lr", "group_size"])
+    assert "TRL" not in text
+    assert "actors.trainer.procs is services.trainer.procs here; torchforge's provisioner.launcher is cluster" in text
+    assert "torchforge's trainer.optimizer.lr is training.learning_rate here" in text
+    assert explain_names(["trainer.optimizer.lr", "num_generations"]).count("TRL's") == 1

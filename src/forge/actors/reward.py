@@ -22,8 +22,10 @@ class RewardActor(ForgeActor):
         names: of the functions, see `Reward`.
 
     Raises:
-        ValueError: there are neither functions nor verifiers.
+        ValueError: there are neither functions nor verifiers, or `weights` and `names` are not theirs.
     """
+
+    constructor_checks = True
 
     def __init__(
         self,
@@ -44,8 +46,8 @@ class RewardActor(ForgeActor):
                 scorer = load_plugin(scorer, f"reward.functions[{number}]")
             self.scorers.append(scorer)
         self.accuracy = load_reward(accuracy) if isinstance(accuracy, str) else accuracy
-        if not self.scorers and verifiers is None:
-            raise ValueError("a reward needs at least one function, or verifiers")
+        if verifiers is None:
+            Reward(self.scorers, self.accuracy, weights, names)  # a wrong part raises here, before a process starts
 
     def setup(self) -> None:
         """Prepare the scorers: load models, start sandboxes, build the panel of verifiers."""

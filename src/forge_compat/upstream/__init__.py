@@ -85,10 +85,14 @@ class TokenLogits:
         self.logprobs, self.tokens = logprobs, tokens
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"logits have no {name!r} here: read them by forge.util.ops.compute_logprobs(logits, response)")
+        raise AttributeError(
+            f"logits have no {name!r} here: read them by forge.util.ops.compute_logprobs(logits, response)"
+        )
 
 
-def compute_logprobs(logits: Tensor | TokenLogits, input_ids: Tensor, temperature: float = 1.0, align: bool = True) -> Tensor:
+def compute_logprobs(
+    logits: Tensor | TokenLogits, input_ids: Tensor, temperature: float = 1.0, align: bool = True
+) -> Tensor:
     """Return the log-probabilities of tokens, [rows, tokens] in float32.
 
     Args:

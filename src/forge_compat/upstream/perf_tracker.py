@@ -11,6 +11,8 @@ import torch
 
 from forge.observability import Reduce, record_metric
 
+from .env import DISABLE_PERF_METRICS, METRIC_TIMER_USES_GPU
+
 F = TypeVar("F", bound=Callable[..., Any])
 GIGABYTE = 1024**3
 
@@ -24,14 +26,18 @@ class Tracer:
     Args:
         prefix: of the names of the metrics.
         track_memory: also record the peak of GPU memory until `stop`, in GB, as `<prefix>/memory_peak_max_gb`.
-        timer: "cpu", or "gpu" to wait for the work on the GPU at each step.
+        timer: "cpu", or "gpu" to wait for the work on the GPU at each step; the environment variable
+            METRIC_TIMER_USES_GPU, true or false, has precedence. With DISABLE_PERF_METRICS nothing is recorded.
     """
 
     def __init__(self, prefix: str, track_memory: bool = False, timer: str = "cpu") -> None:
         if timer not in ("cpu", "gpu"):
             raise ValueError(f'timer must be "cpu" or "gpu", got {timer!r}')
+        if (override := METRIC_TIMER_USES_GPU.get_value()) is not None:
+            timer = "gpu" if str(override).lower() in ("true", "1", "yes") else "cpu"
+        self.records = not DISABLE_PERF_METRICS.get_value()
         self.prefix = prefix
-        self.track_memory = track_memory and torch.cuda.is_available()
+        self.track_memory = self.records and track_memory and torch.cuda.is_available()
         self.waits = timer == "gpu" and torch.cuda.is_available()
         self.began: float | None = None
         self.last = 0.0
@@ -70,6 +76,8 @@ class Tracer:
         return time.perf_counter()
 
     def _record_seconds(self, name: str, seconds: float) -> None:
+        if not self.records:
+            return
         mean, longest = f"{name}_avg_s", f"{name}_max_s"
         record_metric(mean, seconds, Reduce.MEAN)
         record_metric(longest, seconds, Reduce.MAX)

@@ -65,7 +65,7 @@ class OpenEnvEnvironment(Environment):
         self._schema: dict[str, Json] = {}
         self._session: Session | None = None
         self._rewarded = False  # whether a reply of the episode had a reward
-        self._is_default = to_action is None and to_messages is None and not mcp
+        self._is_default = to_action is None and to_messages is None
 
     async def reset(self, task: Task, *, seed: int) -> Step:
         """Start an episode in a new session; InfrastructureError if there is none, or it is lost."""
@@ -89,9 +89,11 @@ class OpenEnvEnvironment(Environment):
             OpenEnvError: the environment raised an exception.
         """
         assert self._session is not None, "step before reset"
-        if self._mcp and (action.calls or action.errors):
+        # A server of this library gets the calls as they are, and offers its tools by itself.
+        offers_tools = self._mcp and not self._is_forge
+        if offers_tools and (action.calls or action.errors):
             return await self._call_tools(self._session, action)
-        if self._mcp and self._to_action is None:
+        if offers_tools and self._to_action is None:
             return self._make_step((), None, {}, over=True)
 
         # A text that was cut may mean something else than the whole one. `to_action` and this library's servers get

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from .suites import Suite
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 LIMIT = 900.0  # seconds of one file
 
 

@@ -41,8 +41,9 @@ def on_client(work, environment=make, **settings):
 )
 def test_served_tools_episode_accepts_task_in_any_form(task, question, reward):
     async def work(client):
-        env = OpenEnvEnvironment(client)
+        env = OpenEnvEnvironment(client, mcp="answer" in task)  # which changes nothing for a server of this library
         first = await env.reset(task, seed=0)
+        assert first.messages[-1]["role"] == "user"
         assert question in str(first.messages)
         assert [tool["function"]["name"] for tool in first.tools] == ["add"]
         called = await env.step(Action("", "", (ToolCall("add", {"a": 2, "b": 3}),)))
