@@ -144,8 +144,8 @@ class LogitsLoss:
 
 
 class TitanTrainer(Trainer):
-    """The trainer with the name and the sections of settings that torchforge uses, on TorchTitan's model where TorchTitan
-    is installed. Its versions go to the store of the run, `forge.store`.
+    """The trainer with the name and the sections of settings that torchforge uses, on TorchTitan's model where that is
+    installed. Its versions go to the store of the run, `forge.store`.
 
     Args:
         model: as in `Trainer`, or torchforge's mapping with `hf_assets_path`.
@@ -207,7 +207,7 @@ class Generator(Policy):
         self, prompt: Any, n: int | None = None, priority: int = 0, **sampling: Any
     ) -> list[Completion]:
         """Return completions of a prompt, see `forge.actors.Generator.generate`."""
-        completions = await super().generate(prompt, self.samples if n is None else n, priority, **sampling)
+        completions: Any = await super().generate(prompt, self.samples if n is None else n, priority, **sampling)
         return [
             TensorCompletion(
                 **{

@@ -173,7 +173,7 @@ def component(cls: type, arguments: Kwargs) -> tuple[type, Kwargs]:
     Those of this library are returned as they are: the two are told apart by sections and names that only torchforge
     has, such as `engine_args`.
     """
-    markers = MARKERS.get(f"{cls.__module__}:{cls.__qualname__}", frozenset())
+    markers: set[str] = MARKERS.get(f"{cls.__module__}:{cls.__qualname__}", set())
     if not (markers & arguments.keys() or (markers and isinstance(arguments.get("model"), Mapping))):
         return cls, arguments
     return resolve("forge_compat.actors:convert_arguments", "component")(cls.__name__, arguments)

@@ -18,13 +18,13 @@ from forge.util.ops import compute_logprobs
 from transformers import AutoModelForCausalLM
 
 from forge.actors import Generator, RewardActor, Trainer
+from forge.actors.reference import ReferenceModel as NativeReference
 from forge.losses import ReinforceLoss
 from forge.observability import Reduce, record_metric
 from forge.runtime.controller import ServiceStopped, endpoint, run, shutdown
-from forge.actors.reference import ReferenceModel as NativeReference
 from forge_compat import store
-from forge_sandbox import SandboxedPythonCoder
 from forge_compat.actors import ReferenceModel, ReplayBuffer, TitanTrainer
+from forge_sandbox import SandboxedPythonCoder
 
 
 @dataclass

@@ -53,7 +53,7 @@ def test_foreign_train_argument_error_names_our_key():
         forge.train("nowhere", dataset=[{"question": "a"}], reward="ExactMatch", per_device_train_batch_size=4)
 
 
-def test_settings_are_those_of_the_library_that_has_most_of_them():
+def test_foreign_settings_name_library_with_most_matches():
     text = explain_names(["actors.trainer.procs", "provisioner.launcher", "trainer.optimizer.lr", "group_size"])
     assert "TRL" not in text
     assert "actors.trainer.procs is services.trainer.procs here; torchforge's provisioner.launcher is cluster" in text

@@ -1,4 +1,4 @@
-"""Other packages: names that they provide, and whether a configuration may need packages, files or settings that this machine does not have."""
+"""Other packages: whether this machine must have those that a configuration needs, and names that they provide."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -26,9 +26,7 @@ class EnvVar:
 
 DISABLE_PERF_METRICS = EnvVar("DISABLE_PERF_METRICS", False, "Tracer and trace record nothing.")
 FORGE_DISABLE_METRICS = EnvVar("FORGE_DISABLE_METRICS", False, "Nothing: metrics are always recorded.")
-METRIC_TIMER_USES_GPU = EnvVar(
-    "METRIC_TIMER_USES_GPU", None, "The timer of Tracer and trace, instead of their argument."
-)
+METRIC_TIMER_USES_GPU = EnvVar("METRIC_TIMER_USES_GPU", None, "The timer of Tracer, not its argument.")
 MONARCH_STDERR_LEVEL = EnvVar("MONARCH_STDERR_LOG", "warning", "Monarch's own level of messages.")
 RUST_BACKTRACE = EnvVar("RUST_BACKTRACE", "full", "Monarch's own traces.")
 MONARCH_MESSAGE_DELIVERY_TIMEOUT = EnvVar("HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT_SECS", 600, "Monarch's own, in seconds.")

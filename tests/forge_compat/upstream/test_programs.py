@@ -27,7 +27,7 @@ IMPORTS = {
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 ROWS = [{"question": f"{n} + 1 =", "answer": f"#### {n + 1}"} for n in range(32)]
 CARD = "---\nconfigs: [{config_name: main, data_files: [{split: train, path: train.jsonl}]}]\n---\n"
-SETTINGS = "group_size=4 local_batch_size=8 max_req_tokens=400 max_res_tokens=8 trainer.training.steps=2".split()
+SETTINGS = ["group_size=4", "local_batch_size=8", "max_req_tokens=400", "max_res_tokens=8", "trainer.training.steps=2"]
 PLACES = ("services.policy", "services.ref_model", "actors.trainer")
 
 

@@ -226,7 +226,7 @@ def foreign_hint(name: str) -> str:
     return next(iter(points)).load()(name) if points else ""
 
 
-def foreign_component(component: type, arguments: Kwargs) -> tuple[type, Kwargs]:
+def foreign_component(component: Any, arguments: Kwargs) -> tuple[Any, Kwargs]:
     """Return the class and the arguments of a component that is started with arguments of another library's form.
 
     The entry point `component` of the group FOREIGN converts them. Arguments of this library's form are returned as
