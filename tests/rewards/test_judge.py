@@ -175,8 +175,9 @@ def test_judge_queueing_does_not_count_toward_time_limit():
         await asyncio.sleep(0.05)
         return chat("yes")
 
-    settings = {"concurrency": 2, "time_limit": 0.8}
-    found, _ = Endpoint(default=later).judged(["2"] * 50, panel={"timeout": 0.8}, **settings)
+    # All of them take at least 2.5 s, each of them a fraction of its limit, also on a busy machine.
+    settings = {"concurrency": 2, "time_limit": 2.0}
+    found, _ = Endpoint(default=later).judged(["2"] * 100, panel={"timeout": 2.0}, **settings)
     assert not found.reasons
     endpoint = Endpoint(default=hang)
     found, _ = endpoint.judged(["2"] * 50, panel={"timeout": 0.5}, **settings)
