@@ -170,8 +170,8 @@ class Mesh:
 def component(cls: type, arguments: Kwargs) -> tuple[type, Kwargs]:
     """Return the class and arguments of a component that is started with torchforge's arguments.
 
-    Those of this library are returned as they are: the two are told apart by sections and names that only torchforge
-    has, such as `engine_args`.
+    Those of this library are returned as they are. Sections and names that only torchforge has, such as `engine_args`,
+    distinguish the two.
     """
     markers: set[str] = MARKERS.get(f"{cls.__module__}:{cls.__qualname__}", set())
     if not (markers & arguments.keys() or (markers and isinstance(arguments.get("model"), Mapping))):
