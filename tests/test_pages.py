@@ -22,9 +22,7 @@ from forge.cli import clean, recipes
 from forge.config import Arguments, ConfigError, keys_of, read, section_in
 from forge.config.yaml_files import Loader
 from forge_agents import serving as serve
-from forge_cluster import launch_command as launch
-from forge_cluster import table_command as table
-from forge_cluster import worker_command as worker
+from forge_cluster import launch_command as launch, table_command as table, worker_command as worker
 from forge_compat import convert
 from forge_inspect.cli import audit, doctor, evaluate, mismatch, plan, replay, runs, watch
 from forge_verifiers.config import VerifiersConfig

@@ -26,8 +26,7 @@ from forge.runtime.process_groups import TCP
 from forge_http.addresses import join_address
 
 from .credentials import SECRET, Credentials, NoSecret, read_secret
-from .doctor import Diagnosis, host_sees
-from .doctor import query_hosts as examine_hosts
+from .doctor import Diagnosis, host_sees, query_hosts as examine_hosts
 from .machine import Machine, RemoteProcess
 from .pool import Allocation, Pool, expected_addresses, parse_addresses, survey_hosts
 from .rooms import Demand, NoHostRoom, check_fit

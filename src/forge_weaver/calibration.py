@@ -13,8 +13,7 @@ import dataclasses
 
 import numpy as np
 from scipy.optimize import minimize
-from scipy.special import expit as sigmoid
-from scipy.special import logit
+from scipy.special import expit as sigmoid, logit
 
 from .table import check_labels
 

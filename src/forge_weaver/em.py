@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.optimize import brentq, isotonic_regression
-from scipy.special import expit as sigmoid
-from scipy.special import softmax
+from scipy.special import expit as sigmoid, softmax
 
 TOLERANCE = 1e-3  # expectation maximisation has converged when no probability moves by this much
 # The grid of rates, finer at the ends, where a logit's step is larger.

@@ -5,8 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 from scipy.optimize import brentq
-from scipy.special import expit as sigmoid
-from scipy.special import logit
+from scipy.special import expit as sigmoid, logit
 
 from .aggregator import Aggregator, Data
 from .normalise import NormalScores, family_means, scatter_scores

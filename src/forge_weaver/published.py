@@ -4,8 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 import numpy as np
-from scipy.special import expit as sigmoid
-from scipy.special import logit
+from scipy.special import expit as sigmoid, logit
 
 from .aggregator import Aggregator, Data
 from .binned import estimate_balance

@@ -8,8 +8,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from forge.actors import DatasetActor, ReplayBuffer
 from forge.data.prompts import PromptDataset

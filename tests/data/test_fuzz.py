@@ -12,8 +12,7 @@ import aiohttp
 import numpy as np
 import pytest
 from aiohttp import web
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from forge.models.tokenizer import character_tokenizer
 from forge.rewards.rules import CharacterMatch, ExactMatch, MathReward, ThinkingReward, final_answer

@@ -7,8 +7,7 @@ from fractions import Fraction
 from itertools import islice
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from forge.data.load import Mixture, load_data
 from tests.data.rows import TOKENIZER

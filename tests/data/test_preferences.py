@@ -7,8 +7,7 @@ from itertools import islice
 from random import Random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from apps.toys.mistakes import mistake
 from apps.toys.tasks import split_of

@@ -7,8 +7,7 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from forge.engines import EmbeddedEngine
 from forge.engines.interface import EngineFailed

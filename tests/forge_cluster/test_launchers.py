@@ -11,8 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from forge_cluster.kubernetes import KubernetesJob
 from forge_cluster.slurm import SlurmJob

@@ -7,8 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from forge.data.thoughts import without_thoughts
 from forge.rewards.rules import ExactMatch, JsonMatch, MathReward, final_answer

@@ -7,8 +7,7 @@ from statistics import NormalDist
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from forge_weaver.calibration import Recalibration, auc, brier_score, ece, log_loss
 from forge_weaver.em import Prior

@@ -5,8 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from forge.observability import Reduce, Run, phase, record_metric
 from forge.observability.metrics import Snapshot, drain

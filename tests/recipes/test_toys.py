@@ -10,8 +10,7 @@ import sys
 from itertools import islice
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from apps.toys import programs
 from apps.toys.expressions import Expression

@@ -8,8 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from forge.data.prefixes import SAVED, find_prefixes, prefix_ids
 from forge.training import policy as training_policy

@@ -24,7 +24,6 @@ from ..observability.metrics import record_span
 from ..runtime.controller import ForgeActor, Options, Service, endpoint
 from ..runtime.store import Store, VersionStore
 from ..system.devices import find_accelerator
-from ..system.extras import find_foreign_name
 from ..types import Completion, Prompt, Sampling
 from .identity import POLICY, check_current, describe_difference
 from .publication import connect_store, controller_store, publish_before_updates
@@ -32,8 +31,6 @@ from .staleness import StaleWeights
 from .streams import Streams
 
 SPAN = 0.25  # seconds that a span in the trace has at least, while requests run
-
-__getattr__ = find_foreign_name
 
 
 class Generator(ForgeActor):

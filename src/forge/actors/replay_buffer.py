@@ -10,14 +10,11 @@ from typing import Any, Literal
 from ..config.arguments import check_whole
 from ..observability import Reduce, phase, record_metric
 from ..runtime.controller import ForgeActor, Unrecoverable, endpoint
-from ..system.extras import find_foreign_name
 from ..types import Episode, Group, Seen
 from .staleness import Staleness
 
 Item = Episode | Group
 REASONS = ("unscored", "unscored_episodes", "no_signal", "too_old", "repeated", "forgotten")
-
-__getattr__ = find_foreign_name
 
 
 class ReplayBuffer(ForgeActor):

@@ -16,7 +16,6 @@ from ..models.hub import check_model_name
 from ..observability import phase
 from ..runtime.controller import ForgeActor, Service, endpoint
 from ..runtime.store import Store
-from ..system.extras import find_foreign_name
 from ..training.settings import OptimizerSettings, Parallelism, PolicySettings
 from ..types import Batch, Episode, Group
 from .identity import POLICY, Identities
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
 
 JOURNAL = "trainer.journal"  # file in the recovery folder
 IDENTITIES = "identities"  # key in a checkpoint's `extra`
-
-__getattr__ = find_foreign_name
 
 
 class Write(NamedTuple):

@@ -17,10 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from ..system.extras import find_foreign_name
 from .machine import Usage, measure_usage
-
-__getattr__ = find_foreign_name
 
 
 class Reduce(enum.Enum):

@@ -24,8 +24,7 @@ from .folder import CONFIG, ENDED, FINISHED, LOGS, MARK, check_free, clear_run, 
 from .lines import Row
 from .machine import measure_gpus, measure_room
 from .metrics import Clock, Snapshot, phase
-from .rollouts import HELD_OUT, ROLLOUTS, RolloutLog, held_out_lines
-from .rollouts import cut_rollouts as cut_rollouts
+from .rollouts import HELD_OUT, ROLLOUTS, RolloutLog, cut_rollouts as cut_rollouts, held_out_lines
 from .schedule import NUMBERS, SCHEDULE, GroupEntry, StepEntry, header_line, published_line
 from .trace import TRACE, Trace
 

@@ -18,8 +18,7 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from numpy._core.multiarray import _reconstruct, scalar
-from torch.distributed.checkpoint import filesystem as dcp_filesystem
-from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint import filesystem as dcp_filesystem, metadata as dcp_metadata
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from .. import types

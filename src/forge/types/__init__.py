@@ -13,15 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..system.extras import find_foreign_name
-from .batches import Batch as Batch
-from .batches import Pair as Pair
-from .batches import Seen as Seen
+from ..system.extras import find_foreign_name as __getattr__  # noqa: F401  (other names of torchforge)
+from .batches import Batch as Batch, Pair as Pair, Seen as Seen
 from .conversation import Conversation as Conversation
-from .sampling import TOP_LOGPROBS as TOP_LOGPROBS
-from .sampling import Sampling as Sampling
-from .sampling import Spans as Spans
-from .sampling import are_texts as are_texts
+from .sampling import TOP_LOGPROBS as TOP_LOGPROBS, Sampling as Sampling, Spans as Spans, are_texts as are_texts
 
 Info = dict[str, Any]  # what a user, a reward or an environment says of an episode; plain values
 UNKNOWN_EXPERT = 255  # instead of an expert that was not recorded
@@ -366,6 +361,3 @@ class Group:
         if len(rewards) < len(self.episodes):
             raise ValueError(f"group {self.index} has an unscored episode")
         return rewards
-
-
-__getattr__ = find_foreign_name  # torchforge's programs import other names from here

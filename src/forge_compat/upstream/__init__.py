@@ -74,7 +74,7 @@ def log_once(logger: logging.Logger, msg: str, level: int = logging.INFO) -> Non
 class TokenLogits:
     """Stands for the logits that a loss of torchforge's is called with: only `compute_logprobs` reads it.
 
-    The logits of a batch are [rows, length, vocabulary]; the trainer computes only the numbers that a loss needs of them.
+    The logits of a batch are [rows, length, vocabulary]; the trainer computes only what a loss needs.
 
     Args:
         logprobs: log-probabilities [rows, tokens] of the responses, with their gradient.

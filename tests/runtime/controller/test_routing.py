@@ -6,8 +6,7 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from forge.runtime.controller.balance import LoadBalancer
 from forge.runtime.controller.routers import PrefixAffine, least_loaded, resolve_router

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from monarch.actor import Actor, concurrent_endpoint
-from monarch.actor import endpoint as monarch_endpoint
+from monarch.actor import Actor, concurrent_endpoint, endpoint as monarch_endpoint
 
 from forge.runtime.controller import ForgeActor
 

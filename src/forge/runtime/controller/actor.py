@@ -62,12 +62,6 @@ class Launcher:
         self._cls = cls
         self._options = options
 
-    def __getattr__(self, name: str) -> Any:
-        """Return one of the options by its name, such as `procs`; programs of torchforge read them here."""
-        if name.startswith("_") or name not in Options.model_fields:
-            raise AttributeError(f"{self._cls.__name__}.options(...) has no {name!r}: start it with as_service")
-        return getattr(self._options, name)
-
     def as_service(self, *args: object, **kwargs: object) -> Pending[Service]:
         """Return a coroutine that starts the replicas, each built with these arguments, and waits until all serve.
 

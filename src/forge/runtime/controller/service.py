@@ -34,7 +34,7 @@ class ReplicaStatus:
         state: "starting", "up", "restarting", "failed" or "stopped".
         served: number of calls that returned a value.
         errors: number of calls that raised, or had no answer in time.
-        rate: values a second in the last minute, or in the time of its last 512.
+        rate: values a second in the last minute, of which the last 512 are counted.
         sessions: number of sessions whose calls it gets.
         latency_mean: of its last 512 calls that returned a value, in milliseconds; NaN before the first.
         latency_p50: their median.
@@ -167,8 +167,6 @@ class Service(Handle):
             recent = [(max(0.0, time.monotonic() - at), latency) for at, latency in replica.answers] if replica else []
             latencies = sorted(latency for _, latency in recent)
             ages = [age for age, _ in recent if age <= RATE_WINDOW]
-            # As many answers as are kept may be those of a shorter time.
-            window = ages[0] if replica and len(ages) == replica.answers.maxlen else RATE_WINDOW
             rows.append(
                 ReplicaStatus(
                     name=supervisor.name,
@@ -177,7 +175,7 @@ class Service(Handle):
                     in_flight=replica.in_flight if replica else 0,
                     served=replica.served if replica else 0,
                     errors=replica.errors if replica else 0,
-                    rate=len(ages) / (window or RATE_WINDOW),
+                    rate=len(ages) / RATE_WINDOW,
                     sessions=self._balancer.count_sessions(replica) if replica else 0,
                     restarts=supervisor.restarts,
                     latency_mean=1e3 * statistics.fmean(latencies) if latencies else float("nan"),
