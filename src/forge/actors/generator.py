@@ -24,6 +24,7 @@ from ..observability.metrics import record_span
 from ..runtime.controller import ForgeActor, Options, Service, endpoint
 from ..runtime.store import Store, VersionStore
 from ..system.devices import find_accelerator
+from ..system.extras import find_foreign_name as __getattr__  # noqa: F401  (other names of torchforge)
 from ..types import Completion, Prompt, Sampling
 from .identity import POLICY, check_current, describe_difference
 from .publication import connect_store, controller_store, publish_before_updates

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from ..config.arguments import check_whole
 from ..observability import Reduce, phase, record_metric
 from ..runtime.controller import ForgeActor, Unrecoverable, endpoint
+from ..system.extras import find_foreign_name as __getattr__  # noqa: F401  (other names of torchforge)
 from ..types import Episode, Group, Seen
 from .staleness import Staleness
 

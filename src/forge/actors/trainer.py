@@ -16,6 +16,7 @@ from ..models.hub import check_model_name
 from ..observability import phase
 from ..runtime.controller import ForgeActor, Service, endpoint
 from ..runtime.store import Store
+from ..system.extras import find_foreign_name as __getattr__  # noqa: F401  (other names of torchforge)
 from ..training.settings import OptimizerSettings, Parallelism, PolicySettings
 from ..types import Batch, Episode, Group
 from .identity import POLICY, Identities

@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from ..system.extras import find_foreign_name as __getattr__  # noqa: F401  (other names of torchforge)
 from .machine import Usage, measure_usage
 
 
