@@ -1,32 +1,30 @@
 """Losses by the names of the torchforge documents. They live in `forge.algorithms`, one file each."""
 
-from .. import algorithms
 from ..algorithms import (
     ALGORITHMS,
+    CISPO as CISPOLoss,
+    DAPO as DAPOLoss,
+    GRPO as GRPOLoss,
+    GSPO as GSPOLoss,
+    PPO as PPOLoss,
+    RLOO as RLOOLoss,
+    SAPO as SAPOLoss,
     Algorithm,
+    Algorithm as PolicyLoss,
     BradleyTerryLoss,
     Correction,
+    DecoupledPPO as DecoupledPPOLoss,
+    Distill as DistillLoss,
     DPOLoss,
+    DrGRPO as DrGRPOLoss,
+    Reinforce as ReinforceLoss,
+    ReinforcePlusPlus as ReinforcePlusPlusLoss,
     SFTLoss,
     SimpleGRPOLoss,
     ValueLoss,
     gae,
     load_algorithm,
 )
-
-PolicyLoss = Algorithm
-GRPOLoss = algorithms.GRPO
-DrGRPOLoss = algorithms.DrGRPO
-DAPOLoss = algorithms.DAPO
-GSPOLoss = algorithms.GSPO
-CISPOLoss = algorithms.CISPO
-SAPOLoss = algorithms.SAPO
-RLOOLoss = algorithms.RLOO
-ReinforceLoss = algorithms.Reinforce
-ReinforcePlusPlusLoss = algorithms.ReinforcePlusPlus
-PPOLoss = algorithms.PPO
-DecoupledPPOLoss = algorithms.DecoupledPPO
-DistillLoss = algorithms.Distill
 
 __all__ = [
     "ALGORITHMS",
