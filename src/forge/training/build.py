@@ -74,7 +74,7 @@ def build_policy(
                 "bfloat16 weights"
             )
 
-        return resolve("forge_titan.policy:build_titan", "trainer.backend")(
+        return resolve("forge_titan.build:build_titan", "trainer.backend")(
             path,
             ranks,
             seq_len=seq_len,

@@ -103,21 +103,28 @@ def run_passes(
         ValueError: a model or degrees that the trainer rejects.
     """
     dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
-    with ranks_of(parallelism or Parallelism(), world_size) as ranks, planning_for(device_type):
+    layout = (parallelism or Parallelism()).over(world_size)
+    with ranks_of(layout, world_size) as ranks, planning_for(device_type):
         policy = _build_meta(model, head, dtype, settings.gradient_checkpointing, lora, ranks)
         if backend == "titan":
-            resolve("forge_titan.setup:check_model", "trainer.backend")(policy.model.config)
-            (parallelism or Parallelism()).over(world_size).check_experts(policy.model.config)
+            config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+            resolve("forge_titan.setup:check_model", "trainer.backend")(config)
+            resolve("forge_titan.setup:check_layout", "trainer.backend")(layout, config)
             divide_experts(policy, ranks.experts, device_type != "cpu" and dtype == torch.bfloat16)
 
         policy.ranks = ranks
         policy.train()
-        weights = dict(policy.named_parameters())
+        if layout.stages > 1:
+            # The embedding is on other ranks than the head, which is as large and needs more memory.
+            policy.model.get_input_embeddings().requires_grad_(False)
+        weights = {name: w for name, w in policy.named_parameters() if layout.stages == 1 or "embed_tokens" not in name}
         local = {name: w.to_local() if isinstance(w, DTensor) else w for name, w in weights.items()}
         pack = split_batch(batch, ranks=ranks.data.size, max_tokens=settings.seq_len)[0][0]
 
         with measure_block(weights) as meter, torch.set_grad_enabled(learns):
             output = policy(pack, 1.0)
+            # The first stage runs as many micro-batches ahead as there are stages: their activations are held as well.
+            ahead = (layout.stages - 1) * meter.held if learns else 0
             if learns:
                 value = micro_batch_loss(loss, pack, loss_inputs(pack, output), output)
                 if policy.routers is not None:
@@ -133,7 +140,8 @@ def run_passes(
         # Matrices in four bits, with a scale for each block of 64, are whole on every rank.
         is_packed = lora is not None and lora.quantize is not None
         adapted = {f"{name}.weight" for name, module in policy.named_modules() if isinstance(module, LoraLinear)}
-        share = (0.5 + 4 / 64) / ITEMSIZE[settings.weights_dtype] * (parallelism or Parallelism()).shares(world_size)
+        shares = layout.data_parallel_shard_degree * layout.context_parallel_degree * layout.tensor_parallel_degree
+        share = (0.5 + 4 / 64) / ITEMSIZE[settings.weights_dtype] * shares
         described = {
             name: Weight(
                 int(tensor.numel() * share) if is_packed and name in adapted else tensor.numel(),
@@ -144,7 +152,8 @@ def run_passes(
             )
             for name, tensor in local.items()
         }
-        return Passes(described, meter.peaks, dtype.itemsize, len(find_layers(policy.model)))
+        peaks = {moment: (first + ahead, most + ahead) for moment, (first, most) in meter.peaks.items()}
+        return Passes(described, peaks, dtype.itemsize, len(find_layers(policy.model)))
 
 
 @contextmanager
@@ -174,6 +183,10 @@ def _build_meta(
     options: dict[str, Any] = {} if head == "policy" else {"num_labels": 1}
     kind: Any = AutoModelForCausalLM if head == "policy" else AutoModelForSequenceClassification
     config = AutoConfig.from_pretrained(model, **options, trust_remote_code=False)
+    if ranks.stages > 1:  # the layers of the last stages, of which the head is one
+        config.num_hidden_layers = (
+            -(-(config.num_hidden_layers + 2) // ranks.stages) * (ranks.stages // ranks.pipeline.size) - 1
+        )
     with META:
         built = kind.from_config(config, dtype=dtype, attn_implementation="eager", trust_remote_code=False)
 
