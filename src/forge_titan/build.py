@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch.distributed.tensor import Shard
@@ -46,7 +47,7 @@ def build_titan(
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     sizes = titan_config(config, seq_len)
     checkpointing = FullAC.Config().build(dump_folder="")
-    placement = None  # of the states between layers, if tensor parallelism divides them
+    placement: Any = None  # of the states between layers, if tensor parallelism divides them
 
     # Built and sharded without memory, then filled from the folder.
     with torch.device("meta"):
@@ -66,14 +67,16 @@ def build_titan(
                 spmd_backend="partial_dtensor",  # the default does not work with torch 2.13's fully_shard
             )
             set_spmd_backend(parallelism.spmd_backend)
-            layout = Parallelism(
-                data_parallel_replicate_degree=degrees.get("replicate", 1),
-                data_parallel_shard_degree=degrees["shard"],
-                expert_parallel_degree=ranks.experts,
-                pipeline_parallel_degree=ranks.pipeline.size,
-                pipeline_parallel_schedule="1F1B" if ranks.stages == ranks.pipeline.size else "Interleaved1F1B",
+            check_layout(
+                Parallelism(
+                    data_parallel_replicate_degree=degrees.get("replicate", 1),
+                    data_parallel_shard_degree=degrees["shard"],
+                    expert_parallel_degree=ranks.experts,
+                    pipeline_parallel_degree=ranks.pipeline.size,
+                    pipeline_parallel_schedule="1F1B" if ranks.stages == ranks.pipeline.size else "Interleaved1F1B",
+                ),
+                config,
             )
-            check_layout(layout, config)
 
             # TorchTitan sets the sharding of each module in its configuration.
             sizes.update_from_config(config=SimpleNamespace(parallelism=parallelism))
@@ -88,8 +91,10 @@ def build_titan(
                     experts.sharding_config = ShardingConfig(state_shardings=by_expert)
 
             dims = ParallelDims.from_config(parallelism, ranks.world_size)
-            own_stages = range(ranks.pipeline.rank, ranks.stages, ranks.pipeline.size)
-            parts = [keep_stage(sizes.build(), stage, ranks.stages) for stage in own_stages]
+            parts = [
+                keep_stage(sizes.build(), stage, ranks.stages)
+                for stage in range(ranks.pipeline.rank, ranks.stages, ranks.pipeline.size)
+            ]
             if dims.tp_enabled:
                 placement = dims.get_mesh("tp"), [Shard(1)]
             for model in parts:

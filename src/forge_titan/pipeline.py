@@ -25,9 +25,6 @@ from .policy import TitanPolicy
 # isort: split
 from torchtitan.models.common.decoder import Decoder
 
-OUTER = ("tok_embeddings", "norm", "lm_head")  # what is in no layer
-ComputeLoss = Callable[[int, TokenScores], Tensor]
-
 
 def keep_stage(model: Decoder, stage: int, stages: int) -> Decoder:
     """Remove from a model what is not in this stage, and return it. Embedding and head count as a layer each, as in
@@ -63,8 +60,8 @@ class Stage(nn.Module):
         scores: dict[int, Tensor],
     ) -> None:
         super().__init__()
-        self.policy, self.part = policy, part
-        self.turns, self.longest, self.temperature, self.scores = turns, longest, temperature, scores
+        self.policy, self.part, self.turns, self.scores = policy, part, turns, scores
+        self.longest, self.temperature = longest, temperature
 
     def forward(self, states: Tensor, number: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Return the states [1, longest, dim] of a micro-batch after this stage; after the last one the fields of
@@ -111,7 +108,7 @@ class StagedPolicy(TitanPolicy):
         model: Any = nn.Module()
         for part in parts:
             part._skip_lm_head = True
-            for name in OUTER:
+            for name in ("tok_embeddings", "norm", "lm_head"):
                 if (module := getattr(part, name)) is not None:
                     model.add_module(name, module)
         model.layers = nn.ModuleDict({name: layer for part in parts for name, layer in part.layers.items()})
@@ -125,7 +122,10 @@ class StagedPolicy(TitanPolicy):
         self._owners = {name: (rank, shape) for rank, names in enumerate(by_rank) for name, shape in names}
 
     def run_stages(
-        self, micro_batches: list[Batch], temperature: float, compute_loss: ComputeLoss | None = None
+        self,
+        micro_batches: list[Batch],
+        temperature: float,
+        compute_loss: Callable[[int, TokenScores], Tensor] | None = None,
     ) -> list[Tensor]:
         """Run all stages on micro-batches; return the log-probabilities of their tokens with mask True, [trained] each,
         or 0 on ranks without the last stage. Every rank must call this.
@@ -133,15 +133,18 @@ class StagedPolicy(TitanPolicy):
         Args:
             compute_loss: returns the loss of a micro-batch, given its number and scores: it is called where the last
                 stage is, and gradients are added up on all ranks. None: forward pass only.
+
+        Raises:
+            Exception: what `compute_loss` has raised, on all ranks of the pipeline.
         """
-        ranks = self.ranks
+        ranks, pipeline = self.ranks, self.ranks.pipeline
         # Schedules need a micro-batch for each rank, and Interleaved1F1B the same number in all of its rounds: the last
         # one is repeated without trained tokens.
-        count = max(len(micro_batches), ranks.pipeline.size)
-        while ranks.stages > ranks.pipeline.size and count % (count // ranks.pipeline.size):
+        count = max(len(micro_batches), pipeline.size)
+        while ranks.stages > pipeline.size and count % (count // pipeline.size):
             count += 1
-        untrained = replace(micro_batches[-1], mask=np.zeros_like(micro_batches[-1].mask))
-        padded = micro_batches + [untrained] * (count - len(micro_batches))
+        last = micro_batches[-1]
+        padded = micro_batches + [replace(last, mask=np.zeros_like(last.mask))] * (count - len(micro_batches))
 
         # A stage receives states of one shape only, which it is given: those of shorter packs are padded on the way,
         # not in the computation.
@@ -153,35 +156,42 @@ class StagedPolicy(TitanPolicy):
         )
         numbers = torch.arange(count)
 
-        scores = {
-            turn: torch.zeros(int(micro.mask.sum()), device=ranks.device) for turn, micro in enumerate(micro_batches)
-        }
-        stages = []
-        for index, part in enumerate(self._parts):
-            number = ranks.pipeline.rank + index * ranks.pipeline.size
+        scores = {turn: torch.zeros(micro.mask.sum(), device=ranks.device) for turn, micro in enumerate(micro_batches)}
+        stages: list[Any] = []
+        for part, number in zip(self._parts, range(pipeline.rank, ranks.stages, pipeline.size), strict=True):
             stage = Stage(self, part, turns, longest, temperature, scores)
-            inputs = states if number else numbers[:1]
-            outputs = (states,) * (len(TokenScores._fields) if number == ranks.stages - 1 else 1)
-            group = ranks.pipeline.group
-            stages.append(PipelineStage(stage, number, ranks.stages, ranks.device, inputs, outputs, group=group))
+            received = states if number else numbers[:1]
+            sent = (states,) * (len(TokenScores._fields) if number == ranks.stages - 1 else 1)
+            stages.append(
+                PipelineStage(stage, number, ranks.stages, ranks.device, received, sent, group=pipeline.group)
+            )
+
+        errors: list[Any] = []
 
         def loss_of(output: tuple[Tensor, Tensor], number: Tensor) -> Tensor:
-            turn = int(number)
-            if compute_loss is None or turn >= len(micro_batches):
-                return output[0].sum()
-            return compute_loss(turn, TokenScores(*output))
+            try:
+                if compute_loss is not None and number < len(micro_batches):
+                    return compute_loss(int(number), TokenScores(*output))
+            except Exception as error:  # raised below: the other ranks wait for the gradients
+                errors.append(error)
+            return output[0].sum()
 
         options: Any = {"n_microbatches": count, "loss_fn": loss_of if learns else None, "scale_grads": False}
         schedule: Any = (
             Schedule1F1B(stages[0], **options) if len(stages) == 1 else ScheduleInterleaved1F1B(stages, **options)
         )
-        is_last = ranks.pipeline.rank == ranks.pipeline.size - 1
         schedule.step(
-            *([] if ranks.pipeline.rank else [numbers]),
+            *([] if pipeline.rank else [numbers]),
             number=numbers,
-            target=numbers if is_last and learns else None,
+            target=numbers if pipeline.rank == pipeline.size - 1 and learns else None,
             return_outputs=False,
         )
+
+        first = [*errors, None][:1]
+        if learns:
+            dist.broadcast_object_list(first, group=pipeline.group, group_src=pipeline.size - 1)
+        if first[0] is not None:
+            raise first[0]
         return [scores[turn] for turn in range(len(micro_batches))]
 
     def join_stages(self, own: Iterator[tuple[str, Tensor]], meta: bool) -> Iterator[tuple[str, Tensor]]:
@@ -189,16 +199,13 @@ class StagedPolicy(TitanPolicy):
 
         Every rank must iterate; with `meta` tensors have no values, and a single rank may.
         """
-        ranks = self.ranks
         for name, (rank, shape) in self._owners.items():
+            device = "meta" if meta else self.ranks.device
             tensor = (
-                next(own)[1]
-                if rank == ranks.pipeline.rank
-                else torch.empty(shape, device="meta" if meta else ranks.device)
+                next(own)[1].contiguous() if rank == self.ranks.pipeline.rank else torch.empty(shape, device=device)
             )
             if not meta:
-                tensor = tensor.contiguous()
-                dist.broadcast(tensor, group=ranks.pipeline.group, group_src=rank)
+                dist.broadcast(tensor, group=self.ranks.pipeline.group, group_src=rank)
             yield name, tensor
 
     def join_groups(self, groups: list[dict[str, Any]]) -> None:

@@ -60,11 +60,13 @@ def check_layout(layout: Parallelism, config: PreTrainedConfig) -> None:
     """
     degree, is_sparse = layout.expert_parallel_degree, bool(sparse_layers(config))
     if layout.stages > 1:
-        layers = config.num_hidden_layers
         for is_obstacle, reason in (
             (config.tie_word_embeddings, "embedding and head of this model are one matrix (tie_word_embeddings)"),
             (is_sparse, "mixtures of experts are not supported: set expert_parallel_degree"),
-            (layers < layout.stages, f"the model's {layers} layers are too few for {layout.stages} stages"),
+            (
+                config.num_hidden_layers < layout.stages,
+                f"the model's {config.num_hidden_layers} layers are too few for {layout.stages} stages",
+            ),
         ):
             if is_obstacle:
                 raise ValueError(f"parallelism.pipeline_parallel_degree = {layout.pipeline_parallel_degree}: {reason}")

@@ -100,10 +100,12 @@ def test_indivisible_experts_raise(degrees: dict[str, int], ranks: int, changes:
         check_layout(Parallelism(**degrees).over(ranks), config)
 
 
-def test_expert_parallelism_needs_titan_backend(tmp_path: Path):
+def test_experts_and_stages_need_titan_backend(tmp_path: Path):
     model = write_model(tmp_path, "qwen3_moe")
-    with pytest.raises(ValueError, match="expert and pipeline_parallel_degree do nothing with"):
+    with pytest.raises(ValueError, match="expert_parallel_degree does nothing with"):
         make_trainer(model, Ranks(0, 2, CPU, None, experts=2))
+    with pytest.raises(ValueError, match="pipeline_parallel_degree needs trainer"):
+        make_trainer(model, Ranks(0, 2, CPU, None, stages=2))
 
 
 def test_offloaded_trainer_trains_identically(model: Path, tmp_path: Path):

@@ -78,10 +78,8 @@ class PolicyTrainer:
         self.offloaded = False
         self.lora = None if lora is None else LoraSettings(**lora)
         if head == "policy":
-            if backend == "fsdp" and ranks.experts * ranks.stages > 1:
-                raise ValueError(
-                    "parallelism: expert and pipeline_parallel_degree do nothing with trainer.backend fsdp: set titan"
-                )
+            if backend == "fsdp" and ranks.experts > 1:
+                raise ValueError("parallelism.expert_parallel_degree does nothing with trainer.backend fsdp: set titan")
             passes.check(model_config(model))
         elif head == "reward" and passes.router_aux_loss:
             raise ValueError("training.router_aux_loss is of policies: a reward model has none")

@@ -139,7 +139,7 @@ def trainer_plan(cfg: TrainingRecipe, folder: Path, name: str, machines: Machine
     parts = {part: size for part, size in asdict(memory).items() if part != "moment"}
     if layout.stages > 1:
         # Stages have a buffer for the states of every micro-batch of an update and for their gradients.
-        tokens = samples * length // (data_ranks * layout.tensor_parallel_degree * layout.context_parallel_degree)
+        tokens = samples * length // (options.procs // layout.pipeline_parallel_degree)
         parts["activations"] += 2 * tokens * model_config(folder).hidden_size * passes.itemsize
     if cfg.training.cpu_offload and learns:
         # FSDP2 keeps these in host memory, where the optimiser computes too.

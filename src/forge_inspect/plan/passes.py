@@ -114,9 +114,7 @@ def run_passes(
 
         policy.ranks = ranks
         policy.train()
-        if layout.stages > 1:
-            # The embedding is on other ranks than the head, which is as large and needs more memory.
-            policy.model.get_input_embeddings().requires_grad_(False)
+        # In a pipeline the embedding is on other ranks than the head, which is as large and needs more memory.
         weights = {name: w for name, w in policy.named_parameters() if layout.stages == 1 or "embed_tokens" not in name}
         local = {name: w.to_local() if isinstance(w, DTensor) else w for name, w in weights.items()}
         pack = split_batch(batch, ranks=ranks.data.size, max_tokens=settings.seq_len)[0][0]
@@ -140,8 +138,11 @@ def run_passes(
         # Matrices in four bits, with a scale for each block of 64, are whole on every rank.
         is_packed = lora is not None and lora.quantize is not None
         adapted = {f"{name}.weight" for name, module in policy.named_modules() if isinstance(module, LoraLinear)}
-        shares = layout.data_parallel_shard_degree * layout.context_parallel_degree * layout.tensor_parallel_degree
-        share = (0.5 + 4 / 64) / ITEMSIZE[settings.weights_dtype] * shares
+        share = (
+            (0.5 + 4 / 64)
+            / ITEMSIZE[settings.weights_dtype]
+            * (world_size // (layout.data_parallel_replicate_degree or 1))
+        )
         described = {
             name: Weight(
                 int(tensor.numel() * share) if is_packed and name in adapted else tensor.numel(),
