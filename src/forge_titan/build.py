@@ -115,6 +115,9 @@ def build_titan(
                     param_dtype=dtype,
                     reduce_dtype=torch.float32,
                     pp_enabled=False,  # gathered weights of a layer are freed after its forward pass, as without stages
+                    # Else FSDP2 keeps norm and head gathered after a pass without gradients, as the head is called by
+                    # itself: they would be published as if only rank 0 had them.
+                    reshard_after_forward_policy="always" if ranks.stages > 1 else "default",
                     cpu_offload=cpu_offload,
                 )
 

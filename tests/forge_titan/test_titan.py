@@ -200,6 +200,7 @@ def saved_in_stages(at: Ranks, other: Ranks, model: Path, folder: Path, store: V
         checkpoint.load_checkpoint(each, outcome["path"])
     with pytest.raises(ValueError, match="needs 'missing'; this batch has advantages"):
         trainer.train_step(example(3), lambda logprobs, missing: logprobs.sum())
+    trainer.logprobs(example(0))
     version = store.put(str(folder), trainer.weights(), 3)
     published = store.get(str(folder), version=version)
     return outcome | {"whole": [whole.train_step(example(i), ranks.LOSS) for i in (3, 4)], "published": published}
