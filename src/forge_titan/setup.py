@@ -61,11 +61,11 @@ def check_layout(layout: Parallelism, config: PreTrainedConfig) -> None:
     degree, is_sparse = layout.expert_parallel_degree, bool(sparse_layers(config))
     if layout.stages > 1:
         for is_obstacle, reason in (
-            (config.tie_word_embeddings, "embedding and head of this model are one matrix (tie_word_embeddings)"),
-            (is_sparse, "mixtures of experts are not supported: set expert_parallel_degree"),
+            (config.tie_word_embeddings, "embedding and head of this model are one matrix: set it to 1"),
+            (is_sparse, "mixtures of experts have none: set expert_parallel_degree"),
             (
                 config.num_hidden_layers < layout.stages,
-                f"the model's {config.num_hidden_layers} layers are too few for {layout.stages} stages",
+                f"the model's {config.num_hidden_layers} layers are too few for {layout.stages} stages: lower it",
             ),
         ):
             if is_obstacle:

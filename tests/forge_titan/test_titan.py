@@ -265,7 +265,7 @@ def test_pipeline_resumes_exactly_and_publishes_all_stages(pipelines: dict[int, 
     ("config", "says"),
     [
         (LlamaConfig(tie_word_embeddings=True), "embedding and head of this model are one matrix"),
-        (Qwen3MoeConfig(), "mixtures of experts are not supported"),
+        (Qwen3MoeConfig(), "mixtures of experts have none"),
         (LlamaConfig(num_hidden_layers=3), "the model's 3 layers are too few for 4 stages"),
     ],
     ids=["tied", "mixture", "layers"],

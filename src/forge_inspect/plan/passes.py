@@ -107,9 +107,10 @@ def run_passes(
     with ranks_of(layout, world_size) as ranks, planning_for(device_type):
         policy = _build_meta(model, head, dtype, settings.gradient_checkpointing, lora, ranks)
         if backend == "titan":
-            config = AutoConfig.from_pretrained(model, trust_remote_code=False)
-            resolve("forge_titan.setup:check_model", "trainer.backend")(config)
-            resolve("forge_titan.setup:check_layout", "trainer.backend")(layout, config)
+            resolve("forge_titan.setup:check_model", "trainer.backend")(policy.model.config)
+            resolve("forge_titan.setup:check_layout", "trainer.backend")(
+                layout, AutoConfig.from_pretrained(model, trust_remote_code=False)
+            )
             divide_experts(policy, ranks.experts, device_type != "cpu" and dtype == torch.bfloat16)
 
         policy.ranks = ranks
@@ -121,8 +122,9 @@ def run_passes(
 
         with measure_block(weights) as meter, torch.set_grad_enabled(learns):
             output = policy(pack, 1.0)
-            # The first stage runs as many micro-batches ahead as there are stages: their activations are held as well.
-            ahead = (layout.stages - 1) * meter.held if learns else 0
+            # The first group runs ahead of the last by its distance, with two stages by half as much again: it holds the
+            # activations of these micro-batches as well.
+            ahead = int(learns * meter.held * (ranks.pipeline.size - 1) * (1 + ranks.stages / ranks.pipeline.size) / 2)
             if learns:
                 value = micro_batch_loss(loss, pack, loss_inputs(pack, output), output)
                 if policy.routers is not None:
@@ -184,10 +186,11 @@ def _build_meta(
     options: dict[str, Any] = {} if head == "policy" else {"num_labels": 1}
     kind: Any = AutoModelForCausalLM if head == "policy" else AutoModelForSequenceClassification
     config = AutoConfig.from_pretrained(model, **options, trust_remote_code=False)
-    if ranks.stages > 1:  # the layers of the last stages, of which the head is one
-        config.num_hidden_layers = (
-            -(-(config.num_hidden_layers + 2) // ranks.stages) * (ranks.stages // ranks.pipeline.size) - 1
-        )
+    if ranks.stages > 1:
+        # Embedding and head count as a layer each. The first group holds the most micro-batches, and the others as much
+        # only if they have few layers.
+        layers = -(-(config.num_hidden_layers + 2) // ranks.stages) * (ranks.stages // ranks.pipeline.size)
+        config.num_hidden_layers = layers - (layers >= ranks.pipeline.size)
     with META:
         built = kind.from_config(config, dtype=dtype, attn_implementation="eager", trust_remote_code=False)
 
