@@ -122,8 +122,8 @@ def run_passes(
 
         with measure_block(weights) as meter, torch.set_grad_enabled(learns):
             output = policy(pack, 1.0)
-            # The first group runs ahead of the last by its distance, with two stages by half as much again: it holds the
-            # activations of these micro-batches as well.
+            # The first group runs ahead of the last by its distance, with two stages by half as much again, and holds
+            # the activations of these micro-batches as well.
             ahead = int(learns * meter.held * (ranks.pipeline.size - 1) * (1 + ranks.stages / ranks.pipeline.size) / 2)
             if learns:
                 value = micro_batch_loss(loss, pack, loss_inputs(pack, output), output)
