@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,12 +23,10 @@ from forge.models.architecture import sparse_layers
 from forge.models.files import read_json
 from forge.models.weight_layouts import split_experts
 from forge.training.attention import PackedLayout, gather_scores, packed_attention
-from forge.training.distributed import RankGroup, Ranks, sum_gradients
+from forge.training.distributed import RankGroup, Ranks
 from forge.training.experts import Routers
 from forge.training.linear import token_logprobs
-from forge.training.loading import read_weights
-from forge.training.policy import TokenScores, rank_tokens
-from forge.training.settings import Parallelism
+from forge.training.policy import RankTokens, TokenScores, rank_tokens
 from forge.types import Batch
 
 from . import setup as titan_setup
@@ -37,11 +34,6 @@ from . import setup as titan_setup
 titan_setup.prepare_imports()
 
 # isort: split
-from torchtitan.config import ParallelismConfig
-from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.activation_checkpoint import FullAC
-from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
-from torchtitan.distributed.utils import set_spmd_backend
 from torchtitan.models.common import CosSinRoPE, Embedding, Linear
 from torchtitan.models.common.config_utils import (
     make_ffn_config,
@@ -52,13 +44,11 @@ from torchtitan.models.common.config_utils import (
 )
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import MoE, RoutedExperts
-from torchtitan.models.common.moe_sharding import expert_param_placement_sparse
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
 from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
 from torchtitan.protocols.module import Module
-from torchtitan.protocols.sharding import ShardingConfig
 
 FAMILIES = {
     "llama": (Llama3Model, Llama3TransformerBlock),
@@ -294,9 +284,13 @@ class TitanPolicy(nn.Module):
         if self.routers is not None:
             self.routers.begin(local.experts, local.real)
         hidden = self.model(local.gathered[None], local.positions[None], (local.layout, self.ranks.context))
+        return TokenScores(*self.score_states(hidden, local, temperature))
+
+    def score_states(self, hidden: Tensor, local: RankTokens, temperature: float) -> tuple[Tensor, ...]:
+        """Return the fields of `TokenScores` for the last states [1, tokens, dim] of this rank's share of a batch."""
         states = full_tensor(hidden)[0].chunk(self.ranks.tensor.size)[self.ranks.tensor.rank]
         scores = self.model.lm_head(states[local.state_indices], local.labels, temperature)
-        return TokenScores(*gather_scores(scores, local.counts, self.ranks.sequence, local.order))
+        return gather_scores(scores, local.counts, self.ranks.sequence, local.order)
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Return (Hugging Face name, parameter) pairs: of a sharded model DTensors, of tied parameters the first."""
@@ -309,92 +303,3 @@ class TitanPolicy(nn.Module):
         if self.generation is not None:
             model.generation_config = self.generation
         model.save_pretrained(folder, state_dict={})
-
-
-def build_titan(
-    path: str | Path,
-    ranks: Ranks,
-    *,
-    seq_len: int,
-    dtype: torch.dtype = torch.float32,
-    gradient_checkpointing: bool = False,
-    cpu_offload: bool = False,
-    compile: bool = False,
-) -> TitanPolicy:
-    """Return the model of a local folder ready to train on the device of `ranks`, with the arguments of
-    `forge.training.build.build_policy`. No rank ever holds the whole model: it is sharded before it is read.
-
-    Raises:
-        ValueError: TorchTitan does not support the model, a size is not a multiple of a degree, or a tensor is missing.
-    """
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    sizes = titan_config(config, seq_len)
-    checkpointing = FullAC.Config().build(dump_folder="")
-
-    # Built and sharded without memory, then filled from the folder.
-    with torch.device("meta"):
-        if ranks.mesh is None:
-            model = sizes.build()
-            if gradient_checkpointing:
-                checkpointing.apply(model)
-        else:
-            degrees = dict(zip(ranks.mesh.mesh_dim_names or (), ranks.mesh.shape, strict=True))
-            parallelism = ParallelismConfig(
-                data_parallel_replicate_degree=degrees.get("replicate", 1),
-                # `PackedAttention` does context parallelism; for the weights its ranks are data-parallel ones.
-                data_parallel_shard_degree=degrees["shard"],
-                tensor_parallel_degree=degrees.get("tensor", 1),
-                expert_parallel_degree=ranks.experts,
-                spmd_backend="partial_dtensor",  # the default does not work with torch 2.13's fully_shard
-            )
-            set_spmd_backend(parallelism.spmd_backend)
-            Parallelism(
-                data_parallel_replicate_degree=degrees.get("replicate", 1),
-                data_parallel_shard_degree=degrees["shard"],
-                expert_parallel_degree=ranks.experts,
-            ).check_experts(config)
-
-            # TorchTitan sets the sharding of each module in its configuration.
-            sizes.update_from_config(config=SimpleNamespace(parallelism=parallelism))
-
-            # The head gets only this rank's trained tokens: its weight is sharded, its input is not.
-            head = sizes.lm_head.sharding_config
-            sizes.lm_head.sharding_config = ShardingConfig(state_shardings=head.state_shardings)
-            for layer in sizes.layers:
-                if layer.moe is not None:
-                    placement = expert_param_placement_sparse()
-                    by_expert = ShardingConfig(state_shardings=dict.fromkeys(("gate_up_proj", "down_proj"), placement))
-                    layer.moe.routed_experts.inner_experts.sharding_config = by_expert
-
-            model = sizes.build()
-            dims = ParallelDims.from_config(parallelism, ranks.world_size)
-            if dims.tp_enabled or dims.ep_enabled:
-                model.parallelize(dims)
-                if config.tie_word_embeddings and dims.tp_enabled:
-                    # TorchTitan makes two sharded tensors of them; FSDP2 must find one.
-                    model.tok_embeddings.weight = model.lm_head.weight
-
-            if gradient_checkpointing:
-                checkpointing.apply(model)
-            copies = ["dp_replicate"] if dims.dp_replicate_enabled else []
-            apply_fsdp_to_decoder(
-                model,
-                dims.get_mesh([*copies, "fsdp"]),
-                ep_degree=dims.ep,
-                edp_mesh=dims.get_mesh([*copies, "efsdp"]) if dims.ep_enabled else None,
-                param_dtype=dtype,
-                reduce_dtype=torch.float32,
-                pp_enabled=False,
-                cpu_offload=cpu_offload,
-            )
-
-    # Allocate memory, compute buffers, and read this rank's part of the weights.
-    model.to_empty(device="cpu" if cpu_offload else ranks.device)
-    model.init_states(buffer_device=ranks.device)
-    read_weights({plain_name(name): parameter for name, parameter in model.named_parameters()}, Path(path))
-    sum_gradients(model)
-    if compile:
-        for layer in model.layers.values():
-            layer.compile(dynamic=True)
-
-    return TitanPolicy(model, Path(path), ranks).train()

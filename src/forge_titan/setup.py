@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from forge.models.architecture import BIASES, MLP_BIASES, attention_kinds, check_config
+from forge.models.architecture import BIASES, MLP_BIASES, attention_kinds, check_config, sparse_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+    from forge.training.settings import Parallelism
 
 VERSION = "0.3.0"
 FAMILIES = ("llama", "qwen3", "qwen3_moe")
@@ -48,6 +50,46 @@ def check_model(config: PreTrainedConfig) -> None:
     ):
         if is_used:
             raise ValueError(f"trainer.backend titan does not support {feature}: take fsdp")
+
+
+def check_layout(layout: Parallelism, config: PreTrainedConfig) -> None:
+    """Check that TorchTitan can divide a model of this config by these degrees, filled in by `Parallelism.over`.
+
+    Raises:
+        ValueError: the model cannot be divided into stages, or its experts over ranks, or it has none.
+    """
+    degree, is_sparse = layout.expert_parallel_degree, bool(sparse_layers(config))
+    if layout.stages > 1:
+        for is_obstacle, reason in (
+            (config.tie_word_embeddings, "embedding and head of this model are one matrix: set it to 1"),
+            (is_sparse, "mixtures of experts have none: set expert_parallel_degree"),
+            (
+                config.num_hidden_layers < layout.stages,
+                f"the model's {config.num_hidden_layers} layers are too few for {layout.stages} stages: lower it",
+            ),
+        ):
+            if is_obstacle:
+                raise ValueError(f"parallelism.pipeline_parallel_degree = {layout.pipeline_parallel_degree}: {reason}")
+
+    if not is_sparse:
+        if degree == 1:
+            return
+        raise ValueError(f"parallelism.expert_parallel_degree needs a mixture of experts, this is {config.model_type}")
+
+    experts = config.num_experts
+    if experts % degree:
+        raise ValueError(
+            f"parallelism: the model's num_experts = {experts} is not a multiple of expert_parallel_degree = {degree}"
+        )
+
+    ranks = layout.data_parallel_shard_degree * layout.context_parallel_degree
+    if degree == 1:  # TorchTitan counts the copies as well, and would divide within experts
+        ranks *= layout.data_parallel_replicate_degree or 1
+    if ranks > experts:
+        raise ValueError(
+            f"parallelism: the model's {experts} experts cannot be divided over {ranks} ranks: "
+            + ("set expert_parallel_degree" if degree == 1 else "raise data_parallel_replicate_degree")
+        )
 
 
 def prepare_imports() -> None:

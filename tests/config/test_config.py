@@ -144,7 +144,7 @@ def test_kl_without_reference_model_uses_generator_logprobs(config):
         (["--training.dtype", "fp16"], "training.dtype must be one of float32, bfloat16; got 'fp16'"),
         (["--training.steps", "0"], "training.steps must be at least 1"),
         (["--grpo.n_samples", "1"], "one sample has nothing to be compared with"),
-        (["--parallelism.pipeline_parallel_degree", "2"], "is not supported: set it to 1 and raise"),
+        (["--parallelism.pipeline_parallel_degree", "2"], "pipeline_parallel_degree needs trainer.backend titan"),
         (["--parallelism.expert_parallel_degree", "2"], "expert_parallel_degree needs trainer.backend titan"),
         (["--parallelism.tensor_parallel_degree", "2"], "2 \\* 1 does not divide services.trainer.procs = 1"),
         (["--trainer.procs", "3", "--parallelism.data_parallel_shard_degree", "2"], "does not divide"),

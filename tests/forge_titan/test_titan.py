@@ -7,22 +7,36 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, GenerationConfig, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GenerationConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
+from forge.losses import SFTLoss
 from forge.runtime.store import VersionStore
 from forge.training import checkpoint
-from forge.training.distributed import join_ranks
+from forge.training.distributed import Ranks, join_ranks
+from forge.training.settings import Parallelism, PassSettings
 from forge.types import UNKNOWN_EXPERT
-from forge_titan.setup import VERSION, check_model
+from forge_inspect.plan.components import full_batch, weighted_scores
+from forge_inspect.plan.passes import run_passes
+from forge_titan.setup import VERSION, check_layout, check_model
 from tests.training import layouts, ranks
-from tests.training.cases import example, make_trainer, tiny_model, weights_of
+from tests.training.cases import example, make_trainer, tiny_model, weights_of, write_model
 from tests.training.conftest import Outcome, run
 from tests.training.test_sharding import assert_as_one
 
@@ -145,3 +159,126 @@ def test_unsupported_titan_settings_raise(models: dict[str, Path], settings: dic
 def test_unsupported_titan_model_raises(config: Any, says: str):
     with pytest.raises(ValueError, match=says):
         check_model(config)
+
+
+class Descent(torch.optim.SGD):
+    """Weights minus rate times gradient: what it changes is the gradient."""
+
+    def __init__(self, groups: Any, lr: float, **_: Any) -> None:
+        super().__init__(groups, lr)
+
+
+GRADIENTS = {"optimizer": "tests.forge_titan.test_titan:Descent", "max_grad_norm": 0.1, "learning_rate": 1.0}
+PARTS = {"seq_len": 16, "gradient_checkpointing": True}
+# By name: ranks, pipeline, tensor, stages of a rank (the ranks that are left shard); the model, settings.
+PIPELINES: dict[str, tuple[tuple[int, int, int, int], str, dict[str, Any]]] = {
+    "pp2": ((2, 2, 1, 1), "llama", {}),
+    "pp2 with several updates": ((2, 2, 1, 1), "qwen3", {"mini_batches": 2, "epochs": 2}),
+    "pp2 with two stages, supervised": ((2, 2, 1, 2), "llama", {"loss": SFTLoss(), **PARTS}),
+    "pp2 fsdp2": ((4, 2, 1, 1), "llama", {}),
+    "pp2 fsdp2, supervised": ((4, 2, 1, 1), "qwen3", {"loss": SFTLoss()}),
+    "pp2 fsdp2 with two stages": ((4, 2, 1, 2), "qwen3", PARTS),
+    "pp2 tp2": ((4, 2, 2, 1), "llama", {}),
+    "pp2 tp2 with two stages": ((4, 2, 2, 2), "qwen3", GRADIENTS),
+    "pp4": ((4, 4, 1, 1), "llama", GRADIENTS),
+}
+
+
+def in_stages(pipeline: int, tensor: int = 1, stages: int = 1) -> Parallelism:
+    return Parallelism(
+        pipeline_parallel_degree=pipeline,
+        pipeline_parallel_schedule="1F1B" if stages == 1 else "Interleaved1F1B",
+        tensor_parallel_degree=tensor,
+    )
+
+
+def saved_in_stages(at: Ranks, other: Ranks, model: Path, folder: Path, store: VersionStore) -> dict[str, Any]:
+    """What is saved, goes on without a pipeline and is published; and the message of a loss that fails."""
+    outcome = ranks.saved(at, model, folder, backend="titan")
+    trainer, whole = (make_trainer(model, each, backend="titan") for each in (at, other))
+    for each in (trainer, whole):
+        checkpoint.load_checkpoint(each, outcome["path"])
+    with pytest.raises(ValueError, match="needs 'missing'; this batch has advantages"):
+        trainer.train_step(example(3), lambda logprobs, missing: logprobs.sum())
+    trainer.logprobs(example(0))
+    version = store.put(str(folder), trainer.weights(), 3)
+    published = store.get(str(folder), version=version)
+    return outcome | {"whole": [whole.train_step(example(i), ranks.LOSS) for i in (3, 4)], "published": published}
+
+
+def of_pipelines(
+    at: Callable[[Parallelism], Ranks], size: int, folder: Path, models: dict[str, Path], store: VersionStore
+) -> dict[str, Callable[[], Any]]:
+    found: dict[str, Callable[[], Any]] = {
+        name: partial(
+            lambda degrees, model, more: ranks.five_steps(at(in_stages(*degrees)), model, backend="titan", **more),
+            *(degrees, models[family], settings),
+        )
+        for name, ((number, *degrees), family, settings) in PIPELINES.items()
+        if number == size
+    }
+    two = in_stages(2, 1, 4 // size)
+    return found | {"saved": lambda: saved_in_stages(at(two), at(Parallelism()), models["llama"], folder, store)}
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {
+        family: write_model(tmp_path_factory.mktemp(family), family, tied=False, num_hidden_layers=4)
+        for family in FAMILIES[:2]
+    }
+
+
+@pytest.fixture(scope="module")
+def pipelines(
+    tmp_path_factory: pytest.TempPathFactory, deep: dict[str, Path], published: VersionStore
+) -> dict[int, Outcome]:
+    return {size: run(size, tmp_path_factory.mktemp("stages"), deep, published, of_pipelines) for size in (2, 4)}
+
+
+@needs_titan
+@pytest.mark.parametrize("name", PIPELINES)
+def test_pipeline_trains_like_one_process(pipelines: dict[int, Outcome], deep: dict[str, Path], name: str):
+    (size, *_), family, settings = PIPELINES[name]
+    results = pipelines[size](name)
+    one = ranks.five_steps(join_ranks(), deep[family], backend="titan", **settings)
+    assert_as_one(results, one, 2e-5)
+    for result in results:
+        np.testing.assert_allclose(result["scores"], one["scores"], rtol=1e-5, atol=1e-6)
+
+
+@needs_titan
+@pytest.mark.parametrize("size", [2, 4])
+def test_pipeline_resumes_exactly_and_publishes_all_stages(pipelines: dict[int, Outcome], size: int):
+    for result in pipelines[size]("saved"):
+        assert result["again"] == result["after"]
+        for ours, theirs in zip(result["whole"], result["after"], strict=True):
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5, abs=1e-5)
+        exported = weights_of(make_trainer(Path(result["model"]), backend="titan"))
+        for weights in (result["weights"], result["published"]):
+            assert exported.keys() == weights.keys()
+            for name, weight in exported.items():
+                np.testing.assert_array_equal(weight, weights[name], err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (LlamaConfig(tie_word_embeddings=True), "embedding and head of this model are one matrix"),
+        (Qwen3MoeConfig(), "mixtures of experts have none"),
+        (LlamaConfig(num_hidden_layers=3), "the model's 3 layers are too few for 4 stages"),
+    ],
+    ids=["tied", "mixture", "layers"],
+)
+def test_model_without_stages_raises(config: Any, says: str):
+    with pytest.raises(ValueError, match=f"pipeline_parallel_degree = 2: {says}"):
+        check_layout(in_stages(2, 1, 2).over(2), config)
+
+
+def test_plan_of_pipeline_divides_layers(deep: dict[str, Path]):
+    def count_weights(ranks: int) -> int:
+        settings = {"parallelism": in_stages(ranks), "world_size": ranks, "backend": "titan"}
+        return run_passes(deep["llama"], full_batch(64, 8, 1), weighted_scores, PassSettings(), **settings).elements
+
+    # Embedding or head, and two of four layers.
+    assert count_weights(1) / 2 == pytest.approx(count_weights(2), rel=0.02)

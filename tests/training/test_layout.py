@@ -15,6 +15,7 @@ from forge.training import checkpoint
 from forge.training.build import build_policy as build_model
 from forge.training.distributed import RankGroup, Ranks
 from forge.training.settings import Parallelism
+from forge_titan.setup import check_layout
 from tests.training.cases import example, largest_difference, make_trainer, weights_of, write_model
 from tests.training.ranks import LOSS
 
@@ -29,10 +30,11 @@ def degrees_of(*values: int | None) -> Parallelism:
 @pytest.mark.parametrize(
     ("degrees", "ranks", "message"),
     [
-        (Parallelism(pipeline_parallel_degree=2), 2, "pipeline_parallel_degree = 2 is not supported"),
+        (Parallelism(pipeline_parallel_degree=2), 3, r"= 2 \* 1 \* 1 does not divide the trainer's 3 ranks"),
+        (Parallelism(pipeline_parallel_degree=0), 2, "pipeline_parallel_degree must be at least 1, got 0"),
         (Parallelism(tensor_parallel_degree=0), 2, "tensor_parallel_degree must be at least 1, got 0"),
-        (degrees_of(None, -1, 2, 2), 6, r"= 2 \* 2 does not divide the trainer's 6 ranks"),
-        (degrees_of(None, 3, 2), 4, "shard_degree = 3 does not divide .* tensor and context parallelism leave 2"),
+        (degrees_of(None, -1, 2, 2), 6, r"= 1 \* 2 \* 2 does not divide the trainer's 6 ranks"),
+        (degrees_of(None, 3, 2), 4, "shard_degree = 3 does not divide .* the other degrees leave 2"),
         (degrees_of(None, 0), 4, "data_parallel_shard_degree = 0 does not divide the trainer's 4 ranks"),
         (degrees_of(3), 4, "data_parallel_replicate_degree = 3 does not divide the trainer's 4 ranks"),
         (Parallelism(expert_parallel_degree=0), 4, "expert_parallel_degree must be at least 1, got 0"),
@@ -95,13 +97,15 @@ def test_indivisible_experts_raise(degrees: dict[str, int], ranks: int, changes:
     config = SimpleNamespace(**{"model_type": "qwen3_moe", "num_experts": 6, "num_hidden_layers": 2} | changes)
     config.mlp_only_layers, config.decoder_sparse_step = [], 1
     with pytest.raises(ValueError, match=message) if message else nullcontext():
-        Parallelism(**degrees).over(ranks).check_experts(config)
+        check_layout(Parallelism(**degrees).over(ranks), config)
 
 
-def test_expert_parallelism_needs_titan_backend(tmp_path: Path):
+def test_experts_and_stages_need_titan_backend(tmp_path: Path):
     model = write_model(tmp_path, "qwen3_moe")
     with pytest.raises(ValueError, match="expert_parallel_degree does nothing with"):
         make_trainer(model, Ranks(0, 2, CPU, None, experts=2))
+    with pytest.raises(ValueError, match="pipeline_parallel_degree needs trainer"):
+        make_trainer(model, Ranks(0, 2, CPU, None, stages=2))
 
 
 def test_offloaded_trainer_trains_identically(model: Path, tmp_path: Path):

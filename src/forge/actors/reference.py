@@ -98,7 +98,7 @@ class ReferenceModel(ForgeActor):
             batch = replace(batch, experts=None)  # recorded routing of the policy, which is another model
             with nullcontext() if self.rounded else precision_context(self.ranks, self.dtype):
                 logprobs = score_tokens(
-                    lambda part: self.policy(part, self.temperature).logprobs,
+                    lambda parts: (self.policy(part, self.temperature).logprobs for part in parts),
                     batch,
                     max_tokens=self.passes.seq_len,
                     ranks=self.ranks,

@@ -223,7 +223,9 @@ def check_model(cfg: TrainingRecipe, model: str) -> None:
 
     cfg.parallelism.check(config)
     if cfg.trainer.backend == "titan":
-        cfg.layout("trainer").over(cfg.placement("trainer")["procs"]).check_experts(config)
+        resolve("forge_titan.setup:check_layout", "trainer.backend")(
+            cfg.layout("trainer").over(cfg.placement("trainer")["procs"]), config
+        )
     for scalar in cfg.scalar(model):
         config = model_config(resolve_model(scalar))
         check_classifier(config)

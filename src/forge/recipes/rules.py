@@ -78,6 +78,10 @@ RECIPE_RULES: list[Rule] = [
         "parallelism.expert_parallel_degree needs trainer.backend titan",
     ),
     (
+        lambda cfg: cfg.trainer.backend == "fsdp" and cfg.parallelism.pipeline_parallel_degree != 1,
+        "parallelism.pipeline_parallel_degree needs trainer.backend titan",
+    ),
+    (
         lambda cfg: cfg.lora is not None and cfg.lora.quantize and cfg.parallelism.tensor_parallel_degree != 1,
         "lora.quantize has no tensor parallelism: set parallelism.tensor_parallel_degree to 1",
     ),

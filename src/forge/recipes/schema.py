@@ -228,32 +228,32 @@ class TrainingRecipe(Section):
         conditions = {
             "checkpoint.async_write": not self.checkpoint.every,
             "eval.every": not self.eval.intervals(),
+            "parallelism.pipeline_parallel_schedule": self.parallelism.pipeline_parallel_degree == 1,
             "training.cpu_offload": not self.services.trainer.with_gpus,
         }
         return rules.unused_keys(conditions | dict.fromkeys(self.unread, True), self)
 
     def placements(self) -> dict[str, dict[str, Any]]:
-        """Return the placement options of each component of a run, by its dotted setting: {"services.trainer":
-        {"procs": 1, ...}}."""
+        """Return the placement options of each component by dotted setting: {"services.trainer": {"procs": 1, ...}}."""
         return {f"services.{name}": self.placement(name) for name in self.configured()}
 
     def _check(self) -> None:
         rules.check_rules(rules.RECIPE_RULES, self)
 
     def layout(self, name: str) -> Parallelism:
-        """Return how service `name` divides its model over its ranks; only the trainer divides experts.
+        """Return how service `name` divides its model over its ranks; only the trainer divides experts, or in stages.
 
-        Unless a data-parallel degree is set, each of several hosts has a complete copy (HSDP): parameters are gathered
-        within a host, and only gradients travel between hosts.
+        Unless a data-parallel degree is set, or the model is in stages, each of several hosts has a complete copy
+        (HSDP): parameters are gathered within a host, and only gradients travel between hosts.
         """
         layout = self.parallelism
         if name != "trainer":
-            layout = layout.model_copy(update={"expert_parallel_degree": 1})
+            layout = layout.model_copy(update={"expert_parallel_degree": 1, "pipeline_parallel_degree": 1})
         options = self.placement(name)
         ranks_per_copy = layout.tensor_parallel_degree * layout.context_parallel_degree
         hosts = options["hosts"] or 1
-        data_degrees = (layout.data_parallel_replicate_degree, layout.data_parallel_shard_degree)
-        if hosts == 1 or data_degrees != (None, -1) or options["procs"] // hosts % ranks_per_copy:
+        degrees = layout.data_parallel_replicate_degree, layout.data_parallel_shard_degree, layout.stages
+        if hosts == 1 or degrees != (None, -1, 1) or options["procs"] // hosts % ranks_per_copy:
             return layout
         return layout.model_copy(update={"data_parallel_replicate_degree": hosts})
 

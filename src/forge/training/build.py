@@ -74,7 +74,7 @@ def build_policy(
                 "bfloat16 weights"
             )
 
-        return resolve("forge_titan.policy:build_titan", "trainer.backend")(
+        return resolve("forge_titan.build:build_titan", "trainer.backend")(
             path,
             ranks,
             seq_len=seq_len,
@@ -84,8 +84,12 @@ def build_policy(
             compile=compile,
         )
 
-    if backend != "fsdp":
-        raise ValueError(f"trainer.backend must be fsdp or titan, got {backend!r}")
+    if backend != "fsdp" or ranks.stages > 1:
+        raise ValueError(
+            "parallelism.pipeline_parallel_degree needs trainer.backend titan, and a policy that is trained"
+            if backend == "fsdp"
+            else f"trainer.backend must be fsdp or titan, got {backend!r}"
+        )
 
     # Where there is a mesh the weights are read after sharding.
     policy = load_model(

@@ -152,8 +152,7 @@ class CheckpointPart:
         try:
             if not lead or self.ranks.rank == 0:
                 stage()
-        # CheckpointException is a BaseException
-        except (Exception, CheckpointException) as raised:
+        except (Exception, CheckpointException) as raised:  # the latter is a BaseException
             error = raised
 
         # Every rank learns which others failed, and the size of their parts.
@@ -307,6 +306,8 @@ def _trained_state(trainer: PolicyTrainer) -> dict[str, Any]:
     """Return "model", the trained weights by name, and "optimizer", its state; frozen weights are in the base model."""
     begin_state(trainer.optimizer)
     weights, optimizer = get_state_dict(trainer.policy, trainer.optimizer)
+    if trainer.ranks.stages > 1:
+        trainer.policy.join_groups(optimizer["param_groups"])
     frozen = _frozen_names(trainer)
     return {"model": {name: values for name, values in weights.items() if name not in frozen}, "optimizer": optimizer}
 

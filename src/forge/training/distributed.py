@@ -30,14 +30,19 @@ ALONE = RankGroup()
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This rank's position in the mesh. Ranks count tensor parallelism first, then context, shards and replicas.
+    """This rank's position in the mesh. Ranks count tensor parallelism first, then context, shards, replicas and the
+    pipeline.
 
-    mesh: for the parameters, with dimensions "replicate" (only with HSDP), "shard" (context parallelism included) and
-        "tensor" (only with tensor parallelism); None for a single process without a mesh.
+    mesh: for the parameters, with dimensions "pipeline" (only with a pipeline), "replicate" (only with HSDP), "shard"
+        (context parallelism included) and "tensor" (only with tensor parallelism); None for a single process without a
+        mesh.
     data: the data-parallel ranks, over which batches are divided.
     context, tensor: the context- and tensor-parallel ranks.
     sequence: both together, the ranks that share the tokens of a pack.
     experts: the number of ranks that divide the experts of a layer between them.
+    pipeline: the ranks that compute the stages of the same sequences, one after another.
+    results: the data-parallel ranks of the whole pipeline, whose sums and maxima are those of the batch.
+    stages: number of stages of the pipeline.
     """
 
     rank: int
@@ -49,14 +54,18 @@ class Ranks:
     tensor: RankGroup = ALONE
     sequence: RankGroup = ALONE
     experts: int = 1
+    pipeline: RankGroup = ALONE
+    results: RankGroup = ALONE
+    stages: int = 1
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of `values` over the data-parallel ranks, which changes them in place.
+        """Return the sum of `values` over the ranks of `results`, which changes them in place.
 
-        Each of these ranks has another part of the batch. Ranks that share sequences must have the same values.
+        Each data-parallel rank has another part of the batch. Ranks that share sequences must have the same values, but
+        for those without the last stage of a pipeline, which have 0.
         """
-        if self.data.group is not None:
-            dist.all_reduce(values, group=self.data.group)
+        if self.results.group is not None:
+            dist.all_reduce(values, group=self.results.group)
         return values
 
 
@@ -132,22 +141,31 @@ def lay_out(layout: Parallelism, device: torch.device) -> Ranks:
     assert copies is not None
 
     # Context parallelism divides tokens only: for the weights its ranks are data-parallel ones.
-    dims = {"replicate": copies, "shard": shards * context, "tensor": tensor}
+    dims = {
+        "pipeline": layout.pipeline_parallel_degree,
+        "replicate": copies,
+        "shard": shards * context,
+        "tensor": tensor,
+    }
     dims = {name: size for name, size in dims.items() if size > 1 or name == "shard"}
     mesh = init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
 
-    # A group has the ranks that differ in one of these dimensions, or in two of them (`sequence`).
-    numbers = torch.arange(world_size).view(copies * shards, context, tensor)
+    # A group has the ranks that differ in one of these dimensions, or in two of them (`sequence` and `results`).
+    numbers = torch.arange(world_size).view(-1, copies * shards, context, tensor)
+    data = _make_group(numbers.transpose(1, 3).flatten(0, 2), rank)
     return Ranks(
         rank,
         world_size,
         device,
         mesh,
-        data=_make_group(numbers.flatten(1).T, rank),
-        context=_make_group(numbers.transpose(1, 2).flatten(0, 1), rank),
-        tensor=_make_group(numbers.flatten(0, 1), rank),
-        sequence=_make_group(numbers.flatten(1), rank),
+        data=data,
+        context=_make_group(numbers.transpose(2, 3).flatten(0, 2), rank),
+        tensor=_make_group(numbers.flatten(0, 2), rank),
+        sequence=_make_group(numbers.flatten(0, 1).flatten(1), rank),
         experts=layout.expert_parallel_degree,
+        pipeline=_make_group(numbers.flatten(1).T, rank),
+        results=data if len(numbers) == 1 else _make_group(numbers.flatten(0, 1).flatten(1).T, rank),
+        stages=layout.stages,
     )
 
 

@@ -1,14 +1,18 @@
-"""The optimisers of a trainer: AdamW with state in a dtype that is set separately, or a class by its name."""
+"""The optimisers of a trainer: AdamW with state in a dtype that is set separately, or a class by its name; clipping."""
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import _init_optim_state
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.adamw import adamw
 
 from ..config.plugin import resolve
+from .distributed import to_device
 from .settings import OptimizerSettings
 
 ParameterGroup = dict[str, Any]
@@ -147,3 +151,34 @@ def split_bits(exact: Tensor, weight: Tensor, remainder: Tensor) -> None:
     upper_half = (bits + 0x8000) >> 16  # of 32 bits, rounded: the bits of a bfloat16
     weight.view(torch.int16).copy_(upper_half)
     remainder.copy_(bits - (upper_half << 16))
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[nn.Parameter], bound: float, stages: int = 1) -> Tensor:
+    """Scale gradients, sharded in any layout, to a global norm of at most `bound`, in place; return the norm before, a
+    scalar. Parameters are divided over `stages` groups of ranks, or are on all. All ranks must call this."""
+    parameters = list(parameters)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not any(isinstance(gradient, DTensor) for gradient in gradients):
+        return torch.nn.utils.clip_grad_norm_(parameters, bound)
+
+    # Each rank sums its squares, divided by the number of ranks with the same elements: each element counts once.
+    local = []
+    shares = []
+    for gradient in gradients:
+        parts = 1  # into which this gradient is sharded; ranks / parts have the same one
+        if isinstance(gradient, DTensor):
+            sizes = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
+            parts = math.prod(size for placement, size in sizes if not isinstance(placement, Replicate))
+            gradient = gradient.to_local()
+        local.append(gradient)
+        shares.append(parts * stages / dist.get_world_size())
+
+    squares = torch.stack(torch._foreach_norm(local)).double().square()
+    weights = to_device({"shares": torch.tensor(shares, dtype=torch.float64)}, squares.device)["shares"]
+    total = (squares * weights).sum()
+    dist.all_reduce(total)
+    norm = total.sqrt()
+    torch._foreach_mul_(local, (bound / (norm + 1e-6)).clamp(max=1.0).float())
+
+    return norm

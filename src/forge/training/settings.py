@@ -192,7 +192,16 @@ class Parallelism(Section):
     """For a mixture of experts: neighbouring ranks, out of shard and context ranks, that divide the experts between
     them and exchange tokens instead of weights ([large_models.md](large_models.md)). Needs `trainer.backend` titan."""
     pipeline_parallel_degree: int = 1
-    """1: pipelines are not supported."""
+    """Groups of ranks that share the layers: each computes its stages and sends the states on. Needs `trainer.backend`
+    titan."""
+    pipeline_parallel_schedule: Literal["1F1B", "Interleaved1F1B"] = "1F1B"
+    """Order of the micro-batches in a pipeline: `1F1B` has one stage for each group of ranks, `Interleaved1F1B` two."""
+
+    @property
+    def stages(self) -> int:
+        """Return the number of stages of the pipeline, which has 1 if all ranks compute all layers."""
+        degree = self.pipeline_parallel_degree
+        return 2 * degree if degree > 1 and self.pipeline_parallel_schedule == "Interleaved1F1B" else degree
 
     def over(self, ranks: int, subject: str | None = None) -> Parallelism:
         """Return these degrees with the unset ones filled in, so that their product is the number of ranks.
@@ -208,27 +217,28 @@ class Parallelism(Section):
         shard = self.data_parallel_shard_degree
 
         # Each degree by itself.
-        if self.pipeline_parallel_degree != 1:
-            raise ValueError(
-                f"parallelism.pipeline_parallel_degree = {self.pipeline_parallel_degree} is not supported: set it to 1 "
-                "and raise data_parallel_shard_degree, tensor_parallel_degree or context_parallel_degree"
-            )
-
-        degrees = ("data_parallel_replicate", "tensor_parallel", "context_parallel", "expert_parallel")
-        for name in (f"{kind}_degree" for kind in degrees):
+        kinds = (
+            "data_parallel_replicate",
+            "tensor_parallel",
+            "context_parallel",
+            "expert_parallel",
+            "pipeline_parallel",
+        )
+        for name in (f"{kind}_degree" for kind in kinds):
             if (degree := getattr(self, name)) is not None and degree < 1:
                 raise ValueError(f"parallelism.{name} must be at least 1, got {degree}")
 
         # The product of the degrees is the number of ranks.
-        if ranks % (self.tensor_parallel_degree * self.context_parallel_degree):
+        others = self.pipeline_parallel_degree, self.tensor_parallel_degree, self.context_parallel_degree
+        if ranks % math.prod(others):
             raise ValueError(
-                f"parallelism: tensor_parallel_degree * context_parallel_degree = {self.tensor_parallel_degree} * "
-                f"{self.context_parallel_degree} does not divide {subject}"
+                "parallelism: pipeline_parallel_degree * tensor_parallel_degree * context_parallel_degree = "
+                f"{' * '.join(map(str, others))} does not divide {subject}"
             )
 
-        # Data parallelism has the ranks that tensor and context parallelism leave; -1 and null mean all of these.
-        data = ranks // (self.tensor_parallel_degree * self.context_parallel_degree)
-        remark = "" if data == ranks else f", of which tensor and context parallelism leave {data}"
+        # Data parallelism has the ranks that the other degrees leave; -1 and null mean all of these.
+        data = ranks // math.prod(others)
+        remark = "" if data == ranks else f", of which the other degrees leave {data}"
         for name, degree in (("replicate", replicate or 1), ("shard", data if shard == -1 else shard)):
             if degree < 1 or data % degree:
                 raise ValueError(
@@ -254,15 +264,6 @@ class Parallelism(Section):
         return self.model_copy(
             update={"data_parallel_replicate_degree": replicate, "data_parallel_shard_degree": shard}
         )
-
-    def shares(self, ranks: int) -> int:
-        """Return into how many parts `ranks` ranks divide the weights; the other ranks have copies.
-
-        Raises:
-            ValueError: as `over`.
-        """
-        layout = self.over(ranks)
-        return layout.data_parallel_shard_degree * layout.context_parallel_degree * layout.tensor_parallel_degree
 
     def check(self, config: PreTrainedConfig) -> None:
         """Check that these degrees can divide a model of this transformers config.
@@ -297,33 +298,3 @@ class Parallelism(Section):
                     f"parallelism: the model's {name} = {getattr(config, name)} is not a multiple of "
                     f"{product} = {degree}"
                 )
-
-    def check_experts(self, config: PreTrainedConfig) -> None:
-        """Check that TorchTitan can divide the experts of a model of this config by these degrees, filled in by `over`.
-
-        Raises:
-            ValueError: it cannot, as their number is not a multiple or too small, or the model has none.
-        """
-        degree = self.expert_parallel_degree
-        if not sparse_layers(config):
-            if degree == 1:
-                return
-            raise ValueError(
-                f"parallelism.expert_parallel_degree needs a mixture of experts, this is {config.model_type}"
-            )
-
-        experts = config.num_experts
-        if experts % degree:
-            raise ValueError(
-                f"parallelism: the model's num_experts = {experts} is not a multiple of "
-                f"expert_parallel_degree = {degree}"
-            )
-
-        ranks = self.data_parallel_shard_degree * self.context_parallel_degree
-        if degree == 1:  # TorchTitan counts the copies as well, and would divide within experts
-            ranks *= self.data_parallel_replicate_degree or 1
-        if ranks > experts:
-            raise ValueError(
-                f"parallelism: the model's {experts} experts cannot be divided over {ranks} ranks: "
-                + ("set expert_parallel_degree" if degree == 1 else "raise data_parallel_replicate_degree")
-            )

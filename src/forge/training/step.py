@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -165,18 +165,19 @@ def micro_batch_loss(loss: Loss, micro: Batch, inputs: Inputs, output: TokenScor
 
 @torch.no_grad()
 def score_tokens(
-    forward: Callable[[Batch], Tensor], batch: Batch, *, max_tokens: int, ranks: Ranks | None = None
+    forward: Callable[[list[Batch]], Iterable[Tensor]], batch: Batch, *, max_tokens: int, ranks: Ranks | None = None
 ) -> np.ndarray:
     """Return one number per token with mask True, 0 elsewhere; [tokens], float32.
 
     Args:
-        forward: returns the numbers of a micro-batch's tokens with mask True, [trained].
+        forward: returns for each micro-batch the numbers of its tokens with mask True, [trained].
         max_tokens: maximum tokens of a forward pass, unless a single sequence has more.
         ranks: they divide the work; every rank must call this with the same batch and gets the whole result.
     """
     rank, world_size = (ranks.data.rank, ranks.data.size) if ranks is not None else (0, 1)
-    # Micro-batches so small that every rank has one.
-    max_tokens = min(max_tokens, math.ceil(len(batch.tokens) / world_size))
+    # Micro-batches so small that every rank has one, in a pipeline one for each group of ranks.
+    parts = world_size * (ranks.pipeline.size if ranks is not None else 1)
+    max_tokens = min(max_tokens, math.ceil(len(batch.tokens) / parts))
     runs: list[list[int]] = [[]]  # neighbouring sequences that fit into one forward pass
     filled = 0
     for sequence, length in enumerate(batch.lengths.tolist()):
@@ -188,16 +189,16 @@ def score_tokens(
 
     starts = np.concatenate([[0], np.cumsum(batch.lengths)])
     scores = np.zeros(len(batch.tokens), dtype=np.float32)
-    for turn in range(0, len(runs), world_size):
-        # A rank without a run repeats the last one: every rank takes part in every collective.
-        run = runs[min(turn + rank, len(runs) - 1)]
-        micro = batch.select(np.array(run))
-        numbers = forward(micro).float().cpu().numpy()
-        if turn + rank < len(runs):
-            scores[starts[run[0]] : starts[run[-1] + 1]][micro.mask] = numbers
+    # A rank without a run repeats the last one: every rank takes part in every collective.
+    own = [runs[min(turn + rank, len(runs) - 1)] for turn in range(0, len(runs), world_size)]
+    micro_batches = [batch.select(np.array(run)) for run in own]
+    for turn, (micro, numbers) in enumerate(zip(micro_batches, forward(micro_batches), strict=True)):
+        run = own[turn]
+        if turn * world_size + rank < len(runs):
+            scores[starts[run[0]] : starts[run[-1] + 1]][micro.mask] = numbers.float().cpu().numpy()
 
     # The other ranks' tokens are 0 here, so that a sum has the numbers of all.
-    if ranks is None or world_size == 1:
+    if ranks is None or ranks.results.group is None:
         return scores
     return ranks.sum(torch.from_numpy(scores).to(ranks.device)).cpu().numpy()
 
@@ -370,18 +371,18 @@ class Metrics:
         The attribute `load` is in host memory afterwards."""
         sums = sorted(self._sums)
         maxima = sorted(self._maxima)
-        if ranks.data.group is not None:
+        if ranks.results.group is not None:
             # Names may differ, as a rank may have had no token: agree on them first.
-            by_rank: list[tuple[list[str], list[str]]] = [([], [])] * ranks.data.size
-            dist.all_gather_object(by_rank, (sums, maxima), group=ranks.data.group)
+            by_rank: list[tuple[list[str], list[str]]] = [([], [])] * ranks.results.size
+            dist.all_gather_object(by_rank, (sums, maxima), group=ranks.results.group)
             sums = sorted({name for names, _ in by_rank for name in names})
             maxima = sorted({name for _, names in by_rank for name in names})
 
         zero = torch.zeros((), dtype=torch.float64, device=ranks.device)  # of a missing name; no maximum is negative
         totals = [self._sums.get(name, zero.expand(2)) for name in sums]
         largest = torch.stack([self._maxima.get(name, zero) for name in maxima]) if maxima else zero[None][:0]
-        if ranks.data.group is not None and maxima:
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=ranks.data.group)
+        if ranks.results.group is not None and maxima:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=ranks.results.group)
         flat = ranks.sum(torch.cat(totals)) if sums else zero[None][:0]
 
         # All of them in one copy, for which the host waits for the device.

@@ -4,8 +4,9 @@ Every rank makes the same calls in the same order.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from ..data.packing import split_batch
 from ..models.tokenizer import model_config
@@ -23,7 +24,7 @@ from ..types import Batch
 from .build import build_policy, precision_context, resolve_dtype
 from .distributed import Ranks, reduce_over_copies, reshard_model, to_device
 from .experts import balance_loss, load_metrics
-from .optimizers import build_optimizer
+from .optimizers import build_optimizer, clip_gradients
 from .policy import TokenScores, TokenValues
 from .settings import Backend, Head, LoraSettings, OptimizerSettings, PassSettings
 from .step import Loss, Metrics, TokenRecord, loss_inputs, micro_batch_loss, mini_batches, parameters_of, score_tokens
@@ -203,7 +204,8 @@ class PolicyTrainer:
         factors = {name: gather_full(tensor) for name, tensor in read_adapters(self.weights().items()).items()}
         parameters = self.policy.named_weights()
         base = ((name, gather_full(parameter.detach())) for name, parameter in parameters if name not in factors)
-        return merge_adapters(base, factors)
+        weights = merge_adapters(base, factors)
+        return self.policy.join_stages(weights, meta) if self.ranks.stages > 1 else weights
 
     def offload(self) -> None:
         """Move parameters, gradients and optimiser state to host memory, until `onload` or the next call that needs
@@ -237,23 +239,26 @@ class PolicyTrainer:
         """Update the weights by a mini-batch, the `first` of its step or a later one; return the update's metrics."""
         passes = self.passes
         by_rank = split_batch(
-            part, ranks=self.ranks.data.size, max_tokens=passes.seq_len, at_least=passes.gradient_accumulation_steps
+            part,
+            ranks=self.ranks.data.size,
+            max_tokens=passes.seq_len,
+            at_least=max(passes.gradient_accumulation_steps, self.ranks.pipeline.size),
         )
         micro_batches = by_rank[self.ranks.data.rank]
         total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         self.optimizer.zero_grad(set_to_none=True)
-        for turn, micro in enumerate(micro_batches):
-            output = self._forward_batch(micro)
+
+        def compute_loss(turn: int, output: TokenScores | TokenValues) -> Tensor:
+            # The loss of a micro-batch; it counts in the metrics.
+            micro = micro_batches[turn]
             inputs = loss_inputs(micro, output)
             value = micro_batch_loss(loss, micro, inputs, output)
-            total += value.detach()
+            total.add_(value.detach())
             if self.policy.routers is not None:
                 # The routers' loss is over the micro-batches of this turn on all ranks, weighted by their tokens.
                 tokens = sum(len(batches[turn].tokens) for batches in by_rank if batches[turn].mask.any())
                 factor = passes.router_aux_loss * tokens / len(part.tokens)
                 value = value + factor * self._balance_experts(micro, metrics)
-            reduce_over_copies(self.policy, self.ranks, now=turn == len(micro_batches) - 1)
-            value.backward()
             current = current_sequences = None
             if isinstance(output, TokenScores):
                 masks = sampled_by(self.step, micro)
@@ -266,10 +271,19 @@ class PolicyTrainer:
             )
             if record is not None:
                 record.add(micro, loss, inputs, first_epoch=first_epoch)
-            # Otherwise their memory would be in use until the next micro-batch's forward pass is complete.
-            del output, inputs, value, current, current_sequences
-        total = self.ranks.sum(total)
-        total_norm = clip_gradients(list(self.policy.parameters()), self.settings.max_grad_norm or float("inf"))
+            return value
+
+        if self.ranks.stages > 1:
+            self.policy.run_stages(micro_batches, self.temperature, compute_loss)
+        else:
+            for turn, micro in enumerate(micro_batches):
+                reduce_over_copies(self.policy, self.ranks, now=turn == len(micro_batches) - 1)
+                # No name keeps its memory in use until the next micro-batch's forward pass is complete.
+                compute_loss(turn, self._forward_batch(micro)).backward()
+        self.ranks.sum(total)
+        total_norm = clip_gradients(
+            list(self.policy.parameters()), self.settings.max_grad_norm or float("inf"), self.ranks.pipeline.size
+        )
 
         # Both in one copy, for which the host waits for the device.
         loss_value, norm = torch.stack([total, total_norm.to(total)]).tolist()
@@ -309,7 +323,12 @@ class PolicyTrainer:
             raise ValueError(f"this trainer has a {head} head, which supports only {method}")
         self.onload()
         numbers = score_tokens(
-            lambda part: self._forward_batch(part)[0], batch, max_tokens=self.passes.seq_len, ranks=self.ranks
+            partial(self.policy.run_stages, temperature=self.temperature)
+            if self.ranks.stages > 1
+            else lambda parts: (self._forward_batch(part)[0] for part in parts),
+            batch,
+            max_tokens=self.passes.seq_len,
+            ranks=self.ranks,
         )
         reshard_model(self.policy)
         return numbers
@@ -337,37 +356,6 @@ def sampled_by(version: int, batch: Batch) -> dict[str, np.ndarray]:
     first_tokens = np.cumsum(batch.lengths) - batch.lengths
     began_earlier = np.add.reduceat(sampled_earlier, first_tokens) > 0
     return {"current": current, "current_sequences": ~np.repeat(began_earlier, batch.lengths)}
-
-
-@torch.no_grad()
-def clip_gradients(parameters: Iterable[nn.Parameter], bound: float) -> Tensor:
-    """Scale gradients, sharded in any layout, to a global norm of at most `bound`, in place; return the norm before, a
-    scalar. All ranks must call this."""
-    parameters = list(parameters)
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not any(isinstance(gradient, DTensor) for gradient in gradients):
-        return torch.nn.utils.clip_grad_norm_(parameters, bound)
-
-    # Each rank sums its squares, divided by the number of ranks with the same elements: each element counts once.
-    local = []
-    shares = []
-    for gradient in gradients:
-        parts = 1  # into which this gradient is sharded; ranks / parts have the same one
-        if isinstance(gradient, DTensor):
-            sizes = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
-            parts = math.prod(size for placement, size in sizes if not isinstance(placement, Replicate))
-            gradient = gradient.to_local()
-        local.append(gradient)
-        shares.append(parts / dist.get_world_size())
-
-    squares = torch.stack(torch._foreach_norm(local)).double().square()
-    weights = to_device({"shares": torch.tensor(shares, dtype=torch.float64)}, squares.device)["shares"]
-    total = (squares * weights).sum()
-    dist.all_reduce(total)
-    norm = total.sqrt()
-    torch._foreach_mul_(local, (bound / (norm + 1e-6)).clamp(max=1.0).float())
-
-    return norm
 
 
 def move_state(

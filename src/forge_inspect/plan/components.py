@@ -108,7 +108,7 @@ def trainer_plan(cfg: TrainingRecipe, folder: Path, name: str, machines: Machine
         head = "value"
 
     # A micro-batch is full, and an update has several of them if one pack per rank does not hold the batch.
-    data_ranks = options.procs // (layout.tensor_parallel_degree * layout.context_parallel_degree)
+    data_ranks = (layout.data_parallel_replicate_degree or 1) * layout.data_parallel_shard_degree
     seq_len = cfg.training.seq_len
     length = min(cfg.reach(model_config(folder)), seq_len)
     sampling = getattr(cfg, "grpo", None) or getattr(cfg, "distill", None)
@@ -137,6 +137,10 @@ def trainer_plan(cfg: TrainingRecipe, folder: Path, name: str, machines: Machine
         learns=learns,
     )
     parts = {part: size for part, size in asdict(memory).items() if part != "moment"}
+    if layout.stages > 1:
+        # Stages have a buffer for the states of every micro-batch of an update and for their gradients.
+        tokens = samples * length // (options.procs // layout.pipeline_parallel_degree)
+        parts["activations"] += 2 * tokens * model_config(folder).hidden_size * passes.itemsize
     if cfg.training.cpu_offload and learns:
         # FSDP2 keeps these in host memory, where the optimiser computes too.
         parts |= {"weights": 0, "gradients": 0, "optimizer": 0}
@@ -148,7 +152,7 @@ def trainer_plan(cfg: TrainingRecipe, folder: Path, name: str, machines: Machine
         {part: size for part, size in parts.items() if size},
         machines.memory,
         memory.moment,
-        elements=passes.elements * layout.tensor_parallel_degree,
+        elements=passes.elements * layout.tensor_parallel_degree if layout.stages == 1 else count_elements(folder),
     )
 
 

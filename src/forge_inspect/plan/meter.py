@@ -36,12 +36,13 @@ class Meter(TorchDispatchMode):
 
     Attributes:
         peaks: for each moment the bytes other than weights and complete gradients: at its start, and at most.
+        held: these bytes now.
     """
 
     def __init__(self, weights: Mapping[str, nn.Parameter]) -> None:
         super().__init__()
         self.peaks: dict[Moment, tuple[int, int]] = {}
-        self._moment, self._others = Moment(0, 0), 0
+        self._moment, self.held = Moment(0, 0), 0
         self._is_fused = False
         self._sizes: dict[int, int] = {}  # bytes of each storage, by its key
         self._gradients: dict[int, bool] = {}  # complete ones, by their storage: whether they are of a decoder layer
@@ -87,7 +88,7 @@ class Meter(TorchDispatchMode):
         storage = tensor.untyped_storage()
         self._sizes[key] = storage.nbytes()
         weakref.finalize(storage, self._remove_tensor, key)
-        self._others += self._sizes[key]
+        self.held += self._sizes[key]
         self._note_peak()
 
     def _remove_tensor(self, key: int) -> None:
@@ -95,7 +96,7 @@ class Meter(TorchDispatchMode):
         if key in self._gradients:
             self._move_size(self._gradients.pop(key), -size)
         else:
-            self._others -= size
+            self.held -= size
 
     def _note_gradient(self, weight: nn.Parameter, is_inner: bool) -> None:
         # Called when a gradient of a weight is complete: the first time it is counted, later ones are added to it.
@@ -104,7 +105,7 @@ class Meter(TorchDispatchMode):
         key = _storage_key(gradient)
         if key in self._sizes and key not in self._gradients:
             self._gradients[key] = is_inner
-            self._others -= self._sizes[key]
+            self.held -= self._sizes[key]
             self._move_size(is_inner, self._sizes[key])
             self._note_peak()
 
@@ -114,8 +115,8 @@ class Meter(TorchDispatchMode):
 
     def _note_peak(self) -> None:
         # A moment lasts from one complete gradient to the next.
-        first, most = self.peaks.get(self._moment, (self._others, 0))
-        self.peaks[self._moment] = first, max(most, self._others)
+        first, most = self.peaks.get(self._moment, (self.held, 0))
+        self.peaks[self._moment] = first, max(most, self.held)
 
 
 @contextmanager

@@ -103,21 +103,28 @@ def run_passes(
         ValueError: a model or degrees that the trainer rejects.
     """
     dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
-    with ranks_of(parallelism or Parallelism(), world_size) as ranks, planning_for(device_type):
+    layout = (parallelism or Parallelism()).over(world_size)
+    with ranks_of(layout, world_size) as ranks, planning_for(device_type):
         policy = _build_meta(model, head, dtype, settings.gradient_checkpointing, lora, ranks)
         if backend == "titan":
             resolve("forge_titan.setup:check_model", "trainer.backend")(policy.model.config)
-            (parallelism or Parallelism()).over(world_size).check_experts(policy.model.config)
+            resolve("forge_titan.setup:check_layout", "trainer.backend")(
+                layout, AutoConfig.from_pretrained(model, trust_remote_code=False)
+            )
             divide_experts(policy, ranks.experts, device_type != "cpu" and dtype == torch.bfloat16)
 
         policy.ranks = ranks
         policy.train()
-        weights = dict(policy.named_parameters())
+        # In a pipeline the embedding is on other ranks than the head, which is as large and needs more memory.
+        weights = {name: w for name, w in policy.named_parameters() if layout.stages == 1 or "embed_tokens" not in name}
         local = {name: w.to_local() if isinstance(w, DTensor) else w for name, w in weights.items()}
         pack = split_batch(batch, ranks=ranks.data.size, max_tokens=settings.seq_len)[0][0]
 
         with measure_block(weights) as meter, torch.set_grad_enabled(learns):
             output = policy(pack, 1.0)
+            # The first group runs ahead of the last by its distance, with two stages by half as much again, and holds
+            # the activations of these micro-batches as well.
+            ahead = int(learns * meter.held * (ranks.pipeline.size - 1) * (1 + ranks.stages / ranks.pipeline.size) / 2)
             if learns:
                 value = micro_batch_loss(loss, pack, loss_inputs(pack, output), output)
                 if policy.routers is not None:
@@ -133,7 +140,11 @@ def run_passes(
         # Matrices in four bits, with a scale for each block of 64, are whole on every rank.
         is_packed = lora is not None and lora.quantize is not None
         adapted = {f"{name}.weight" for name, module in policy.named_modules() if isinstance(module, LoraLinear)}
-        share = (0.5 + 4 / 64) / ITEMSIZE[settings.weights_dtype] * (parallelism or Parallelism()).shares(world_size)
+        share = (
+            (0.5 + 4 / 64)
+            / ITEMSIZE[settings.weights_dtype]
+            * (world_size // (layout.data_parallel_replicate_degree or 1))
+        )
         described = {
             name: Weight(
                 int(tensor.numel() * share) if is_packed and name in adapted else tensor.numel(),
@@ -144,7 +155,8 @@ def run_passes(
             )
             for name, tensor in local.items()
         }
-        return Passes(described, meter.peaks, dtype.itemsize, len(find_layers(policy.model)))
+        peaks = {moment: (first + ahead, most + ahead) for moment, (first, most) in meter.peaks.items()}
+        return Passes(described, peaks, dtype.itemsize, len(find_layers(policy.model)))
 
 
 @contextmanager
@@ -174,6 +186,11 @@ def _build_meta(
     options: dict[str, Any] = {} if head == "policy" else {"num_labels": 1}
     kind: Any = AutoModelForCausalLM if head == "policy" else AutoModelForSequenceClassification
     config = AutoConfig.from_pretrained(model, **options, trust_remote_code=False)
+    if ranks.stages > 1:
+        # Embedding and head count as a layer each. The first group holds the most micro-batches, and the others as much
+        # only if they have few layers.
+        layers = -(-(config.num_hidden_layers + 2) // ranks.stages) * (ranks.stages // ranks.pipeline.size)
+        config.num_hidden_layers = layers - (layers >= ranks.pipeline.size)
     with META:
         built = kind.from_config(config, dtype=dtype, attn_implementation="eager", trust_remote_code=False)
 
