@@ -50,8 +50,8 @@ def test_component_written_for_monarch_runs_as_service():
         assert len({*await service.where.fanout(), os.getpid()}) == 3
         with pytest.raises(TypeError, match=r"from_monarch.add runs in another process: write `await .*\.route"):
             service.add(1)
-        with pytest.raises(AttributeError, match="no endpoint 'setup'"):
-            service.setup  # noqa: B018
+        with pytest.raises(AttributeError, match="no endpoint 'teardown'"):
+            service.teardown  # noqa: B018
         await service.shutdown()
         with pytest.raises(ServiceStopped):
             await service.add.route(1)
