@@ -28,7 +28,7 @@ class LoadBalancer:
         self.router = router
         self.max_in_flight = max_in_flight
         self.up: list[Replica] = []
-        self._sessions: OrderedDict[str, Replica] = OrderedDict()
+        self.sessions: OrderedDict[str, Replica] = OrderedDict()  # the replica of each session
         self._queue: deque[Waiter] = deque()
         self._closed: Callable[[], BaseException] | None = None
         self._drained: dict[int, asyncio.Event] = {}
@@ -75,13 +75,9 @@ class LoadBalancer:
         if self._closed is not None:
             raise self._closed()
 
-    def count_sessions(self, replica: Replica) -> int:
-        """Return the number of sessions whose calls go to a replica."""
-        return sum(assigned is replica for assigned in self._sessions.values())
-
     def end_session(self, session: str) -> None:
         """Forget which replica a session goes to."""
-        self._sessions.pop(session, None)
+        self.sessions.pop(session, None)
 
     async def acquire(self, request: Request) -> Replica:
         """Wait until a replica is assigned to the request; return it with the request entered.
@@ -145,9 +141,9 @@ class LoadBalancer:
         """Return the replica for this request, or None if it must wait."""
         # A session stays with its replica while that serves, even if the replica is full and others are idle.
         if request.session is not None:
-            session_replica = self._sessions.get(request.session)
+            session_replica = self.sessions.get(request.session)
             if session_replica is not None and session_replica.alive and session_replica in self.up:
-                self._sessions.move_to_end(request.session)
+                self.sessions.move_to_end(request.session)
                 return session_replica if self._has_room(session_replica) else None
 
         # Requests that may have killed a replica are sent in groups of an eighth, see `forge.runtime.controller.types`.
@@ -166,9 +162,9 @@ class LoadBalancer:
         if not any(choice is replica for replica in candidates):
             raise TypeError(f"the router returned {choice!r}, which is none of the candidates that it was given")
         if request.session is not None:
-            self._sessions[request.session] = choice
-            if len(self._sessions) > MAX_SESSIONS:
-                self._sessions.popitem(last=False)
+            self.sessions[request.session] = choice
+            if len(self.sessions) > MAX_SESSIONS:
+                self.sessions.popitem(last=False)
 
         return choice
 

@@ -176,7 +176,7 @@ class Service(Handle):
                     served=replica.served if replica else 0,
                     errors=replica.errors if replica else 0,
                     rate=len(ages) / RATE_WINDOW,
-                    sessions=self._balancer.count_sessions(replica) if replica else 0,
+                    sessions=sum(assigned is replica for assigned in self._balancer.sessions.values()),
                     restarts=supervisor.restarts,
                     latency_mean=1e3 * statistics.fmean(latencies) if latencies else float("nan"),
                     latency_p50=1e3 * statistics.median(latencies) if latencies else float("nan"),
