@@ -50,7 +50,12 @@ _violations: list[str] = []  # kept: a test that catches the error fails all the
 LONG = ("training", "recipes", "runtime/controller")
 # Directories whose fixtures are whole runs and engines, or whose programs attack whatever their user runs.
 TOGETHER = ("training", "engines/conformance", "forge_sandbox")
-for directory in (*LONG, *TOGETHER):
+# Directories whose tests start components that import PyTorch and transformers: their processes are forked.
+FORKED = (
+    *("recipes", "actors", "forge_agents", "forge_agents/serving", "forge_compat", "forge_families", "forge_inspect"),
+    *("models", "seeds", "system"),
+)
+for directory in (*LONG, *TOGETHER, *FORKED):
     # An extension that is removed takes its tests along.
     is_removed = directory.startswith("forge_") and not (ROOT / "src" / directory).is_dir()
     if not is_removed and not (ROOT / "tests" / directory).is_dir():
@@ -125,7 +130,7 @@ def pytest_collection_modifyitems(items):
         item.add_marker(pytest.mark.xdist_group(group))
         if "processes" in item.fixturenames:
             item.add_marker("processes")
-        if item.get_closest_marker("processes") and directory == "recipes":
+        if item.get_closest_marker("processes") and directory in FORKED:
             item.fixturenames.insert(0, "fork_server")
 
 
