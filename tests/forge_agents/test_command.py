@@ -356,14 +356,9 @@ def test_cancelled_run_ends_agent_program() -> None:
     assert gone(mark)
 
 
-CONTROLLER = """
-import asyncio, sys
-from forge_agents.command import AgentCommand, CommandRunner
-async def main():
-    async with CommandRunner() as runner:
-        await runner.run(AgentCommand(["sh", "-c", "(setsid sh -c 'sleep 1000; :' $0 &) ; sleep 1000; :", sys.argv[1]]))
-asyncio.run(main())
-"""
+def play_until_killed(mark: str) -> None:
+    """In a child: run a program that leaves a process in a session of its own."""
+    play(AgentCommand(["sh", "-c", "(setsid sh -c 'sleep 1000; :' $0 &) ; sleep 1000; :", mark]))
 
 
 def keepers_of(pid: int) -> list[int]:
@@ -374,11 +369,13 @@ def keepers_of(pid: int) -> list[int]:
 
 def test_agent_processes_end_with_killed_controller() -> None:
     mark = uuid.uuid4().hex
-    controller = subprocess.Popen([sys.executable, "-c", CONTROLLER, mark], env={**os.environ, "PYTHONPATH": SOURCES})
+    controller = multiprocessing.get_context("fork").Process(target=play_until_killed, args=(mark,))
+    controller.start()
+    assert controller.pid is not None
     wait_for(lambda: len(processes_with(mark)) >= 3)
     (keeper,) = keepers_of(controller.pid)
     controller.kill()
-    controller.wait()
+    controller.join()
     assert gone(mark)
     wait_for(lambda: not Path(f"/proc/{keeper}").exists())
 
