@@ -155,6 +155,7 @@ def test_call_timeout_error_names_caller_and_endpoint():
     run(main())
 
 
+@pytest.mark.usefixtures("fork_server")
 def test_ranks_form_a_process_group():
     async def main():
         joined = await Joined.options(procs=2).as_actor()
@@ -163,6 +164,7 @@ def test_ranks_form_a_process_group():
     run(main())
 
 
+@pytest.mark.usefixtures("fork_server")
 def test_failing_rank_fails_call_immediately():
     async def main():
         joined = await Joined.options(procs=2, call_timeout=60).as_actor()
