@@ -112,8 +112,7 @@ def test_agent_program_environment_has_only_client_variables(url: str, monkeypat
     (result,) = play(command, url=url, key="k1", model="policy", task_text="Say {key}")
     env, folder, arguments = json.loads(result.stdout)
     assert (folder, arguments) == (INNER_FOLDER, ["Say {key}", "k1{nothing}"])
-    assert env["MINE"] == f"policy at {url} in {INNER_FOLDER}"
-    assert env["FORGE_TASK"] == "Say {key}"
+    assert (env["MINE"], env["FORGE_TASK"]) == (f"policy at {url} in {INNER_FOLDER}", "Say {key}")
     assert env["OPENAI_BASE_URL"] == env["OPENAI_API_BASE"] == f"{url}/v1"
     assert env["ANTHROPIC_BASE_URL"] == url
     assert {env[f"{name}_API_KEY"] for name in ("OPENAI", "ANTHROPIC")} == {"k1"}
@@ -415,8 +414,7 @@ def test_programs_of_unprivileged_user_are_confined(url: str, tmp_path: Path) ->
     hostile, asking, forking = here.recv()
     child.join()
     assert "hidden" not in hostile.stdout
-    assert hostile.stdout.split()[:2] == ["65534", "mine"]
-    assert hostile.status == "exited"
+    assert (hostile.stdout.split()[:2], hostile.status) == (["65534", "mine"], "exited")
     assert json.loads(asking.stdout)["answers"][0] == {"path": "/v1/chat", "key": "k1", "size": 10}, asking
     assert forking.status in ("timeout", "exited")
 

@@ -53,8 +53,7 @@ def test_collection_worker_plays_episodes_concurrently(tmp_path):
         return quick, await slow, worker.starts
 
     quick, slow, starts = with_worker(use, env={"CLOSED": str(tmp_path / "closed")})
-    assert quick["reward"] == 1.0
-    assert quick["metrics"]["url"] == "http://gateway/s/key"
+    assert (quick["reward"], quick["metrics"]["url"]) == (1.0, "http://gateway/s/key")
     assert quick["metrics"]["pid"] == slow["metrics"]["pid"] != os.getpid()
     assert starts == 1
     assert (tmp_path / "closed").exists()

@@ -30,13 +30,12 @@ from transformers import (
 
 import forge
 from forge.engines import EmbeddedEngine
-from forge.models.tokenizer import character_tokenizer
 from forge.models.weight_layouts import merge_adapters
 from forge.types import Sampling
 from forge_families.engine import check_engine
 from forge_families.weights import read_parameters
 
-from ..engines.conftest import check_by_hand, drive, error_of
+from ..engines.conftest import check_by_hand, drive, error_of, updater
 from .cases import write_family
 
 VOCAB = 61
@@ -169,7 +168,7 @@ def test_tokens_name_the_weights_that_drew_them(make: Make, name: str, mode: str
     models = {0: first, 1: random_model(name, seed=1), 2: random_model(name, seed=2)}
     with EmbeddedEngine(folder, slots=5, on_update=mode) as engine:
         updates: list[Any] = []
-        drive(engine, {6: update(engine, models, updates, 1), 13: update(engine, models, updates, 2)})
+        drive(engine, {6: updater(engine, models, updates, 1), 13: updater(engine, models, updates, 2)})
         futures = [
             engine.submit(PROMPTS[4], Sampling(n=6, max_tokens=12, seed=1)),
             engine.submit([4], Sampling(max_tokens=24)),
@@ -181,12 +180,6 @@ def test_tokens_name_the_weights_that_drew_them(make: Make, name: str, mode: str
                 check_by_hand(models, completion, keep=mode == "continue")
         assert [future.result(60) for future in updates] == [None, None]
         assert versions == {0, 1, 2}
-
-
-def update(engine: EmbeddedEngine, models: dict[int, PreTrainedModel], futures: list[Any], version: int) -> Any:
-    return lambda: futures.append(
-        engine.update_weights(models[version].named_parameters(), version, f"digest {version}")
-    )
 
 
 @pytest.mark.parametrize("name", RECURRENT)
@@ -258,25 +251,6 @@ def test_engine_and_trainer_agree_in_a_run(
     differences = [row["train/engine_difference"] for row in result.metrics if "train/engine_difference" in row]
     assert len(differences) == 3
     assert max(differences) < 1e-4
-
-
-@pytest.mark.parametrize("name", ["gemma2", "lfm2"])
-def test_stop_texts_and_listeners(make: Make, name: str) -> None:
-    folder, model = make(name)
-    tokenizer = character_tokenizer("".join(map(chr, range(40, 40 + VOCAB - 3))))
-    tokenizer.save_pretrained(folder)
-    with EmbeddedEngine(folder, slots=4) as engine:
-        (free,) = engine.submit([7, 8], Sampling(max_tokens=30, seed=4)).result(60)
-        stop = tokenizer.decode(free.token_ids[10:12])
-        pieces: list[int] = []
-        sampling = Sampling(max_tokens=30, seed=4, stop=(stop,))
-        future = engine.submit([7, 8], sampling, listener=lambda _, piece: pieces.extend(piece.token_ids))
-        (completion,) = future.result(60)
-        assert completion.finish == "stop"
-        assert completion.token_ids == free.token_ids[: len(completion.token_ids)]
-        assert len(completion.token_ids) <= 12
-        assert pieces == completion.token_ids
-        assert error_of(model, completion) < 1e-4
 
 
 @pytest.mark.parametrize(
