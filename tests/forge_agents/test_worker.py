@@ -1,11 +1,8 @@
 """Workers: episodes at once, and what becomes of them when the process dies, hangs or writes another format."""
 
 import asyncio
-import multiprocessing
 import os
-import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -53,7 +50,8 @@ def test_collection_worker_plays_episodes_concurrently(tmp_path):
         return quick, await slow, worker.starts
 
     quick, slow, starts = with_worker(use, env={"CLOSED": str(tmp_path / "closed")})
-    assert (quick["reward"], quick["metrics"]["url"]) == (1.0, "http://gateway/s/key")
+    assert quick["reward"] == 1.0
+    assert quick["metrics"]["url"] == "http://gateway/s/key"
     assert quick["metrics"]["pid"] == slow["metrics"]["pid"] != os.getpid()
     assert starts == 1
     assert (tmp_path / "closed").exists()
@@ -93,25 +91,29 @@ def test_hung_worker_is_killed_and_its_episodes_lost():
     assert not lives
 
 
-def play_until_killed(connection):
-    """In a child: say which process plays, and end without a chance to close it."""
+def test_collection_worker_ends_with_its_controller(tmp_path):
+    program = f"""
+import asyncio, os, signal, sys
+from forge_agents.collection import Worker
 
-    async def use(worker):
-        connection.send((await play(worker))["metrics"]["pid"])
-        os.kill(os.getpid(), signal.SIGKILL)
+async def main():
+    worker = Worker([{sys.executable!r}, {str(SCRIPT)!r}], {{"environment": "odd", "args": {{}}}})
+    result = await worker.request("play", 60, task={{}}, url="", model="")
+    print(result["metrics"]["pid"], flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
 
-    with_worker(use)
+asyncio.run(main())
+"""
 
+    async def run():
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE)
+        assert process.stdout is not None
+        pid = int(await process.stdout.readline())
+        await process.wait()
+        for _ in range(300):
+            if not exists(pid):
+                return True
+            await asyncio.sleep(0.1)
+        return False
 
-def test_collection_worker_ends_with_its_controller():
-    here, there = multiprocessing.Pipe()
-    controller = multiprocessing.get_context("fork").Process(target=play_until_killed, args=(there,))
-    controller.start()
-    assert here.poll(60)
-    pid = here.recv()
-    controller.join()
-    assert controller.exitcode == -signal.SIGKILL
-    deadline = time.monotonic() + 30
-    while exists(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    assert asyncio.run(run())

@@ -35,7 +35,7 @@ from forge.types import Sampling
 from forge_families.engine import check_engine
 from forge_families.weights import read_parameters
 
-from ..engines.conftest import check_by_hand, drive, error_of, updater
+from ..engines.conftest import check_by_hand, drive, error_of
 from .cases import write_family
 
 VOCAB = 61
@@ -168,7 +168,7 @@ def test_tokens_name_the_weights_that_drew_them(make: Make, name: str, mode: str
     models = {0: first, 1: random_model(name, seed=1), 2: random_model(name, seed=2)}
     with EmbeddedEngine(folder, slots=5, on_update=mode) as engine:
         updates: list[Any] = []
-        drive(engine, {6: updater(engine, models, updates, 1), 13: updater(engine, models, updates, 2)})
+        drive(engine, {6: update(engine, models, updates, 1), 13: update(engine, models, updates, 2)})
         futures = [
             engine.submit(PROMPTS[4], Sampling(n=6, max_tokens=12, seed=1)),
             engine.submit([4], Sampling(max_tokens=24)),
@@ -180,6 +180,12 @@ def test_tokens_name_the_weights_that_drew_them(make: Make, name: str, mode: str
                 check_by_hand(models, completion, keep=mode == "continue")
         assert [future.result(60) for future in updates] == [None, None]
         assert versions == {0, 1, 2}
+
+
+def update(engine: EmbeddedEngine, models: dict[int, PreTrainedModel], futures: list[Any], version: int) -> Any:
+    return lambda: futures.append(
+        engine.update_weights(models[version].named_parameters(), version, f"digest {version}")
+    )
 
 
 @pytest.mark.parametrize("name", RECURRENT)
