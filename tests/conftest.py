@@ -28,6 +28,9 @@ ROOT = Path(__file__).parents[1]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+# Some images switch bytecode files off: each of some hundred processes would compile the library again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.path.insert(0, str(ROOT))
 # Autograd counts the kinds of devices at its first backward pass, which some tests make as they are collected.
 import_module("tests.emulated")
@@ -50,7 +53,12 @@ _violations: list[str] = []  # kept: a test that catches the error fails all the
 LONG = ("training", "recipes", "runtime/controller")
 # Directories whose fixtures are whole runs and engines, or whose programs attack whatever their user runs.
 TOGETHER = ("training", "engines/conformance", "forge_sandbox")
-for directory in (*LONG, *TOGETHER):
+# Directories whose tests start components that import PyTorch and transformers: their processes are forked.
+FORKED = (
+    *("recipes", "actors", "forge_agents", "forge_agents/serving", "forge_compat", "forge_families", "forge_inspect"),
+    *("models", "seeds", "system"),
+)
+for directory in (*LONG, *TOGETHER, *FORKED):
     # An extension that is removed takes its tests along.
     is_removed = directory.startswith("forge_") and not (ROOT / "src" / directory).is_dir()
     if not is_removed and not (ROOT / "tests" / directory).is_dir():
@@ -125,7 +133,7 @@ def pytest_collection_modifyitems(items):
         item.add_marker(pytest.mark.xdist_group(group))
         if "processes" in item.fixturenames:
             item.add_marker("processes")
-        if item.get_closest_marker("processes") and directory == "recipes":
+        if item.get_closest_marker("processes") and directory in FORKED:
             item.fixturenames.insert(0, "fork_server")
 
 

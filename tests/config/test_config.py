@@ -102,8 +102,7 @@ def test_partial_section_keeps_other_defaults(config):
 def test_command_line_overrides_change_config_values(config):
     cfg = read(config, "--trainer.procs", "4", "--generator.num_replicas=2", "--generator.slots", "64", "--seed", "7")
     assert (cfg.services.trainer.procs, cfg.services.generator.num_replicas) == (4, 2)
-    assert cfg.generator.slots == 64
-    assert cfg.seed == 7
+    assert (cfg.generator.slots, cfg.seed) == (64, 7)
     assert read(config, "--async.max_policy_age", "3").async_.max_policy_age == 3
     assert read(config, "--training.learning_rate", "3e-5").training.learning_rate == 3e-5
     assert read(config, "--dataset.prompt_template", "{question}>").dataset.prompt_template == "{question}>"

@@ -44,8 +44,7 @@ def test_split_batch_places_each_sequence_once(
 ):
     batch = example(0, lengths)
     shares = split_batch(batch, ranks=ranks, max_tokens=max_tokens, at_least=at_least)
-    assert len(shares) == ranks
-    assert len({len(share) for share in shares}) == 1
+    assert (len(shares), len({len(share) for share in shares})) == (ranks, 1)
     assert len(shares[0]) >= at_least
     micros = [micro for share in shares for micro in share]
     assert all(len(micro.tokens) == micro.lengths.sum() <= max_tokens for micro in micros)

@@ -33,8 +33,7 @@ def test_prompt_has_bos_once_and_no_eos_but_its_own(form, text):
     tokenizer.bos_token = "<pad>"
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(form, special_tokens=[("<pad>", 0), ("<eos>", 1)])
     ids = encode_prompt(text, tokenizer)
-    assert ids.count(0) == ("<pad>" in form + text)
-    assert ids.count(1) == ("<eos>" in text)
+    assert (ids.count(0), ids.count(1)) == ("<pad>" in form + text, "<eos>" in text)
 
 
 def test_chat_template_setting_renders_prompts(jsonl):

@@ -292,8 +292,7 @@ def test_prompt_keeps_its_row_in_checkpoints_and_copies(tmp_path):
     (tmp_path / "extra.pt").write_bytes(dump_plain({"samples": [sample]}, "extra.pt"))
     (loaded,) = load_plain(tmp_path / "extra.pt")["samples"]
     for prompt in (loaded.prompt, copy.deepcopy(sample.prompt)):
-        assert prompt == sample.prompt
-        assert prompt.text.row == sample.prompt.text.row
+        assert (prompt, prompt.text.row) == (sample.prompt, sample.prompt.text.row)
     assert type(str(sample.prompt)) is type(sample.prompt.bare.text) is str
 
 

@@ -65,7 +65,7 @@ def test_cache_budget_is_kept_and_tokens_are_identical(tmp_path: Path, name: str
             for tokens, more in ((3 * LONGEST, {}), (5 * LONGEST, {"prefill_tokens": 37}), (17 * LONGEST, {}))
         ]
 
-        @settings(max_examples=8, derandomize=True, deadline=None)
+        @settings(max_examples=4, derandomize=True, deadline=None)
         @given(requests)
         def check(sizes: list) -> None:
             expected, free = played(plain, sizes, vocab)

@@ -79,16 +79,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def assert_equal(found: Outcome, expected: Outcome) -> None:
     for ours, theirs in zip(found.completions, expected.completions, strict=True):
-        assert ours.token_ids == theirs.token_ids
-        assert ours.versions == theirs.versions
+        assert (ours.token_ids, ours.versions) == (theirs.token_ids, theirs.versions)
         np.testing.assert_allclose(ours.logprobs, theirs.logprobs, rtol=0, atol=LOGPROBS)
         for top, other in zip(ours.top_logprobs, theirs.top_logprobs, strict=True):
             assert list(top) == list(other)
             np.testing.assert_allclose(list(top.values()), list(other.values()), rtol=0, atol=LOGPROBS)
         if theirs.experts is not None:
             np.testing.assert_array_equal(ours.experts, theirs.experts)
-    assert found.streamed == expected.streamed
-    assert found.stats == expected.stats
+    assert (found.streamed, found.stats) == (expected.streamed, expected.stats)
 
 
 @pytest.mark.parametrize("on_update", MODES)

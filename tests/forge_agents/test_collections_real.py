@@ -73,8 +73,7 @@ def test_verifiers_environment_scores_by_its_rubric(served, forced_policy):
             "length": float(len(episode.info["messages"][-1]["content"])),
             "right": outcome.reward,
         }
-        assert episode.info["turns"] == 2
-        assert episode.info["roots"] == {"start": 1}
+        assert (episode.info["turns"], episode.info["roots"]) == (2, {"start": 1})
     assert sum(episode.info["certificate"]["trained"] for _, episode in results) == forced_policy.sampled
 
 

@@ -97,8 +97,7 @@ def test_function_error_ends_run_if_chosen(served, error):
 )
 def test_reached_limits_are_recorded(served, asks, limits, reached):
     episode = play(served, function_play(agent_config({"function": agent_function(lambda: 1.0, asks)})), **limits)
-    assert episode.info["limits"] == reached
-    assert episode.info["stop"] == (reached or ["ended"])[0]
+    assert (episode.info["limits"], episode.info["stop"]) == (reached, (reached or ["ended"])[0])
 
 
 def test_output_of_programs_is_kept_and_logged_once_for_each_reason(served, caplog):

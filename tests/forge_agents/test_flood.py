@@ -115,11 +115,9 @@ def test_requests_beyond_limits_get_rate_limit_errors(gated):
     # A client that waits as the header says is answered, and so are all that were open.
     assert patience in ("stop", "length")
     assert set(answers) <= {"stop", "length"}
-    assert len(answers) == MAX_OPEN
-    assert len(quick) == QUICK
+    assert (len(answers), len(quick)) == (MAX_OPEN, QUICK)
     # What was rejected has left no trace in the account.
-    assert len(record.runs["policy"]) == MAX_OPEN + 1
-    assert len(record.delivered) == MAX_OPEN + 1
+    assert (len(record.runs["policy"]), len(record.delivered)) == (MAX_OPEN + 1, MAX_OPEN + 1)
     assert len(other.runs["policy"]) == QUICK
     episode = record.episode("policy", 1.0)
     assert episode.info["certificate"]["sampled"] == episode.info["certificate"]["trained"]

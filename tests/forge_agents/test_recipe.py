@@ -76,7 +76,10 @@ def test_agent_program_run_is_scored_by_test_command(tmp_path):
     (files / "program.py").write_text(PROGRAM)
     command = [sys.executable, "program.py", "{task}"]
     metrics = run(
-        tmp_path, {"command": command, "files": str(files), "test": {"command": [sys.executable, "-c", TEST]}}
+        tmp_path,
+        {"command": command, "files": str(files), "test": {"command": [sys.executable, "-c", TEST]}},
+        grpo={"n_samples": 2, "max_tokens": 8},
+        eval={"problems": 2},
     )
     assert {row["episode/turns"] for row in metrics if "episode/turns" in row} == {2}
     assert all(row.get("episode/infrastructure", 0) == 0 for row in metrics)

@@ -171,8 +171,7 @@ def test_torchforge_grpo_file_converts_with_its_values(tmp_path: Path, capsys: p
     assert (config.training.learning_rate, config.training.seq_len, config.training.steps) == (1e-5, 2048, 1000000)
     assert config.training.gradient_checkpointing
     assert (config.dataset.path, config.dataset.subset, config.dataset.split) == ("openai/gsm8k", "main", "train")
-    assert config.async_.max_policy_age == 1
-    assert config.checkpoint.every == 500
+    assert (config.async_.max_policy_age, config.checkpoint.every) == (1, 500)
     assert config.metrics.wandb is not None
     assert config.metrics.wandb.group == "grpo_exp_ada"
     assert config.services.ref_model is not None

@@ -30,7 +30,6 @@ from transformers import (
 
 import forge
 from forge.engines import EmbeddedEngine
-from forge.models.tokenizer import character_tokenizer
 from forge.models.weight_layouts import merge_adapters
 from forge.types import Sampling
 from forge_families.engine import check_engine
@@ -110,14 +109,14 @@ def make(tmp_path: Path) -> Make:
 def test_modules_generate_what_transformers_does(make: Make, name: str) -> None:
     folder, model = make(name)
     with EmbeddedEngine(folder, slots=4) as engine:
-        sampled = [engine.submit(p, Sampling(n=2, max_tokens=24, temperature=0.8, seed=1)) for p in PROMPTS]
-        greedy = [engine.submit(p, Sampling(max_tokens=16, temperature=0)) for p in PROMPTS]
+        sampled = [engine.submit(p, Sampling(n=2, max_tokens=12, temperature=0.8, seed=1)) for p in PROMPTS]
+        greedy = [engine.submit(p, Sampling(max_tokens=8, temperature=0)) for p in PROMPTS]
         for future in sampled:
             assert max(error_of(model, c, 0.8) for c in future.result(60)) < 1e-4
         for prompt, future in zip(PROMPTS, greedy, strict=True):
             (completion,) = future.result(60)
             ids = torch.tensor([prompt])
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)  # type: ignore[operator]
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)  # type: ignore[operator]
             assert completion.token_ids == out[0, len(prompt) :].tolist()
 
 
@@ -144,7 +143,10 @@ def test_samples_of_a_prompt_share_one_prefill(make: Make, name: str) -> None:
         assert bool(engine.stats()["reused_tokens"]) == (name not in RECURRENT)
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "gemma2", "olmo3", "deepseek_v3", "gpt2"])
+@pytest.mark.parametrize(
+    "name",
+    ["gpt_oss", "deepseek_v3", "gpt2", *(pytest.param(name, marks=pytest.mark.full) for name in ("gemma2", "olmo3"))],
+)
 def test_bits_do_not_depend_on_other_requests(make: Make, name: str) -> None:
     # All widths are multiples of 32, as vectorised functions round the rest of a tensor otherwise.
     sizes = {"gpt2": {"n_embd": 96}, "deepseek_v3": {"hidden_size": 96, "n_routed_experts": 32}}
@@ -255,25 +257,6 @@ def test_engine_and_trainer_agree_in_a_run(
     differences = [row["train/engine_difference"] for row in result.metrics if "train/engine_difference" in row]
     assert len(differences) == 3
     assert max(differences) < 1e-4
-
-
-@pytest.mark.parametrize("name", ["gemma2", "lfm2"])
-def test_stop_texts_and_listeners(make: Make, name: str) -> None:
-    folder, model = make(name)
-    tokenizer = character_tokenizer("".join(map(chr, range(40, 40 + VOCAB - 3))))
-    tokenizer.save_pretrained(folder)
-    with EmbeddedEngine(folder, slots=4) as engine:
-        (free,) = engine.submit([7, 8], Sampling(max_tokens=30, seed=4)).result(60)
-        stop = tokenizer.decode(free.token_ids[10:12])
-        pieces: list[int] = []
-        sampling = Sampling(max_tokens=30, seed=4, stop=(stop,))
-        future = engine.submit([7, 8], sampling, listener=lambda _, piece: pieces.extend(piece.token_ids))
-        (completion,) = future.result(60)
-        assert completion.finish == "stop"
-        assert completion.token_ids == free.token_ids[: len(completion.token_ids)]
-        assert len(completion.token_ids) <= 12
-        assert pieces == completion.token_ids
-        assert error_of(model, completion) < 1e-4
 
 
 @pytest.mark.parametrize(

@@ -53,8 +53,7 @@ def rewrite(folder, target, change):
 @pytest.mark.processes
 def test_audit_of_clean_run_has_no_faults(folder, capsys):
     result = audit_run(folder)
-    assert result.faults == []
-    assert result.counts["groups trained"] == 8 * 4
+    assert (result.faults, result.counts["groups trained"]) == ([], 8 * 4)
     assert result.counts["tokens trained"] > 0
     main(["audit", str(folder), "--json"])
     assert json.loads(capsys.readouterr().out)["is_sound"] is True
@@ -154,8 +153,7 @@ def test_unauditable_run_raises(words):
 def test_audit_by_schedule_equals_audit_by_rollouts(folder, tmp_path):
     by_rollouts = audit_run(folder)
     by_schedule = audit_run(folder, by_schedule=True)
-    assert by_schedule.faults == []
-    assert by_schedule.counts == by_rollouts.counts
+    assert (by_schedule.faults, by_schedule.counts) == ([], by_rollouts.counts)
     assert json.loads((folder / AUDIT).read_text()) == json.loads(by_schedule.json())
     assert folder_alerts(folder) == []
 
@@ -163,8 +161,7 @@ def test_audit_by_schedule_equals_audit_by_rollouts(folder, tmp_path):
 @pytest.mark.processes
 def test_run_without_rollouts_is_audited_by_schedule(tmp_path):
     folder = train(tmp_path, metrics={"rollouts": 0})
-    assert audit_run(folder).faults == []
-    assert audit_run(folder).counts["groups trained"] == 8 * 4
+    assert (audit_run(folder).faults, audit_run(folder).counts["groups trained"]) == ([], 8 * 4)
     lines = [json.loads(line) for line in (folder / SCHEDULE).read_text().splitlines()]
     (third,) = (line for line in lines if line["step"] == 3 and "groups" in line)
     (fifth,) = (line for line in lines if line["step"] == 5 and "groups" in line)

@@ -209,8 +209,7 @@ def test_ten_labels_improve_selection():
 def test_auto_chooses_method_by_labels_and_independence(table: ScoreTable):
     hard = scenario("hard", 0, problems=100).table
     labelled = Auto(agreement=1.0).fit(hard.with_labels_of(range(10)))
-    assert labelled.report.method == "Auto: AnchoredLogistic"
-    assert labelled.report.warnings == []
+    assert (labelled.report.method, labelled.report.warnings) == ("Auto: AnchoredLogistic", [])
     independent = scenario("independent", 0, problems=100).table
     with pytest.warns(UserWarning, match="labels of 4 problems are too few to be used: 5 are needed"):
         found = Auto().fit(independent.with_labels_of(range(4)))

@@ -40,8 +40,7 @@ def test_problems_of_different_sizes_are_scored_into_one_table(caplog):
     np.testing.assert_array_equal(table.labels, [[1, 0, nan], [nan, nan, nan]])
     np.testing.assert_array_equal(table.present, [[True] * 3, [True, False, False]])
     assert table.verifiers == ("length", "matches")
-    assert table.answers == [["1", "2", "3"], ["4"]]
-    assert table.prompts == ["p", "q"]
+    assert (table.answers, table.prompts) == ([["1", "2", "3"], ["4"]], ["p", "q"])
     assert "length: 1 of 4 scores are missing: 1 x ValueError: bad one" in caplog.text
     assert "matches: 1 of 4 scores are missing: 1 x it gave no score (None)" in caplog.text
 

@@ -81,8 +81,7 @@ def test_veto_overrides_decision_and_decision_overrides_ensemble(fitted):
     panel = Panel([Written(), Rule(says), Rule(short)])
     reward = Ensemble.over(panel, fitted, decide=["says"], veto=["short"])
     assert rewards(reward, ["-1 -1 -1 -1"], "y") == [0.0]  # vetoed: too long
-    assert rewards(reward, ["0 0 0 0"], "y") == [1.0]
-    assert rewards(reward, ["2 2 2 2"], "n") == [0.0]
+    assert (rewards(reward, ["0 0 0 0"], "y"), rewards(reward, ["2 2 2 2"], "n")) == ([1.0], [0.0])
     undecided = rewards(Ensemble.over(panel, fitted, decide=["says"]), ["2 2 2 2"], "?")
     assert undecided == rewards(Ensemble.over(panel, fitted), ["2 2 2 2"])
 

@@ -75,8 +75,7 @@ def test_model_card_names_recipe_data_and_metrics(tmp_path: Path):
     history = [{"step": 0, "eval/accuracy": 0.25}, {"step": 1, "reward": 0.5}, {"step": 5, "eval/accuracy": 0.75}]
     write_card(tmp_path, "rl", config, history)
     card = ModelCard.load(tmp_path / "README.md")
-    assert card.data.base_model == "Qwen/Qwen3-0.6B"
-    assert card.data.datasets == ["openai/gsm8k"]
+    assert (card.data.base_model, card.data.datasets) == ("Qwen/Qwen3-0.6B", ["openai/gsm8k"])
     assert "rl" in (card.data.tags or [])
     for text in ("| eval/accuracy | 0.25 (step 0) | 0.75 (step 5) |", "torch 2.13", "transformers 5", "steps: 5"):
         assert text in card.text

@@ -110,8 +110,7 @@ def test_rollouts_file_opens_in_pandas_polars_and_datasets(tmp_path: Path):
     assert frame["step"].tolist() == [row["step"] for row in expected]
     datasets = pytest.importorskip("datasets")
     found = datasets.Dataset.from_file(str(tmp_path / ROLLOUTS))
-    assert found[5]["tokens"] == expected[5]["tokens"]
-    assert found[5]["texts"] == expected[5]["texts"]
+    assert (found[5]["tokens"], found[5]["texts"]) == (expected[5]["tokens"], expected[5]["texts"])
     polars = pytest.importorskip("polars")
     assert polars.read_ipc_stream(tmp_path / ROLLOUTS)["tokens"].to_list() == [row["tokens"] for row in expected]
 

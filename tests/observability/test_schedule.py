@@ -55,8 +55,7 @@ def lines() -> list[str]:
 def test_schedule_file_round_trips(tmp_path: Path, lines: list[str]) -> None:
     schedule = read_schedule(written(tmp_path, lines))
     assert [*schedule.steps.values()] == entries()
-    assert schedule.published == {0: "aa", 1: "bb"}
-    assert schedule.recipe == "a:B"
+    assert (schedule.published, schedule.recipe) == ({0: "aa", 1: "bb"}, "a:B")
     # The samples of a group that trained and those of it that were dropped.
     assert [*schedule.groups[3].samples] == [0, 2, 1]
     assert schedule.groups[3].samples[0].spans == ((0, 2), (1, 1))

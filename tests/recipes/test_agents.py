@@ -16,7 +16,7 @@ from forge.config import ConfigError, load
 from forge.recipes.launch import launch
 from forge.recipes.result import Result
 from forge_envs import ToolError
-from tests.recipes.test_recipes import finish
+from tests.recipes.test_recipes import run_here
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' else '>' }}{% endfor %}"
 
@@ -46,8 +46,7 @@ def config(folder, task, **more):
     ],
 )
 def test_tools_and_code_recipes_record_complete_runs(tmp_path, app, task):
-    code, output = finish(sys.executable, "-m", f"apps.{app}.main", "--config", config(tmp_path, task))
-    assert code == 0, output
+    run_here(sys.executable, "-m", f"apps.{app}.main", "--config", config(tmp_path, task))
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert 0 <= rows[0]["eval/accuracy"] <= 1

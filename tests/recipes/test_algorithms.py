@@ -13,7 +13,7 @@ from transformers import AutoModelForTokenClassification
 
 from forge.config import ConfigError, load
 from forge.recipes.rl_config import RLConfig
-from tests.recipes.test_recipes import CONFIG, ROOT, command, rows
+from tests.recipes.test_recipes import CONFIG, ROOT, command, rows, run_here
 from tests.training.cases import TOKENIZER, tiny_model
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]
@@ -75,14 +75,14 @@ def test_distillation_teacher_with_other_tokenizer_raises(tmp_path):
     from forge.models import build_small_model
 
     shape = {"hidden_size": 32, "layers": 2, "heads": 2, "kv_heads": 2, "max_positions": 128}
+    common = ["--algorithm", "distill"]
     teacher = build_small_model(tmp_path / "teacher", seed=1, alphabet="abcdefghijklmnopqrstuvwxyz>", **shape)
-    history = run(tmp_path, "--algorithm", "distill", "--grpo.reference", teacher, "--lora", "{rank: 4, alpha: 8}")
+    run_here(*command(tmp_path, *common, "--grpo.reference", teacher, "--lora", "{rank: 4, alpha: 8}"))
+    history = rows(tmp_path)
     assert history[-1]["train/reverse_kl"] > 0
     other = build_small_model(tmp_path / "other", seed=1, alphabet="abc>", **shape)
-    args = command(tmp_path, "--algorithm", "distill", "--grpo.reference", other)
-    done = subprocess.run(args, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
-    assert re.search(r"error: grpo.reference: the tokens of .*other differ from", done.stdout + done.stderr)
+    with pytest.raises(SystemExit, match=r"error: grpo.reference: the tokens of .*other differ from"):
+        run_here(*command(tmp_path, *common, "--grpo.reference", other))
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from forge.observability.rollouts import read_batches
-from tests.recipes.test_recipes import CONFIG, command, finish, rows
+from tests.recipes.test_recipes import CONFIG, command, rows, run_here
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]
 
@@ -40,8 +40,7 @@ def difference_names(path: Path) -> dict[int, set[str]]:
 )
 def test_policy_ratio_stays_1_at_learning_rate_0(tmp_path, on_update):
     overrides = ["--async.max_policy_age", "2", "--generator.on_update", on_update, "--metrics.rollouts", "all"]
-    code, output = finish(*command(tmp_path, *overrides, config=STILL))
-    assert code == 0, output
+    run_here(*command(tmp_path, *overrides, config=STILL))
     history = rows(tmp_path)[1:]
     assert len(history) == STEPS
     assert max(row["train/ratio_max_deviation"] for row in history) < 1e-4

@@ -6,9 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
 import forge
 from forge.algorithms import ALGORITHMS, setting_names
@@ -61,19 +59,6 @@ def test_train_in_script_accepts_closure_reward(tmp_path: Path):
     assert "__main__:backwards" in written
     assert "4 rows from Python" in written
     assert "2 rows from Python" in written
-
-
-@pytest.mark.full
-def test_train_works_inside_running_event_loop(tmp_path: Path):
-    cells = [
-        "import asyncio; assert asyncio.get_running_loop().is_running()",
-        CLOSURE.replace('"closure"', '"notebook"'),
-        "forge.generate(result.model, ['abc>', 'cab>'], max_tokens=3, temperature=0.0)[1].text",
-    ]
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    assert len(Result(tmp_path / "runs" / "notebook").metrics) == 3
-    assert isinstance(eval(notebook.cells[2].outputs[-1]["data"]["text/plain"]), str)
 
 
 def reward(prompt: str, response: str, target: str) -> float:

@@ -15,7 +15,7 @@ from forge.recipes.distill import DistillConfig
 from forge.recipes.dpo import DPOConfig
 from forge.recipes.launch import launch
 from forge.recipes.reward_model import RewardModelConfig
-from tests.recipes.test_recipes import CONFIG, command, finish, rows, small_model
+from tests.recipes.test_recipes import CONFIG, command, rows, run_here, small_model
 
 CONFIGS: dict[str, Any] = {"dpo": DPOConfig, "reward_model": RewardModelConfig, "distill": DistillConfig}
 
@@ -32,8 +32,7 @@ def config(recipe: str, folder: Path, **sections: Any) -> dict:
 
 def ran(recipe: str, folder: Path, *overrides: str, **sections: Any) -> Path:
     """A run that ended well: its folder."""
-    code, output = finish(*command(folder, *overrides, recipe=recipe, config=config(recipe, folder, **sections)))
-    assert code == 0, output
+    run_here(*command(folder, *overrides, recipe=recipe, config=config(recipe, folder, **sections)))
     return folder / "runs/test"
 
 

@@ -12,11 +12,13 @@ import pytest
 
 from forge.recipes.preemption import Preemption, deadline_of
 from tests.forge_cluster.machines import ROOT, environment, trained, wait_until
+from tests.recipes.test_recipes import run_here
 from tests.trees import descendants
 
-COMMAND = [sys.executable, "-m", "forge", "train", "tests/forge_cluster/tiny.yaml"]
-LOCAL = ["--services.trainer.procs", "1", "--services.trainer.hosts", "1", "--services.generator.num_replicas", "1"]
-LOCAL += ["--services.generator.hosts", "1", "--training.steps", "6"]
+COMMAND = [sys.executable, "-m", "apps.grpo.main", "--config", "tests/forge_cluster/tiny.yaml"]
+LOCAL = ["--services.trainer.procs", "1", "--services.generator.num_replicas", "1", "--training.steps", "6"]
+HOSTS = ["--services.trainer.hosts", "1", "--services.generator.hosts", "1"]
+NO_HOSTS = ["--services.trainer.hosts", "null", "--services.generator.hosts", "null"]
 
 
 def test_deadline_is_read_from_setting_or_slurm(monkeypatch):
@@ -53,7 +55,8 @@ def test_signal_or_near_deadline_preempts_run():
     ["SIGTERM to all", *(pytest.param(name, marks=pytest.mark.slow) for name in ("deadline", "SIGTERM", "SIGUSR1"))],
 )
 def test_preempted_run_resumes_with_equal_weights(how, tmp_path, whole):
-    own = [*COMMAND, *LOCAL, "--run.root", str(tmp_path)]
+    common = [*COMMAND, *LOCAL, "--run.root", str(tmp_path)]
+    own = [*common, *HOSTS]
     if how == "deadline":
         done = subprocess.run(
             [*own, "--run.save_before", "1"], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300
@@ -74,10 +77,7 @@ def test_preempted_run_resumes_with_equal_weights(how, tmp_path, whole):
     assert code == 75, said
     assert "Traceback" not in said
     assert " is dead " not in said
-    again = subprocess.run(
-        [*own, "--resume", "auto"], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300
-    )
-    assert again.returncode == 0, again.stderr
+    run_here(*common, *NO_HOSTS, "--resume", "auto")
     assert trained(tmp_path / "tiny") == whole
 
 
@@ -85,6 +85,5 @@ def test_preempted_run_resumes_with_equal_weights(how, tmp_path, whole):
 def whole(tmp_path_factory) -> str:
     """The weights of the run that nothing interrupts."""
     root = tmp_path_factory.mktemp("whole")
-    command = [*COMMAND, *LOCAL, "--run.root", str(root)]
-    subprocess.run(command, cwd=ROOT, env=environment(), check=True, capture_output=True, timeout=300)
+    run_here(*COMMAND, *LOCAL, *NO_HOSTS, "--run.root", str(root))
     return trained(root / "tiny")

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,13 @@ def finish(*args: str) -> tuple[int, str]:
     process = start(*args)
     output, _ = process.communicate(timeout=240)
     return process.returncode, output
+
+
+def run_here(*args: str) -> None:
+    """Run the same command in this process, whose fork server has imported what its components need."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", list(args[2:]))
+        runpy.run_module(args[2], run_name="__main__")
 
 
 def rows(folder: Path) -> list[dict]:
@@ -135,8 +143,7 @@ def test_colocated_run_matches_separate_processes(tmp_path):
     histories = {}
     for name, placement in (("together", ["--colocated", "true"]), ("apart", [])):
         (tmp_path / name).mkdir()
-        code, output = finish(*command(tmp_path / name, *turns, *placement))
-        assert code == 0, output
+        run_here(*command(tmp_path / name, *turns, *placement))
         histories[name] = rows(tmp_path / name)
         trace = (tmp_path / name / "runs/test/trace.json").read_text()
         assert ("release" in trace) == (name == "together")
@@ -156,8 +163,7 @@ def supervised(processes, tmp_path_factory):
     config = {k: v for k, v in CONFIG.items() if k != "grpo"}
     config["training"] = config["training"] | {"steps": 30, "batch_size": 32, "learning_rate": 3e-3}
     config["eval"] = {"problems": 8, "every": 10, "max_tokens": 8}
-    code, output = finish(*command(folder, "--trainer.procs", "2", recipe="sft", config=config))
-    assert code == 0, output
+    run_here(*command(folder, "--trainer.procs", "2", recipe="sft", config=config))
     return folder
 
 
@@ -172,8 +178,7 @@ def test_sft_lowers_the_loss(supervised):
 def test_gsm8k_recipe_runs_with_local_files(tmp_path):
     place = ["--run.root", str(tmp_path / "runs"), "--run.name", "test"]
     place += ["--dataset.path", str(GSM8K / "train.jsonl"), "--eval.path", str(GSM8K / "test.jsonl")]
-    code, output = finish(sys.executable, "-m", "apps.grpo.main", "--config", "apps/grpo/gsm8k.yaml", *place)
-    assert code == 0, output
+    run_here(sys.executable, "-m", "apps.grpo.main", "--config", "apps/grpo/gsm8k.yaml", *place)
     assert [row["step"] for row in rows(tmp_path)] == [0, 1, 2, 3]
 
 

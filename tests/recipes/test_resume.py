@@ -21,7 +21,7 @@ from forge.recipes.rl_config import RLConfig as GRPOConfig
 from forge.recipes.sft import SFTConfig
 from forge.system.checksums import write_checksums, write_sealed
 from forge.training.checkpoint import list_checkpoints, read_extra
-from tests.recipes.test_recipes import CONFIG, command, finish, rows, start
+from tests.recipes.test_recipes import CONFIG, command, finish, rows, run_here, start
 from tests.recipes.test_survival import logged_rollouts, wait
 from tests.trees import components
 
@@ -57,8 +57,7 @@ def test_killed_lock_step_run_resumes_bit_for_bit(tmp_path):
     settings = config(6, 2, max_policy_age=0)
     for name in ("calm", "hit"):
         (tmp_path / name).mkdir()
-    code, output = finish(*command(tmp_path / "calm", config=settings))
-    assert code == 0, output
+    run_here(*command(tmp_path / "calm", config=settings))
     args = command(tmp_path / "hit", "--resume", "auto", config=settings)
     kill_after(tmp_path / "hit", 3, *args)
     code, output = finish(*args)

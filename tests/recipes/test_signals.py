@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.forge_cluster.machines import ROOT, environment, trained, wait_until
+from tests.recipes.test_recipes import run_here
 from tests.trees import descendants
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]
@@ -43,7 +44,7 @@ def said(process: subprocess.Popen, text: str) -> bool:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> str:
     root = tmp_path_factory.mktemp("whole")
-    subprocess.run([*COMMAND, *LOCAL, "--run.root", str(root)], cwd=ROOT, env=environment(), check=True)
+    run_here(sys.executable, "-m", "apps.grpo.main", "--config", COMMAND[-1], *LOCAL, "--run.root", str(root))
     return trained(root / "tiny")
 
 

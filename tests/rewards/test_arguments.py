@@ -50,14 +50,12 @@ def test_plural_parameters_receive_the_whole_group():
     async def longest(responses: list[str], completions: list[Completion]) -> list[float]:
         return [float(len(c.token_ids) == max(len(d.token_ids) for d in completions)) for c in completions]
 
-    assert scored(shortest) == [0.0, 0.0, 1.0]
-    assert scored(longest) == [0.0, 1.0, 0.0]
+    assert (scored(shortest), scored(longest)) == ([0.0, 0.0, 1.0], [0.0, 1.0, 0.0])
 
 
 def test_trl_reward_functions_run_unchanged():
     def accuracy_reward(completions, solution, **kwargs):
-        assert kwargs["prompts"] == ["2+2"] * 3
-        assert kwargs["level"] == [3, 3, 3]
+        assert (kwargs["prompts"], kwargs["level"]) == (["2+2"] * 3, [3, 3, 3])
         assert kwargs["completion_ids"][0] == [7, 7]
         return [float(text.startswith(truth)) for text, truth in zip(completions, solution, strict=True)]
 
@@ -68,8 +66,7 @@ def test_trl_reward_functions_run_unchanged():
         assert prompts == [TALK] * 3
         return [float(c[0]["content"] == truth) for c, truth in zip(completions, answer, strict=True)]
 
-    assert scored(accuracy_reward) == [0.0, 1.0, 0.0]
-    assert scored(later) == [2.0, 12.0, 1.0]
+    assert (scored(accuracy_reward), scored(later)) == ([0.0, 1.0, 0.0], [2.0, 12.0, 1.0])
     assert scored(conversational, prompt=CHAT) == [1.0, 0.0, 0.0]
 
 

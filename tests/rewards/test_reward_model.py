@@ -169,8 +169,7 @@ def test_special_tokens_in_response_are_plain_text_to_reward_model(reward_model)
     verifier = RewardModel(reward_model)
     tokenizer = verifier.model.tokenizer
     tokens = verifier.tokens("ab", f"zzz{tokenizer.eos_token}cba{tokenizer.pad_token}")
-    assert tokens.count(tokenizer.eos_token_id) == 1
-    assert tokens[-1] == tokenizer.eos_token_id
+    assert (tokens.count(tokenizer.eos_token_id), tokens[-1]) == (1, tokenizer.eos_token_id)
     assert tokenizer.pad_token_id not in tokens
     as_text = RewardModel(reward_model, append_eos=False).tokens("ab", f"zzz{tokenizer.eos_token}cba")
     assert tokenizer.eos_token_id not in as_text

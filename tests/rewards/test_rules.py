@@ -38,8 +38,7 @@ def test_rule_returning_non_number_is_unscored_with_reason(function):
     responses = ["a", "raise", "reason", "none", "nan", "inf", "text", "true"]
     found = score(Rule(function), responses)
     assert isinstance(found, Scores)
-    assert found.values.dtype == np.float64
-    assert found.values[[0, 7], 0].tolist() == [0.5, 1.0]
+    assert (found.values.dtype, found.values[[0, 7], 0].tolist()) == (np.float64, [0.5, 1.0])
     assert np.isnan(found.values[1:7]).all()
     reasons = [found.reasons[i, 0] for i in range(1, 7)]
     assert reasons[:5] == [

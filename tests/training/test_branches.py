@@ -124,8 +124,7 @@ shapes = st.lists(
 ).filter(lambda shape: len(shape) % 2 == 0)
 
 
-@given(shapes)
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@given(st.sampled_from(AGGREGATIONS), shapes)
 @pytest.mark.parametrize("name", LOSSES)
 def test_splitting_episode_into_branches_keeps_gradient(name: str, aggregation: Aggregation, shape: Shape) -> None:
     algorithm = load_algorithm(LOSSES[name][0], **LOSSES[name][1])

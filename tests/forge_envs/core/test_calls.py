@@ -108,8 +108,7 @@ pieces = st.lists(
 @given(pieces, st.sampled_from(SYNTAXES), st.booleans())
 def test_parsing_arbitrary_text_never_raises(text, syntax, truncated):
     action = read_action(text, syntax, TOOLS, truncated=truncated)
-    assert action.text == text
-    assert action.truncated == truncated
+    assert (action.text, action.truncated) == (text, truncated)
     for call in action.calls:
         assert isinstance(call.name, str)
         assert all(isinstance(name, str) for name in call.arguments)

@@ -61,8 +61,7 @@ def test_dialogue_uses_template_of_tokenizer(bpe):
         Dialogue(own, "absent.jinja")
     own.chat_template = TEMPLATES["chatml"]
     assert Dialogue(own).initial(ASKED) == Dialogue(bpe, "chatml").initial(ASKED)
-    assert Dialogue(own).syntax == "hermes"
-    assert Dialogue(bpe, "llama3").syntax == "llama3"
+    assert (Dialogue(own).syntax, Dialogue(bpe, "llama3").syntax) == ("hermes", "llama3")
     assert Dialogue(bpe, "plain").syntax == "plain"
 
 

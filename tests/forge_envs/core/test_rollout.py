@@ -70,11 +70,9 @@ def test_two_turn_episode_has_expected_tokens_and_rewards(scripted, dialogue, bp
     ]
     assert [turn.reward for turn in episode.turns] == [-0.25, 1.0]
     assert [(turn.version, turn.finish) for turn in episode.turns] == [(3, "stop")] * 2
-    assert episode.reward == 0.75
-    assert episode.info["stop"] == "terminated"
+    assert (episode.reward, episode.info["stop"]) == (0.75, "terminated")
     assert [action.text for action in env.actions] == ["the dog", "the fox"]
-    assert env.resets == [("a task", 7)]
-    assert env.closed == 1
+    assert (env.resets, env.closed) == ([("a task", 7)], 1)
     assert policy.asked[1]["tokens"] == episode.tokens[: episode.turns[1].start]
 
 
@@ -163,8 +161,7 @@ def test_rewritten_history_begins_a_branch(scripted, dialogue, bpe):
 def test_rollout_sampling_settings_reach_policy(scripted, dialogue):
     policy = scripted("a")
     play(policy, Chat(Step(terminated=True)), dialogue, temperature=0.5, max_turn_tokens=7)
-    assert policy.asked[0]["temperature"] == 0.5
-    assert policy.asked[0]["max_tokens"] == 7
+    assert (policy.asked[0]["temperature"], policy.asked[0]["max_tokens"]) == (0.5, 7)
 
 
 def test_tool_episode_returns_results_and_errors_to_policy(scripted, bpe):
@@ -188,8 +185,7 @@ def test_tool_episode_returns_results_and_errors_to_policy(scripted, bpe):
     answers = [m["content"] for m in episode.info["messages"] if m["role"] == "tool"]
     assert answers[0] == "46"
     assert "cannot be read" in answers[1]
-    assert answers[2] == "error: add: missing b"
-    assert answers[3] == "47"
+    assert (answers[2], answers[3]) == ("error: add: missing b", "47")
     assert (episode.reward, episode.info["calls"], episode.info["unread_calls"]) == (0.5, 3, 1)
     assert '"name": "add"' in bpe.decode(episode.tokens[: episode.turns[0].start])
     check(episode)

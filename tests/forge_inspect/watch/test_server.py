@@ -96,8 +96,7 @@ def test_rollout_api_returns_all_fields(runs: Path):
     rows = [row for _, batch in read_batches(runs / "a" / ROLLOUTS) for row in batch.to_pylist()]
     for number in (0, 130, EPISODES - 1):
         row = get(runs, "rollout", run="a", row=number)
-        assert row["tokens"] == rows[number]["tokens"]
-        assert row["texts"] == rows[number]["texts"]
+        assert (row["tokens"], row["texts"]) == (rows[number]["tokens"], rows[number]["texts"])
         expected = np.array(rows[number]["loss"], float)
         np.testing.assert_allclose(np.array(row["loss"], float), expected, rtol=1e-6)
         assert {one["group"] for one in get(runs, "group", run="a", row=number)} == {row["group"]}

@@ -82,8 +82,7 @@ def test_exact_and_character_match_give_expected_scores():
     assert ExactMatch()("", " abc\n", "abc") == 1.0
     assert ExactMatch(correct=2.0, incorrect=-1.0)("", "abd", "abc") == -1.0
     assert CharacterMatch()("", "abd", "abc") == pytest.approx(2 / 3)
-    assert CharacterMatch()("", "abcabc", "abc") == 0.5
-    assert CharacterMatch()("", "", "") == 1.0
+    assert (CharacterMatch()("", "abcabc", "abc"), CharacterMatch()("", "", "")) == (0.5, 1.0)
 
 
 @given(st.text(), st.text())

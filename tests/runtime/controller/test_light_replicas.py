@@ -79,11 +79,9 @@ def test_light_replicas_answer_fanout_separately():
         assert await service.keep.fanout([7]) == [[7, index] for index in range(8)]
         assert await service.keep.fanout(numbers=[]) == [[index] for index in range(8)]
         asked = await service.asked.fanout()
-        assert len({pid for pid, _ in asked}) == 2
-        assert len({request for _, request in asked}) == 8
+        assert (len({pid for pid, _ in asked}), len({request for _, request in asked})) == (2, 8)
         both = await asyncio.gather(service.keep.fanout([1]), service.wait_at.fanout(-1, 0.0), service.keep.route([2]))
-        assert both[0] == [[1, index] for index in range(8)]
-        assert both[1] == list(range(8))
+        assert (both[0], both[1]) == ([[1, index] for index in range(8)], list(range(8)))
 
     run(main())
 
