@@ -1,6 +1,6 @@
 """The 155 rows of the torchforge documents: run the tests that show them, and print what each row is here.
 
-    python -m tests.seeds
+    python scripts/run_documents.py
 
 A row works as printed, has another form that says what to type, is missing, or was only read.
 """
@@ -14,9 +14,10 @@ import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
 from pathlib import Path
 
-from docs.make_compatibility import SAME, sections
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "docs"))
 
-ROOT = Path(__file__).parents[2]
+from make_compatibility import SAME, sections  # noqa: E402
 
 
 def run_tests(names: set[str]) -> set[str]:

@@ -1,6 +1,6 @@
 """Every public name of torchforge's package and what it is here, as docs/torchforge_names.tsv:
 
-    FORGE_TORCHFORGE_SOURCE=CHECKOUT python -m tests.forge_compat.upstream.names
+    python scripts/describe_names.py CHECKOUT
 
 `works`: it is there, a class with all public methods; `differs`: a class without some; `raises`: an error that says
 what replaces it.
@@ -11,15 +11,14 @@ from __future__ import annotations
 import ast
 import csv
 import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 
 from forge_compat import actors
 
-from .suites import TORCHFORGE
-
-TABLE = Path(__file__).parents[3] / "docs/torchforge_names.tsv"
+TABLE = Path(__file__).resolve().parents[1] / "docs/torchforge_names.tsv"
 # Methods of services and endpoints that are found by name, and losses, which are called.
 VERBS = {point.name for point in entry_points(group="forge.verbs")}
 LOSSES = ("ReinforceLoss", "SimpleGRPOLoss")
@@ -60,14 +59,17 @@ def status_of(module: str, name: str, methods: str) -> tuple[str, str]:
     return ("differs", f"without {', '.join(sorted(called))}") if called else ("works", "")
 
 
-def rows_of_checkout() -> list[tuple[str, ...]]:
-    """The rows of the table, of the checkout that FORGE_TORCHFORGE_SOURCE names."""
-    words = ["git", "-C", TORCHFORGE.source, "ls-tree", "-r", "--name-only", "HEAD", "src/forge"]
-    paths = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
+def rows_of_checkout(checkout: Path) -> list[tuple[str, ...]]:
+    """The rows of the table, of a checkout of torchforge, which may be bare."""
+
+    def run_git(*words: str) -> str:
+        return subprocess.run(["git", "-C", checkout, *words], capture_output=True, text=True, check=True).stdout
+
     rows = []
-    for path in sorted(path for path in paths if path.endswith(".py")):
-        module = path.removeprefix("src/").removesuffix(".py").replace("/", ".")
-        rows += [(*row, *status_of(*row)) for row in public_names(module, TORCHFORGE.text(path))]
+    for path in sorted(run_git("ls-tree", "-r", "--name-only", "HEAD", "src/forge").split()):
+        if path.endswith(".py"):
+            module = path.removeprefix("src/").removesuffix(".py").replace("/", ".")
+            rows += [(*row, *status_of(*row)) for row in public_names(module, run_git("show", f"HEAD:{path}"))]
     return rows
 
 
@@ -80,4 +82,4 @@ def read_table() -> list[dict[str, str]]:
 if __name__ == "__main__":
     with TABLE.open("w") as written:
         writer = csv.writer(written, delimiter="\t", lineterminator="\n")
-        writer.writerows([COLUMNS, *rows_of_checkout()])
+        writer.writerows([COLUMNS, *rows_of_checkout(Path(sys.argv[1]))])
