@@ -8,6 +8,7 @@ Groups: xdist gives each worker whole files, so that module fixtures run once; d
 fixtures, and go to one worker.
 """
 
+import inspect
 import logging
 import multiprocessing.util
 import os
@@ -117,6 +118,20 @@ def pytest_runtest_call(item):
 @pytest.fixture(scope="session")
 def processes():
     """For fixtures that start processes: it marks the tests that use them."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Run a test that is a coroutine: as a controller's program if it starts processes, else by asyncio."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    if pyfuncitem.get_closest_marker("processes"):
+        from forge.runtime.controller import run
+    else:
+        from asyncio import run
+    run(pyfuncitem.obj(**arguments))
+    return True
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist, which looks for the groups in its own

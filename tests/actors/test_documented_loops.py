@@ -8,7 +8,6 @@ import pytest
 
 from forge.actors import DatasetActor, Generator, ReplayBuffer, RewardActor, Trainer
 from forge.losses import ReinforceLoss
-from forge.runtime.controller import run
 from forge.types import Episode, Group
 
 OVERVIEW = (Path(__file__).parents[2] / "docs/architecture.md").read_text()
@@ -28,39 +27,33 @@ async def start(model, store):
     )
 
 
-def test_overview_rollout_and_training_loops_run_together(model, store):
+async def test_overview_rollout_and_training_loops_run_together(model, store):
     (code,) = re.findall(r"```text\n(async def rollout.*?)```", OVERVIEW, re.DOTALL)
 
-    async def main():
-        dataset, policy, reward, buffer, trainer = await start(model, store)
-        names = {"dataset": dataset, "policy": policy, "reward": reward, "buffer": buffer, "trainer": trainer}
-        names |= {"Group": Group, "Episode": Episode, "batch_size": 2}
-        exec(code, names)
-        for version in range(2):
-            names["version"] = version
-            await asyncio.gather(names["rollout"](), names["rollout"](), names["training"]())
-        assert (await policy.generate.route("abc>")).version == 2
-
-    run(main())
+    dataset, policy, reward, buffer, trainer = await start(model, store)
+    names = {"dataset": dataset, "policy": policy, "reward": reward, "buffer": buffer, "trainer": trainer}
+    names |= {"Group": Group, "Episode": Episode, "batch_size": 2}
+    exec(code, names)
+    for version in range(2):
+        names["version"] = version
+        await asyncio.gather(names["rollout"](), names["rollout"](), names["training"]())
+    assert (await policy.generate.route("abc>")).version == 2
 
 
 @pytest.mark.full
-def test_generator_weights_equal_trainer_weights(model, store):
-    async def main():
-        _, policy, _, _, trainer = await start(model, store)
-        before = await policy.generate.route("abcd>", temperature=0.0)
-        episodes = [Episode(prompt_ids=before.prompt_ids, response_ids=[5, 6, 7, 1], reward=1.0)]
-        for _ in range(60):
-            await trainer.train_step.route(episodes)
-        await trainer.push_weights.call(1)
-        assert await policy.update_weights.fanout(1) == [1, 1]
-        after = [await policy.generate.route("abcd>", temperature=0.0) for _ in range(2)]
-        assert [completion.token_ids for completion in after] == [[5, 6, 7, 1]] * 2
-        assert {version for completion in after for version in completion.versions} == {1}
-        assert [completion.finish for completion in after] == ["stop", "stop"]
-        with pytest.raises(KeyError, match="version 9 is not in the store; it holds"):
-            await policy.update_weights.fanout(9)
-        with pytest.raises(ValueError, match="max_tokens must be at least 1"):
-            await policy.generate.route("abcd>", max_tokens=0)
-
-    run(main())
+async def test_generator_weights_equal_trainer_weights(model, store):
+    _, policy, _, _, trainer = await start(model, store)
+    before = await policy.generate.route("abcd>", temperature=0.0)
+    episodes = [Episode(prompt_ids=before.prompt_ids, response_ids=[5, 6, 7, 1], reward=1.0)]
+    for _ in range(60):
+        await trainer.train_step.route(episodes)
+    await trainer.push_weights.call(1)
+    assert await policy.update_weights.fanout(1) == [1, 1]
+    after = [await policy.generate.route("abcd>", temperature=0.0) for _ in range(2)]
+    assert [completion.token_ids for completion in after] == [[5, 6, 7, 1]] * 2
+    assert {version for completion in after for version in completion.versions} == {1}
+    assert [completion.finish for completion in after] == ["stop", "stop"]
+    with pytest.raises(KeyError, match="version 9 is not in the store; it holds"):
+        await policy.update_weights.fanout(9)
+    with pytest.raises(ValueError, match="max_tokens must be at least 1"):
+        await policy.generate.route("abcd>", max_tokens=0)

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from forge.actors import Generator
-from forge.runtime.controller import endpoint, run
+from forge.runtime.controller import endpoint
 
 pytestmark = pytest.mark.processes
 
@@ -25,32 +25,26 @@ class Sabotaged(Generator):
 
 
 @pytest.mark.full
-def test_call_on_killed_replica_is_answered_by_another(model):
-    async def main():
-        policy = await Sabotaged.options(num_replicas=2).as_service(model, slots=4, max_tokens=4)
-        before = await policy.pid.fanout()
-        async with policy.session():
-            lost = await policy.pid.route()
-            await policy.sabotage.route()
-            completion = await policy.generate.route("abc>", seed=1)
-        assert completion.token_ids == (await policy.generate.route("abc>", seed=1)).token_ids
-        after = await policy.pid.fanout()
-        assert lost in before
-        assert lost not in after
-        assert len({*after}) == 2
-
-    run(main())
+async def test_call_on_killed_replica_is_answered_by_another(model):
+    policy = await Sabotaged.options(num_replicas=2).as_service(model, slots=4, max_tokens=4)
+    before = await policy.pid.fanout()
+    async with policy.session():
+        lost = await policy.pid.route()
+        await policy.sabotage.route()
+        completion = await policy.generate.route("abc>", seed=1)
+    assert completion.token_ids == (await policy.generate.route("abc>", seed=1)).token_ids
+    after = await policy.pid.fanout()
+    assert lost in before
+    assert lost not in after
+    assert len({*after}) == 2
 
 
-def test_constructor_stop_tokens_end_completions(model):
-    async def main():
-        policy = await Generator.options().as_service(model, slots=4, max_tokens=16, stop_token_ids=tuple(range(3, 30)))
-        completion = await policy.generate.route("abc>", seed=1, temperature=5.0)
-        assert (completion.finish, len(completion.token_ids)) == ("stop", 1)
-        several = await policy.generate.route("abc>", seed=1, temperature=5.0, stop_token_ids=())
-        assert len(several.token_ids) > 1
-        for update in (policy.update_weights, policy.update):
-            with pytest.raises(ValueError, match=r"no weight store .*: start it with store=VersionStore\.create\(\)"):
-                await update.fanout(1)
-
-    run(main())
+async def test_constructor_stop_tokens_end_completions(model):
+    policy = await Generator.options().as_service(model, slots=4, max_tokens=16, stop_token_ids=tuple(range(3, 30)))
+    completion = await policy.generate.route("abc>", seed=1, temperature=5.0)
+    assert (completion.finish, len(completion.token_ids)) == ("stop", 1)
+    several = await policy.generate.route("abc>", seed=1, temperature=5.0, stop_token_ids=())
+    assert len(several.token_ids) > 1
+    for update in (policy.update_weights, policy.update):
+        with pytest.raises(ValueError, match=r"no weight store .*: start it with store=VersionStore\.create\(\)"):
+            await update.fanout(1)

@@ -96,62 +96,50 @@ async def step(policy, trainer, version: int) -> None:
 
 
 @pytest.mark.full
-def test_tokens_with_matching_weight_identity_are_trained(model, store):
-    async def main():
-        policy, trainer = await start(model, store, age=0)
-        for version in range(3):
-            await step(policy, trainer, version)
-        (completion,) = await policy.generate.route("abc>", n=1)
-        digest = store.manifest(POLICY, 3).digest
-        assert completion.identities == {3: digest}
-        assert completion.sampled_by in ("generator[0]", "generator[1]")
-
-    run(main())
+async def test_tokens_with_matching_weight_identity_are_trained(model, store):
+    policy, trainer = await start(model, store, age=0)
+    for version in range(3):
+        await step(policy, trainer, version)
+    (completion,) = await policy.generate.route("abc>", n=1)
+    digest = store.manifest(POLICY, 3).digest
+    assert completion.identities == {3: digest}
+    assert completion.sampled_by in ("generator[0]", "generator[1]")
 
 
 @pytest.mark.full
-def test_version_missing_a_shard_is_not_published(model, store):
-    async def main():
-        policy, trainer = await start(model, store, trainer=LossyTrainer, procs=2)
-        with pytest.raises(IncompleteVersion, match=rf"tensor '{TENSOR}' is not whole: .* were not written"):
-            await step(policy, trainer, 0)
-        assert store.versions(POLICY) == [0]
-
-    run(main())
-
-
-@pytest.mark.full
-def test_stale_replica_tokens_raise_in_lock_step(model, store):
-    async def main():
-        policy, trainer = await start(model, store, generator=DeafGenerator, age=0)
+async def test_version_missing_a_shard_is_not_published(model, store):
+    policy, trainer = await start(model, store, trainer=LossyTrainer, procs=2)
+    with pytest.raises(IncompleteVersion, match=rf"tensor '{TENSOR}' is not whole: .* were not written"):
         await step(policy, trainer, 0)
-        wanted = r"step 1 was given tokens that version 0 sampled \(deaf_generator\[1\]\): max_policy_age is 0"
-        with pytest.raises(StaleWeights, match=wanted):
-            await step(policy, trainer, 1)
-
-    run(main())
+    assert store.versions(POLICY) == [0]
 
 
 @pytest.mark.full
-def test_failed_weight_swap_keeps_previous_weights(model, store):
-    async def main():
-        policy, trainer = await start(model, store)
-        before = await policy.generate.route("abc>", temperature=0.0)
-        completions = [Episode(await policy.generate.route("abc>"), 1.0)]
-        await trainer.train_step.route(completions)
-        await trainer.push_weights.call(1)
-        shard = store.manifest(POLICY, 1).by_name[TENSOR][0]
-        with (store.root / "segments" / shard.segment).open("r+b") as file:
-            file.seek(shard.start + 100)
-            file.write(b"damage")
-        wanted = rf"policy version 1: tensor '{TENSOR}' does not have the checksum .*\n.*generator\[\d\]"
-        with pytest.raises(CorruptWeights, match=wanted):
-            await policy.update_weights.fanout(1)
-        after = await policy.generate.route("abc>", temperature=0.0)
-        assert after.token_ids == before.token_ids
-        assert set(after.versions) == {0}
+async def test_stale_replica_tokens_raise_in_lock_step(model, store):
+    policy, trainer = await start(model, store, generator=DeafGenerator, age=0)
+    await step(policy, trainer, 0)
+    wanted = r"step 1 was given tokens that version 0 sampled \(deaf_generator\[1\]\): max_policy_age is 0"
+    with pytest.raises(StaleWeights, match=wanted):
+        await step(policy, trainer, 1)
 
-    run(main())
+
+@pytest.mark.full
+async def test_failed_weight_swap_keeps_previous_weights(model, store):
+    policy, trainer = await start(model, store)
+    before = await policy.generate.route("abc>", temperature=0.0)
+    completions = [Episode(await policy.generate.route("abc>"), 1.0)]
+    await trainer.train_step.route(completions)
+    await trainer.push_weights.call(1)
+    shard = store.manifest(POLICY, 1).by_name[TENSOR][0]
+    with (store.root / "segments" / shard.segment).open("r+b") as file:
+        file.seek(shard.start + 100)
+        file.write(b"damage")
+    wanted = rf"policy version 1: tensor '{TENSOR}' does not have the checksum .*\n.*generator\[\d\]"
+    with pytest.raises(CorruptWeights, match=wanted):
+        await policy.update_weights.fanout(1)
+    after = await policy.generate.route("abc>", temperature=0.0)
+    assert after.token_ids == before.token_ids
+    assert set(after.versions) == {0}
 
 
 @pytest.mark.full

@@ -78,7 +78,7 @@ def test_two_process_reference_scores_like_one_process(model: Path, degrees: dic
 
 @pytest.mark.full
 @pytest.mark.processes
-def test_killed_reference_process_is_replaced(model: Path):
+async def test_killed_reference_process_is_replaced(model: Path):
     batch = pack(episodes())
 
     class Known(ReferenceModel):
@@ -86,12 +86,9 @@ def test_killed_reference_process_is_replaced(model: Path):
         def pid(self) -> int:
             return os.getpid()
 
-    async def main() -> None:
-        reference = await Known.options(procs=2).as_service(str(model), temperature=TEMPERATURE)
-        before = await reference.logprobs.route(batch)
-        first = await reference.pid.route()
-        os.kill(first, signal.SIGKILL)
-        np.testing.assert_array_equal(await reference.logprobs.route(batch), before)
-        assert await reference.pid.route() != first
-
-    run(main())
+    reference = await Known.options(procs=2).as_service(str(model), temperature=TEMPERATURE)
+    before = await reference.logprobs.route(batch)
+    first = await reference.pid.route()
+    os.kill(first, signal.SIGKILL)
+    np.testing.assert_array_equal(await reference.logprobs.route(batch), before)
+    assert await reference.pid.route() != first

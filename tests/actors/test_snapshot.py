@@ -179,18 +179,15 @@ def test_lost_dataset_service_ends_run_with_resume_hint(component: Any):
         component.on_respawn()
 
 
-def test_repeated_group_index_is_dropped_and_counted():
-    async def main() -> None:
-        buffer = ReplayBuffer()
-        group = Group([episode(0), episode(1)], 4)
-        assert await buffer.add(group)
-        await buffer.sample(0, 1)
-        assert not await buffer.add(group)
-        assert (await buffer.counts())["repeated"] == 1
-        for _ in range(2):
-            assert await buffer.add(Group([episode(0), episode(1)]))  # without an index
-
-    asyncio.run(main())
+async def test_repeated_group_index_is_dropped_and_counted():
+    buffer = ReplayBuffer()
+    group = Group([episode(0), episode(1)], 4)
+    assert await buffer.add(group)
+    await buffer.sample(0, 1)
+    assert not await buffer.add(group)
+    assert (await buffer.counts())["repeated"] == 1
+    for _ in range(2):
+        assert await buffer.add(Group([episode(0), episode(1)]))  # without an index
 
 
 @given(

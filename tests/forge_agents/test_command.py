@@ -171,20 +171,17 @@ time.sleep(1)
 
 
 @pytest.mark.parametrize(("count", "name"), [(1200, "d"), (300, "d" * 200), (5000, "d")])
-def test_deep_folders_of_agent_are_removed(count: int, name: str) -> None:
-    async def run() -> None:
-        async with CommandRunner() as runner:
-            result = await runner.run(python(DEEP.format(count=count, name=name)))
-            after = await runner.run(
-                AgentCommand(["cat", "t"], timeout=60), folder=result.folder, files={"t": "text", f"{name}/u": ""}
-            )
-            assert (result.status, after.stdout) == ("exited", "text")
-            result.remove()
-            assert not result.folder.parent.exists()
-            left = await runner.run(python(DEEP.format(count=count, name=name)))
-        assert not left.folder.exists()
-
-    asyncio.run(run())
+async def test_deep_folders_of_agent_are_removed(count: int, name: str) -> None:
+    async with CommandRunner() as runner:
+        result = await runner.run(python(DEEP.format(count=count, name=name)))
+        after = await runner.run(
+            AgentCommand(["cat", "t"], timeout=60), folder=result.folder, files={"t": "text", f"{name}/u": ""}
+        )
+        assert (result.status, after.stdout) == ("exited", "text")
+        result.remove()
+        assert not result.folder.parent.exists()
+        left = await runner.run(python(DEEP.format(count=count, name=name)))
+    assert not left.folder.exists()
 
 
 def test_connections_of_agents_leave_descriptors_to_the_run(url: str) -> None:

@@ -90,45 +90,42 @@ def logits_loss(logits, response, ref_logprobs, advantages, padding_mask, beta=0
 
 
 @pytest.mark.processes
-def test_program_of_torchforge_samples_trains_and_updates(model):
+async def test_program_of_torchforge_samples_trains_and_updates(model):
     section = {"name": "qwen3", "hf_assets_path": f"hf://{model}"}
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
 
-    async def main():
-        await store.initialize(mesh=None, strategy=store.LocalRankStrategy())
-        engine = {"model": str(model), "tensor_parallel_size": 1, "enforce_eager": False}
-        generator, trainer, reference = await asyncio.gather(
-            Generator.options(procs=1).as_service(engine_args=engine, sampling_params={"n": 4, "max_tokens": 4}),
-            TitanTrainer.as_actor(model=section, training={"seq_len": 64}, loss=logits_loss),
-            NativeReference.as_service(model=section, training={"seq_len": 64, "dtype": "float32"}),
-        )
-        await trainer.setup.call()
-        completions = await generator.generate.route("abc>")
-        assert [completion.prompt for completion in completions] == ["abc>"] * 4
-        response = torch.zeros(4, 4, dtype=torch.long)
-        for row, completion in zip(response, completions, strict=True):
-            row[: len(completion.token_ids)] = completion.token_ids.to(torch.long)
-        tokens = torch.cat([completions[0].prompt_ids.repeat(4, 1), response], dim=1)
+    await store.initialize(mesh=None, strategy=store.LocalRankStrategy())
+    engine = {"model": str(model), "tensor_parallel_size": 1, "enforce_eager": False}
+    generator, trainer, reference = await asyncio.gather(
+        Generator.options(procs=1).as_service(engine_args=engine, sampling_params={"n": 4, "max_tokens": 4}),
+        TitanTrainer.as_actor(model=section, training={"seq_len": 64}, loss=logits_loss),
+        NativeReference.as_service(model=section, training={"seq_len": 64, "dtype": "float32"}),
+    )
+    await trainer.setup.call()
+    completions = await generator.generate.route("abc>")
+    assert [completion.prompt for completion in completions] == ["abc>"] * 4
+    response = torch.zeros(4, 4, dtype=torch.long)
+    for row, completion in zip(response, completions, strict=True):
+        row[: len(completion.token_ids)] = completion.token_ids.to(torch.long)
+    tokens = torch.cat([completions[0].prompt_ids.repeat(4, 1), response], dim=1)
 
-        ref_logprobs = await reference.forward.route(tokens, tokens.shape[1] - 4, return_logprobs=True)
-        mask = response != 0
-        advantages = torch.tensor([[1.0], [-1.0], [0.5], [-0.5]])
-        target = {"response": response, "advantages": advantages, "padding_mask": mask, "ref_logprobs": ref_logprobs}
-        expected = logits_loss(policy(tokens).logits, **target).item()
-        losses = await trainer.train_step.call([{"tokens": tokens}], [target])
-        assert [rank for rank, _ in losses.items()] == [0]
-        assert [*losses.values()] == pytest.approx([expected], abs=1e-6)
+    ref_logprobs = await reference.forward.route(tokens, tokens.shape[1] - 4, return_logprobs=True)
+    mask = response != 0
+    advantages = torch.tensor([[1.0], [-1.0], [0.5], [-0.5]])
+    target = {"response": response, "advantages": advantages, "padding_mask": mask, "ref_logprobs": ref_logprobs}
+    expected = logits_loss(policy(tokens).logits, **target).item()
+    losses = await trainer.train_step.call([{"tokens": tokens}], [target])
+    assert [rank for rank, _ in losses.items()] == [0]
+    assert [*losses.values()] == pytest.approx([expected], abs=1e-6)
 
-        await trainer.push_weights.call(policy_version=1)
-        assert await generator.update_weights.fanout(policy_version=1) == [1]
-        completion: Completion = (await generator.generate.route("abc>", n=1))[0]
-        assert completion.generator_version == 1
-        await trainer.mesh.stop()
-        with pytest.raises(ServiceStopped):
-            await trainer.push_weights.call(2)
-        await store.shutdown()
-
-    run(main())
+    await trainer.push_weights.call(policy_version=1)
+    assert await generator.update_weights.fanout(policy_version=1) == [1]
+    completion: Completion = (await generator.generate.route("abc>", n=1))[0]
+    assert completion.generator_version == 1
+    await trainer.mesh.stop()
+    with pytest.raises(ServiceStopped):
+        await trainer.push_weights.call(2)
+    await store.shutdown()
 
 
 def test_torchforge_sections_configure_trainer():
@@ -275,27 +272,24 @@ class Recorder(ReplayBuffer):
 
 
 @pytest.mark.processes
-def test_metric_logger_merges_values_of_all_processes(caplog):
-    async def main():
-        logger = await get_or_create_metric_logger(process_name="Controller")
-        assert await get_or_create_metric_logger() is logger
-        await logger.init_backends.call_one({"console": {"logging_mode": "global_reduce"}})
-        recorder = await Recorder.as_actor(batch_size=1)
-        await recorder.record.route()
-        record_metric("seen", 4.0, Reduce.SUM)
-        with caplog.at_level(logging.INFO, logger="forge.metrics"):
-            values = await logger.flush.call_one(7)
-        assert values["seen"] == 7.0
-        assert "step 7" in caplog.text
-        assert "seen: 7" in caplog.text
-        with pytest.raises(ValueError, match="logging_mode per_rank_reduce is unsupported"):
-            await logger.init_backends.call_one({"console": {"logging_mode": "per_rank_reduce"}})
-        with pytest.raises(ValueError, match="the backends are console, wandb"):
-            await logger.init_backends.call_one({"tensorboard": {}})
-        await logger.finish.call_one()
-        assert await get_or_create_metric_logger() is not logger
-
-    run(main())
+async def test_metric_logger_merges_values_of_all_processes(caplog):
+    logger = await get_or_create_metric_logger(process_name="Controller")
+    assert await get_or_create_metric_logger() is logger
+    await logger.init_backends.call_one({"console": {"logging_mode": "global_reduce"}})
+    recorder = await Recorder.as_actor(batch_size=1)
+    await recorder.record.route()
+    record_metric("seen", 4.0, Reduce.SUM)
+    with caplog.at_level(logging.INFO, logger="forge.metrics"):
+        values = await logger.flush.call_one(7)
+    assert values["seen"] == 7.0
+    assert "step 7" in caplog.text
+    assert "seen: 7" in caplog.text
+    with pytest.raises(ValueError, match="logging_mode per_rank_reduce is unsupported"):
+        await logger.init_backends.call_one({"console": {"logging_mode": "per_rank_reduce"}})
+    with pytest.raises(ValueError, match="the backends are console, wandb"):
+        await logger.init_backends.call_one({"tensorboard": {}})
+    await logger.finish.call_one()
+    assert await get_or_create_metric_logger() is not logger
 
 
 def test_parse_decorator_passes_resolved_config_to_main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):

@@ -8,7 +8,7 @@ import forge.store as ts
 import pytest
 import torch
 
-from forge.runtime.controller import ForgeActor, endpoint, run
+from forge.runtime.controller import ForgeActor, endpoint
 from forge.runtime.store import CorruptWeights, MissingVersion  # noqa: F401  (as users import them)
 
 pytestmark = pytest.mark.processes
@@ -88,13 +88,10 @@ class Reader(ForgeActor):
         return value.tolist()
 
 
-def test_actor_process_shares_store_of_controller():
-    async def main():
-        await ts.initialize()
-        reader = await Reader.as_actor()
-        await ts.put("w", torch.zeros(2))
-        assert await reader.swap.call_one("w") == [0.0, 0.0]
-        assert (await ts.get("w")).tolist() == [1.0, 1.0]
-        await ts.shutdown()
-
-    run(main())
+async def test_actor_process_shares_store_of_controller():
+    await ts.initialize()
+    reader = await Reader.as_actor()
+    await ts.put("w", torch.zeros(2))
+    assert await reader.swap.call_one("w") == [0.0, 0.0]
+    assert (await ts.get("w")).tolist() == [1.0, 1.0]
+    await ts.shutdown()

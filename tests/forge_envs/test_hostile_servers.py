@@ -134,26 +134,20 @@ def test_server_sent_event_size_is_bounded(end: str):
     "body",
     [b"[1]", b"3", b"{", DEEP.encode(), b"\xff\xfe"],
 )
-def test_hostile_openenv_answer_raises(body: bytes):
-    async def main():
-        async with Scripted(lambda *_: answered(body)) as url, OpenEnvClient(url) as client:
-            with pytest.raises((InfrastructureError, OpenEnvError)):
-                await client.schema()
-
-    asyncio.run(main())
+async def test_hostile_openenv_answer_raises(body: bytes):
+    async with Scripted(lambda *_: answered(body)) as url, OpenEnvClient(url) as client:
+        with pytest.raises((InfrastructureError, OpenEnvError)):
+            await client.schema()
 
 
 @pytest.mark.parametrize("library", ["httpx", "httpx2"])  # the second is what newer clients of LM judges use
 @pytest.mark.parametrize("name", ["a gzip bomb", "a long answer", "a long event", "a compressed event"])
-def test_bounded_transport_rejects_oversized_answers(library: str, name: str):
+async def test_bounded_transport_rejects_oversized_answers(library: str, name: str):
     httpx = pytest.importorskip(library)
 
-    async def main():
-        async with (
-            Scripted(lambda *_: CALLS[name](1)) as url,
-            httpx.AsyncClient(transport=bounded_transport(httpx)()) as client,
-        ):
-            with pytest.raises(httpx.ReadError, match=r"compressed|longer than"):
-                await client.post(url, json={})
-
-    asyncio.run(main())
+    async with (
+        Scripted(lambda *_: CALLS[name](1)) as url,
+        httpx.AsyncClient(transport=bounded_transport(httpx)()) as client,
+    ):
+        with pytest.raises(httpx.ReadError, match=r"compressed|longer than"):
+            await client.post(url, json={})

@@ -174,30 +174,26 @@ def test_vllm_processes_end_with_killed_owner(tmp_path: Path) -> None:
 
 
 @installed
-def test_tensor_parallel_vllm_matches_transformers(tmp_path: Path) -> None:
+async def test_tensor_parallel_vllm_matches_transformers(tmp_path: Path) -> None:
     """Tensor parallelism by `procs`: the tokens of the embedded engine, before and after an update."""
     from forge.actors import PolicyActor
     from forge.engines.weights import read_checkpoint
     from forge.models import build_small_model
-    from forge.runtime.controller import run
 
     sizes = {"hidden_size": 128, "layers": 2, "heads": 4, "kv_heads": 2, "max_positions": 32, "alphabet": "abcd>"}
     models = [build_small_model(tmp_path / str(seed), seed=seed, **sizes) for seed in (0, 1)]
 
-    async def main() -> None:
-        store = VersionStore.create()
-        how = {"store": store, "slots": 4, "max_tokens": 8}
-        two = await PolicyActor.options(procs=2).as_service(models[0], engine="vllm", **how)
-        one = await PolicyActor.as_service(models[0], **how)
-        for version in range(2):
-            if version:
-                store.put("policy", dict(read_checkpoint(Path(models[1]))), version)
-                assert [await policy.update.fanout(version) for policy in (two, one)] == [[1], [1]]
-            for prompt in ("abc>", "d>"):
-                ours, theirs = [await policy.generate.route(prompt, temperature=0.0) for policy in (two, one)]
-                assert ours.token_ids == theirs.token_ids
-                assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
-                assert set(ours.versions) == {version}
-        store.close()
-
-    run(main())
+    store = VersionStore.create()
+    how = {"store": store, "slots": 4, "max_tokens": 8}
+    two = await PolicyActor.options(procs=2).as_service(models[0], engine="vllm", **how)
+    one = await PolicyActor.as_service(models[0], **how)
+    for version in range(2):
+        if version:
+            store.put("policy", dict(read_checkpoint(Path(models[1]))), version)
+            assert [await policy.update.fanout(version) for policy in (two, one)] == [[1], [1]]
+        for prompt in ("abc>", "d>"):
+            ours, theirs = [await policy.generate.route(prompt, temperature=0.0) for policy in (two, one)]
+            assert ours.token_ids == theirs.token_ids
+            assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+            assert set(ours.versions) == {version}
+    store.close()

@@ -53,7 +53,7 @@ async def start(model, store):
 
 
 @pytest.mark.parametrize("name", [printed.FRONT, pytest.param(printed.TALK, marks=pytest.mark.full)])
-def test_pseudocode_episode_code_returns_scored_episode(model, store, name):
+async def test_pseudocode_episode_code_returns_scored_episode(model, store, name):
     code = "\n".join(
         printed.block(
             name,
@@ -63,71 +63,62 @@ def test_pseudocode_episode_code_returns_scored_episode(model, store, name):
     )
     code = code if name == printed.TALK else code + "\n    )\n"
 
-    async def main():
-        dataloader, policy, reward, buffer, _ = await start(model, store)
-        generate_episode = printed.run(code, Episode=Episode)["generate_episode"]
-        await generate_episode(dataloader, policy, reward, buffer)
-        (episode,) = await buffer.sample.route(0, 1)
-        assert 0.0 <= episode.reward <= 1.0
-
-    run(main())
+    dataloader, policy, reward, buffer, _ = await start(model, store)
+    generate_episode = printed.run(code, Episode=Episode)["generate_episode"]
+    await generate_episode(dataloader, policy, reward, buffer)
+    (episode,) = await buffer.sample.route(0, 1)
+    assert 0.0 <= episode.reward <= 1.0
 
 
 @pytest.mark.full
-def test_pseudocode_synchronous_loop_publishes_versions(model, store):
+async def test_pseudocode_synchronous_loop_publishes_versions(model, store):
     """As printed: nothing but the trainer's step comes before the fanout of its version."""
     episode = "\n".join(printed.block(printed.TALK, "async def generate_episode(", "Episode(response, reward_value)"))
     loop = "\n".join(printed.block(printed.TALK, "async def synchronous_rl(", "version += 1"))
 
-    async def main():
-        parts = _, policy, _, buffer, trainer = await start(model, store)
-        names = printed.run(episode, Episode=Episode)
+    parts = _, policy, _, buffer, trainer = await start(model, store)
+    names = printed.run(episode, Episode=Episode)
 
-        async def generate_episode(_):
-            await names["generate_episode"](*parts[:4])
+    async def generate_episode(_):
+        await names["generate_episode"](*parts[:4])
 
-        loop_names = printed.run(loop, generate_episode=generate_episode, buffer=buffer, trainer=trainer, policy=policy)
-        training = asyncio.create_task(loop_names["synchronous_rl"](4))
-        async with asyncio.timeout(120):
-            while (await policy.generate.route("abc>")).version < 3 and not training.done():
-                await asyncio.sleep(0.05)
-        training.cancel()
-        await asyncio.gather(training, return_exceptions=True)
-        assert max(store.versions("policy")) >= 3
-
-    run(main())
+    loop_names = printed.run(loop, generate_episode=generate_episode, buffer=buffer, trainer=trainer, policy=policy)
+    training = asyncio.create_task(loop_names["synchronous_rl"](4))
+    async with asyncio.timeout(120):
+        while (await policy.generate.route("abc>")).version < 3 and not training.done():
+            await asyncio.sleep(0.05)
+    training.cancel()
+    await asyncio.gather(training, return_exceptions=True)
+    assert max(store.versions("policy")) >= 3
 
 
-def test_pseudocode_asynchronous_loop_trains_three_steps(model, store):
+async def test_pseudocode_asynchronous_loop_trains_three_steps(model, store):
     loop = "\n".join(
         printed.block(printed.TALK, "async def async_rl_loop(", "await asyncio.gather(*rollouts, training)")
     )
     episode = "\n".join(printed.block(printed.TALK, "async def generate_episode(", "Episode(response, reward_value)"))
 
-    async def main():
-        parts = _, policy, _, buffer, trainer = await start(model, store)
-        generate_episode = printed.run(episode, Episode=Episode)["generate_episode"]
-        steps = []
+    parts = _, policy, _, buffer, trainer = await start(model, store)
+    generate_episode = printed.run(episode, Episode=Episode)["generate_episode"]
+    steps = []
 
-        async def continuous_rollouts():
-            while len(steps) < 3:
-                await generate_episode(*parts[:4])
+    async def continuous_rollouts():
+        while len(steps) < 3:
+            await generate_episode(*parts[:4])
 
-        async def continuous_training():
-            for version in range(3):
-                await trainer.train_step.route(await buffer.sample.route(version, 4))
-                await policy.update_weights.fanout(version + 1)
-                steps.append(version)
+    async def continuous_training():
+        for version in range(3):
+            await trainer.train_step.route(await buffer.sample.route(version, 4))
+            await policy.update_weights.fanout(version + 1)
+            steps.append(version)
 
-        names = {
-            "asyncio": asyncio,
-            "continuous_rollouts": continuous_rollouts,
-            "continuous_training": continuous_training,
-        }
-        await printed.run(loop, **names)["async_rl_loop"](2)
-        assert steps == [0, 1, 2]
-
-    run(main())
+    names = {
+        "asyncio": asyncio,
+        "continuous_rollouts": continuous_rollouts,
+        "continuous_training": continuous_training,
+    }
+    await printed.run(loop, **names)["async_rl_loop"](2)
+    assert steps == [0, 1, 2]
 
 
 def test_pseudocode_service_options_name_what_is_missing(model, store):

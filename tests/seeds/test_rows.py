@@ -18,7 +18,7 @@ from forge.losses import SimpleGRPOLoss
 from forge.models import build_small_model
 from forge.recipes.placement import check_hosts, gpus_needed
 from forge.recipes.rl_config import RLConfig
-from forge.runtime.controller import run, shutdown
+from forge.runtime.controller import shutdown
 
 ROOT = Path(__file__).parents[2]
 _spec = importlib.util.spec_from_file_location("make_compatibility", ROOT / "docs/make_compatibility.py")
@@ -36,7 +36,8 @@ def numbers(row: dict) -> list[int]:
 @cache
 def functions_of(path: Path) -> set[str]:
     """The names of the test functions of a file."""
-    return {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    return {node.name for node in ast.parse(path.read_text()).body if isinstance(node, kinds)}
 
 
 def test_compatibility_page_matches_its_rows():
@@ -118,16 +119,13 @@ def test_component_is_placed_on_its_named_host(component, monkeypatch):
 
 
 @pytest.mark.processes
-def test_shutdown_without_services_is_a_no_op():
-    async def main():
-        await shutdown()
-
-    run(main())
+async def test_shutdown_without_services_is_a_no_op():
+    await shutdown()
 
 
 @pytest.mark.processes
 @pytest.mark.full
-def test_trainer_service_takes_batch_through_route(tmp_path):
+async def test_trainer_service_takes_batch_through_route(tmp_path):
     sizes = {"hidden_size": 16, "layers": 1, "heads": 2, "kv_heads": 1, "max_positions": 64}
     model = build_small_model(tmp_path / "model", seed=0, alphabet="abc", **sizes)
     ones = torch.ones(2, 3)
@@ -141,10 +139,7 @@ def test_trainer_service_takes_batch_through_route(tmp_path):
         }
     ]
 
-    async def main():
-        trainer = await Trainer.as_actor(model, loss=SimpleGRPOLoss(beta=0.1), seq_len=64)
-        with pytest.raises(TypeError, match=r"write `await trainer.train_step.route\(\.\.\.\)`"):
-            trainer.train_step(inputs, targets)
-        assert isinstance(await trainer.train_step.route(inputs, targets), float)
-
-    run(main())
+    trainer = await Trainer.as_actor(model, loss=SimpleGRPOLoss(beta=0.1), seq_len=64)
+    with pytest.raises(TypeError, match=r"write `await trainer.train_step.route\(\.\.\.\)`"):
+        trainer.train_step(inputs, targets)
+    assert isinstance(await trainer.train_step.route(inputs, targets), float)

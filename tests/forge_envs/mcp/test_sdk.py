@@ -15,24 +15,21 @@ pytest.importorskip("mcp")
 SERVER = [sys.executable, str(Path(__file__).parent / "sdk_server.py")]
 
 
-def test_tools_of_streamable_http_sdk_server_are_called(unused_port):
-    async def main():
-        program = await asyncio.create_subprocess_exec(*SERVER, "streamable-http", str(unused_port))
-        tools = HTTPTools(f"http://127.0.0.1:{unused_port}/mcp")
-        for _ in range(200):
-            try:
-                await tools.open()
-                break
-            except InfrastructureError:
-                await asyncio.sleep(0.1)
-        await _use(tools)
-        await tools.open()
-        program.kill()
-        await program.wait()
-        with pytest.raises(InfrastructureError):
-            await tools.call("add", {"a": 1, "b": 2})
-
-    asyncio.run(main())
+async def test_tools_of_streamable_http_sdk_server_are_called(unused_port):
+    program = await asyncio.create_subprocess_exec(*SERVER, "streamable-http", str(unused_port))
+    tools = HTTPTools(f"http://127.0.0.1:{unused_port}/mcp")
+    for _ in range(200):
+        try:
+            await tools.open()
+            break
+        except InfrastructureError:
+            await asyncio.sleep(0.1)
+    await _use(tools)
+    await tools.open()
+    program.kill()
+    await program.wait()
+    with pytest.raises(InfrastructureError):
+        await tools.call("add", {"a": 1, "b": 2})
 
 
 async def _use(tools):

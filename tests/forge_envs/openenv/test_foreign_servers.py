@@ -71,14 +71,11 @@ def played(texts, answer, properties=None, **settings):
         (None, "ended the connection instead of answering reset"),
     ],
 )
-def test_protocol_violating_answer_loses_session(said, why):
-    async def main():
-        async with server(lambda kind, data: said) as url, OpenEnvClient(url) as client, client.session() as session:
-            with pytest.raises(InfrastructureError, match=why):
-                await session.reset()
-            assert session.lost
-
-    asyncio.run(main())
+async def test_protocol_violating_answer_loses_session(said, why):
+    async with server(lambda kind, data: said) as url, OpenEnvClient(url) as client, client.session() as session:
+        with pytest.raises(InfrastructureError, match=why):
+            await session.reset()
+        assert session.lost
 
 
 def test_turn_text_becomes_single_field_action():

@@ -46,21 +46,18 @@ def _stats():
             yield folder / "stat"
 
 
-def test_killed_openenv_server_raises_infrastructure_error():
-    async def main():
-        server = await LocalServer.start(SERVE, cwd=ROOT)
-        async with OpenEnvClient(server.url) as client:
-            env = OpenEnvEnvironment(client)
-            first = await env.reset(None, seed=1)
+async def test_killed_openenv_server_raises_infrastructure_error():
+    server = await LocalServer.start(SERVE, cwd=ROOT)
+    async with OpenEnvClient(server.url) as client:
+        env = OpenEnvEnvironment(client)
+        first = await env.reset(None, seed=1)
+        await env.step(Action("x"))
+        os.kill(first.info["pid"], signal.SIGKILL)
+        with pytest.raises(InfrastructureError):
             await env.step(Action("x"))
-            os.kill(first.info["pid"], signal.SIGKILL)
-            with pytest.raises(InfrastructureError):
-                await env.step(Action("x"))
-            await server.stop()
-            with pytest.raises(InfrastructureError, match="is over"):
-                await env.step(Action("x"))
-
-    asyncio.run(main())
+        await server.stop()
+        with pytest.raises(InfrastructureError, match="is over"):
+            await env.step(Action("x"))
 
 
 @pytest.mark.parametrize(

@@ -117,29 +117,23 @@ def test_environment_error_keeps_openenv_session():
     assert with_client(work) == "turn 2 of 1: x"
 
 
-def test_unreachable_openenv_server_raises():
-    async def main():
-        async with OpenEnvClient("http://127.0.0.1:9", patience=0.2) as client:
-            with pytest.raises(InfrastructureError, match="no session with http"):
-                await client.acquire()
-            with pytest.raises(InfrastructureError, match="/health"):
-                await client.health()
-
-    asyncio.run(main())
+async def test_unreachable_openenv_server_raises():
+    async with OpenEnvClient("http://127.0.0.1:9", patience=0.2) as client:
+        with pytest.raises(InfrastructureError, match="no session with http"):
+            await client.acquire()
+        with pytest.raises(InfrastructureError, match="/health"):
+            await client.health()
 
 
-def test_invalid_openenv_messages_raise():
-    async def main():
-        async with serve(Counting) as url, aiohttp.ClientSession() as http, http.ws_connect(f"{url}/ws") as socket:
+async def test_invalid_openenv_messages_raise():
+    async with serve(Counting) as url, aiohttp.ClientSession() as http, http.ws_connect(f"{url}/ws") as socket:
 
-            async def said(text):
-                await socket.send_str(text)
-                return (await socket.receive_json())["data"]["code"]
+        async def said(text):
+            await socket.send_str(text)
+            return (await socket.receive_json())["data"]["code"]
 
-            assert await said("{") == "INVALID_JSON"
-            assert await said("[1]") == "VALIDATION_ERROR"
-            assert await said('{"type": "reset", "data": 3}') == "VALIDATION_ERROR"
-            assert await said('{"type": "reset", "data": {"seed": "x"}}') == "VALIDATION_ERROR"
-            assert await said('{"type": "dance"}') == "UNKNOWN_TYPE"
-
-    asyncio.run(main())
+        assert await said("{") == "INVALID_JSON"
+        assert await said("[1]") == "VALIDATION_ERROR"
+        assert await said('{"type": "reset", "data": 3}') == "VALIDATION_ERROR"
+        assert await said('{"type": "reset", "data": {"seed": "x"}}') == "VALIDATION_ERROR"
+        assert await said('{"type": "dance"}') == "UNKNOWN_TYPE"

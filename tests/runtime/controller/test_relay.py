@@ -53,13 +53,10 @@ class Unsendable(ForgeActor):
         return Once()
 
 
-def test_unsendable_answer_raises_at_caller():
-    async def main() -> None:
-        caller = await Caller.as_service(await Unsendable.as_service())
-        with pytest.raises(Exception, match=r"cannot pickle '_thread\.lock'"):
-            await asyncio.wait_for(caller.ask.route(0.0), 60)
-
-    run(main())
+async def test_unsendable_answer_raises_at_caller():
+    caller = await Caller.as_service(await Unsendable.as_service())
+    with pytest.raises(Exception, match=r"cannot pickle '_thread\.lock'"):
+        await asyncio.wait_for(caller.ask.route(0.0), 60)
 
 
 def test_killed_caller_is_replaced_and_call_answered():

@@ -44,22 +44,19 @@ def loads(*in_flight):
     return [Place(i, requests=set(range(n))) for i, n in enumerate(in_flight)]
 
 
-def test_retried_request_avoids_replicas_it_killed():
-    async def main():
-        balancer = LoadBalancer(least_loaded, 4)
-        places = loads(0, 2)
-        for place in places:
-            balancer.join(place)
-        again = request()
-        again.avoid = {0}
-        assert (await balancer.acquire(again)).index == 1
-        assert (await balancer.acquire(request())).index == 0
-        balancer.leave(places[1])
-        last = request()
-        last.avoid = {0}
-        assert (await balancer.acquire(last)).index == 0
-
-    asyncio.run(main())
+async def test_retried_request_avoids_replicas_it_killed():
+    balancer = LoadBalancer(least_loaded, 4)
+    places = loads(0, 2)
+    for place in places:
+        balancer.join(place)
+    again = request()
+    again.avoid = {0}
+    assert (await balancer.acquire(again)).index == 1
+    assert (await balancer.acquire(request())).index == 0
+    balancer.leave(places[1])
+    last = request()
+    last.avoid = {0}
+    assert (await balancer.acquire(last)).index == 0
 
 
 @given(st.lists(st.text(min_size=1), min_size=20, max_size=40, unique=True), st.integers(2, 8))
@@ -81,49 +78,43 @@ def test_prefix_affinity_yields_to_load():
     assert router(places, request("same middle")) is not home
 
 
-def test_custom_router_is_used_and_checked():
-    async def main():
-        balancer = LoadBalancer(lambda candidates, request: candidates[request.args[0]], 10)
-        for place in loads(0, 0, 0):
-            balancer.join(place)
-        assert [(await balancer.acquire(request(i))).index for i in (2, 0, 1)] == [2, 0, 1]
-        with pytest.raises(IndexError):
-            await balancer.acquire(request(3))
-        balancer.router = lambda candidates, request: "the first"
-        with pytest.raises(TypeError, match="none of the candidates"):
-            await balancer.acquire(request())
-
-    asyncio.run(main())
-
-
-def test_requests_beyond_max_in_flight_queue_in_order():
-    async def main():
-        balancer = LoadBalancer(least_loaded, 2)
-        place = Place(0)
+async def test_custom_router_is_used_and_checked():
+    balancer = LoadBalancer(lambda candidates, request: candidates[request.args[0]], 10)
+    for place in loads(0, 0, 0):
         balancer.join(place)
-        running = [request() for _ in range(2)]
-        for r in running:
-            await balancer.acquire(r)
-        order = []
+    assert [(await balancer.acquire(request(i))).index for i in (2, 0, 1)] == [2, 0, 1]
+    with pytest.raises(IndexError):
+        await balancer.acquire(request(3))
+    balancer.router = lambda candidates, request: "the first"
+    with pytest.raises(TypeError, match="none of the candidates"):
+        await balancer.acquire(request())
 
-        async def wait(number):
-            await balancer.acquire(request())
-            order.append(number)
 
-        tasks = [asyncio.create_task(wait(number)) for number in range(3)]
+async def test_requests_beyond_max_in_flight_queue_in_order():
+    balancer = LoadBalancer(least_loaded, 2)
+    place = Place(0)
+    balancer.join(place)
+    running = [request() for _ in range(2)]
+    for r in running:
+        await balancer.acquire(r)
+    order = []
+
+    async def wait(number):
+        await balancer.acquire(request())
+        order.append(number)
+
+    tasks = [asyncio.create_task(wait(number)) for number in range(3)]
+    await asyncio.sleep(0)
+    assert len(balancer.queued) == 3
+    for r in running:
+        balancer.release(place, r)
         await asyncio.sleep(0)
-        assert len(balancer.queued) == 3
-        for r in running:
-            balancer.release(place, r)
-            await asyncio.sleep(0)
-            assert place.in_flight == 2
-        await asyncio.sleep(0)
-        assert order == [0, 1]
-        tasks[2].cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert len(balancer.queued) == 0
-
-    asyncio.run(main())
+        assert place.in_flight == 2
+    await asyncio.sleep(0)
+    assert order == [0, 1]
+    tasks[2].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert len(balancer.queued) == 0
 
 
 @given(st.integers(0, 2**32), st.integers(1, 5), st.integers(1, 4), st.sampled_from(["least_loaded", "round_robin"]))

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from forge.runtime.controller import run, shutdown
+from forge.runtime.controller import shutdown
 from tests.runtime.monarch.components import Mailbox
 
 
@@ -19,20 +19,14 @@ async def exercise(mailbox) -> None:
 
 
 @pytest.mark.processes
-def test_monarch_decorated_endpoints_work_in_service():
-    async def main() -> None:
-        mailbox = await Mailbox.as_actor()
-        await exercise(mailbox)
-        assert mailbox.status().restarts == 0
-
-    run(main())
+async def test_monarch_decorated_endpoints_work_in_service():
+    mailbox = await Mailbox.as_actor()
+    await exercise(mailbox)
+    assert mailbox.status().restarts == 0
 
 
-def test_monarch_decorated_endpoints_work_locally():
-    async def main() -> None:
-        try:
-            await exercise(await Mailbox.as_local())
-        finally:
-            await shutdown()
-
-    asyncio.run(main())
+async def test_monarch_decorated_endpoints_work_locally():
+    try:
+        await exercise(await Mailbox.as_local())
+    finally:
+        await shutdown()
