@@ -50,7 +50,7 @@ def test_monarch_readme_block_runs_next_to_service(tmp_path: Path):
     block = next(part for part in text.split("```python\n")[1:] if "spawn_procs" in part).partition("```")[0]
     (tmp_path / "readme.py").write_text(block)
     printed = run_program(["-m", "tests.runtime.monarch.beside", str(tmp_path / "readme.py")], 150)
-    assert printed.splitlines()[-1] == "SERVED True True"
+    assert "SERVED True True" in printed.splitlines()
 
 
 @pytest.mark.full
@@ -60,4 +60,4 @@ def test_monarch_examples_run_next_to_service(name: str, tmp_path: Path):
     program.write_text(source_of(f"docs/source/examples/{name}.py"))
     printed = run_program(["-m", "tests.runtime.monarch.beside", str(program)], 280)
     assert EXAMPLES[name] in printed
-    assert printed.splitlines()[-1] == "SERVED True True"
+    assert "SERVED True True" in printed.splitlines()
