@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
@@ -84,7 +85,7 @@ class CommandRunner:
         self._runs: set[asyncio.Task[CommandResult]] = set()
         # Of all programs: each takes two of this process's descriptors, of which the rest of a run needs some.
         self._connections = asyncio.Semaphore(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 3)
-        self._number = 0
+        self._numbers = count(1)
 
     async def start(self) -> None:
         """Create the folder for all runs, and check that programs can be confined, by running one.
@@ -145,8 +146,7 @@ class CommandRunner:
         gateway = _gateway_address(url, command.network, self.level)
         is_new = folder is None
         if folder is None:
-            self._number += 1
-            folder = self._scratch.path / str(self._number) / "task"
+            folder = self._scratch.path / str(next(self._numbers)) / "task"
 
         # What the placeholders of the command stand for. A confined program reaches the gateway, on any host, at the
         # same port of its loopback, from which connections are forwarded.
@@ -157,8 +157,10 @@ class CommandRunner:
 
         # The network "gateway" without a port to forward gives no access to any network.
         settings, request = self._sandbox_settings(command, values, folder)
-        settings["network"] = "gateway" if url is None else command.network
-        settings["port"] = None if gateway is None else gateway[1]
+        settings |= {
+            "network": "gateway" if url is None else command.network,
+            "port": None if gateway is None else gateway[1],
+        }
 
         source = command.files if is_new else None
         texts = {**(files or {}), **({} if fits_variable(task_text) else {TASK: task_text})}

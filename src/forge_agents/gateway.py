@@ -179,7 +179,7 @@ class Gateway:
     def _mark_sent(self, request: web.Request, session: Session, generation: Generation) -> None:
         """Record that the client has received an answer, unless its connection was closed while it was written."""
         if request.transport is not None and not request.transport.is_closing():
-            session.mark_delivered(generation)
+            session.delivered.update(generation.ids)
 
     def _session_of(self, request: web.Request) -> Session:
         """Return the session whose key a request has; BadRequest, with status 401, if no session has it."""

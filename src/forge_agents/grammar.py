@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Container, Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,7 +102,6 @@ class Grammars:
         self._folder = folder
         self._vocab = vocab
         self._lock = threading.Lock()
-        self._tokenizer: LLTokenizer | None = None
         self._compiled = lru_cache(COMPILED)(self._compile_grammar)
 
     def matcher(self, grammar: str, stops: frozenset[int]) -> Matcher:
@@ -119,18 +118,19 @@ class Grammars:
         if not stops:
             raise ValueError("a grammar needs a token that ends its text: the model has no eos, set stop_token_ids")
         with self._lock:
-            if self._tokenizer is None:
-                self._tokenizer = _open_tokenizer(self._folder, self._vocab)
             tokenizer = self._tokenizer
         # A tokenizer may have more tokens than the model has logits: the model cannot sample those.
         without_logits = range(self._vocab, tokenizer.vocab_size)
         text = ~_token_bits([*tokenizer.eos_tokens, *stops, *without_logits], tokenizer.vocab_size)
         return Matcher(self._compiled(grammar), stops, text, _token_bits(stops, tokenizer.vocab_size))
 
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        return _open_tokenizer(self._folder, self._vocab)
+
     def _compile_grammar(self, grammar: str) -> LLMatcher:
         from llguidance import LLMatcher
 
-        assert self._tokenizer is not None
         state = LLMatcher(self._tokenizer, grammar, log_level=0)
         if state.is_error():
             raise ValueError(f"the grammar is invalid: {_first_line(state.get_error())}")

@@ -191,8 +191,10 @@ async def command_play(agent: AgentConfig, runner: CommandRunner) -> Play:
         result = await runner.run(command, url=access.url, key=access.key, model=POLICY, task_text=task, files=texts)
 
         try:
-            info = {"exit_code": result.exit_code, "stdout": result.stdout[-TAIL:], "stderr": result.stderr[-TAIL:]}
-            info |= {"reason": result.reason} if result.reason else {}
+            info = {
+                **{"exit_code": result.exit_code, "stdout": result.stdout[-TAIL:], "stderr": result.stderr[-TAIL:]},
+                **({"reason": result.reason} if result.reason else {}),
+            }
             if result.status == "missing":
                 # An error, not a lost episode: the program would be missing in every episode.
                 raise ConfigError(f"episode.agent.command: {result.reason}")

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
-
-from forge.types import Episode, Origin, Turn
+from forge.types import Episode
+from forge_envs.rollout import Branch
 
 from .tree import TokenRun, TokenTree
 
@@ -104,7 +103,12 @@ class SessionRecord:
             new_turns = {run.number for run in path} - reasons.keys() - covered
             covered |= new_turns
             trained += sum(len(run.completion.token_ids) for run in path if run.number in new_turns)
-            branches.append(_branch_episode(path, new_turns, reward))
+
+            branch = Branch()
+            for run in path:
+                branch.observe(run.context)
+                branch.append_turn(run.completion, is_trained=run.number in new_turns)
+            branches.append(branch.episode(reward))
 
         certificate = self._count_account(policy, reasons, trained)
         certificate.check()
@@ -124,8 +128,8 @@ class SessionRecord:
             "requests": dict(self.counts),
             "certificate": dict(certificate),
         }
-        for branch in earlier:
-            branch.info = dict(last.info)
+        for episode in earlier:
+            episode.info = dict(last.info)
         return last
 
     def unlearned(self, policy: str, auxiliary: Auxiliary = "drop") -> Certificate:
@@ -198,38 +202,3 @@ def format_transcript(tree: TokenTree) -> str:
             calls = "".join(f" {call.name}({call.arguments})" for call in message.get("calls", ()))
             parts.append(f"[{message['role']}] {message['content']}{calls}")
     return "\n".join(parts)
-
-
-def _branch_episode(path: Sequence[TokenRun], new: set[int], reward: float | None) -> Episode:
-    """Return the runs of a path as an episode in which only the runs whose numbers are in `new` are trained."""
-    tokens: list[int] = []
-    mask: list[bool] = []
-    logprobs: list[float] = []
-    versions: list[int] = []
-    turns: list[Turn] = []
-    origins: set[Origin] = set()
-    experts: np.ndarray | None = None
-
-    for run in path:
-        turn = run.completion
-        ids = turn.token_ids
-        tokens += [*run.context, *ids]
-        is_new = run.number in new
-        mask += [False] * len(run.context) + [is_new] * len(ids)
-        logprobs += [0.0] * len(run.context) + (turn.logprobs if is_new else [0.0] * len(ids))
-        versions += [-1] * len(run.context) + (turn.versions if is_new else [-1] * len(ids))
-        if is_new:
-            turns.append(Turn(len(mask) - len(ids), len(mask), turn.version, turn.finish))
-            origins |= {Origin(v, turn.identities.get(v, ""), turn.sampled_by) for v in {*turn.versions}}
-
-        # A turn's experts include those of its context. Earlier turns have recorded the same tokens when they were
-        # sampled, except their last token, which was only read by the turn after them.
-        if turn.experts is not None:
-            recorded = turn.experts.copy()
-            if experts is not None:
-                recorded[: len(experts) - 1] = experts[:-1]
-            experts = recorded
-
-    return Episode.played(
-        tokens, mask, logprobs, versions, turns=turns, reward=reward, origins=origins, experts=experts
-    )

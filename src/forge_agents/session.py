@@ -27,7 +27,7 @@ from .policies import (
 )
 from .reading import OPENING, TurnReader, render_prompt
 from .settings import TOKEN_LENGTH, SessionSettings
-from .tree import Place, TokenRun, TokenTree, conversation_keys, tools_key
+from .tree import Place, TokenRun, TokenTree, conversation_key, tools_key
 
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 
@@ -127,7 +127,6 @@ class Session:
         """
         task = asyncio.current_task()
         assert task is not None
-        assert generation.task is not None
         self.readers.add(task)
         try:
             yield
@@ -136,18 +135,13 @@ class Session:
             if self.settings.is_served:
                 generation.task.cancel()
 
-    def mark_delivered(self, generation: Generation) -> None:
-        """Record that a client has received an answer."""
-        self.delivered.update(generation.ids)
-
     async def close(self) -> None:
         """Cancel the generations that are still running, whose clients have exited, and wait until they have ended."""
-        tasks = [generation.task for generation in self.open_generations if generation.task is not None]
+        tasks = [generation.task for generation in self.open_generations]
         self.counts["cancelled"] += len(tasks)
         for task in tasks:
             task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def policy_of(self, name: str) -> Policy:
         """Return the policy that clients know by a name; BadRequest if there is none."""
@@ -339,7 +333,7 @@ class Session:
             completion=turn,
             added=added,
             tools=tools,
-            key=conversation_keys(start, added)[-1],
+            key=conversation_key(start, added),
             id=generation.ids[sample],
             reason=place.reason,
             is_constrained=bool(request.schema is not None or request.tool_choice not in ("auto", "none")),

@@ -130,7 +130,7 @@ class Machine:
         self._credentials = credentials
         self._ids = itertools.count()
         self._answers: dict[int, asyncio.Future[Json]] = {}
-        self._watched: dict[int, Callable[[], None]] = {}
+        self.watched: dict[int, Callable[[], None]] = {}  # by process: what is called at its end
         self._on_worker_end: dict[str, list[Callable[[], None]]] = {}
         self._tasks: list[asyncio.Task] = []  # of the hosts' loop
         self._sending: set[asyncio.Task] = set()
@@ -234,7 +234,7 @@ class Machine:
         for reply in self._answers.values():
             if not reply.done():
                 reply.set_exception(HostError(f"host {self} was lost: {reason}"))
-        watched, self._watched = self._watched, {}
+        watched, self.watched = self.watched, {}
         for on_end in watched.values():
             on_end()
         _hosts_loop().call_soon_threadsafe(self._abort_connection)
@@ -273,7 +273,7 @@ class Machine:
                 self.ended.add(message["worker"])
                 for on_end in self._on_worker_end.pop(message["worker"], ()):
                     on_end()
-            on_process_end = self._watched.pop(message.get("pid", -1), None)
+            on_process_end = self.watched.pop(message.get("pid", -1), None)
             if on_process_end is not None:
                 on_process_end()
             return
@@ -290,7 +290,7 @@ class Machine:
         if self.lost.done():
             asyncio.get_running_loop().call_soon(on_end)
             return
-        self._watched[pid] = on_end
+        self.watched[pid] = on_end
         self.send("watch", pid=pid)
 
     def when_worker_ends(self, worker: str, on_end: Callable[[], None]) -> None:
@@ -303,10 +303,6 @@ class Machine:
     def forget_worker(self, worker: str) -> None:
         """Call nothing when this worker ends, as it was stopped on purpose."""
         self._on_worker_end.pop(worker, None)
-
-    def unwatch(self, pid: int) -> None:
-        """Stop watching the process `pid`."""
-        self._watched.pop(pid, None)
 
 
 class RemoteProcess:
@@ -348,4 +344,4 @@ class RemoteProcess:
 
     def close(self) -> None:
         """Stop watching the process."""
-        self.machine.unwatch(self.pid)
+        self.machine.watched.pop(self.pid, None)

@@ -117,7 +117,8 @@ class WeightCache(ForgeActor):
     vital = False
 
     def __init__(self, store: VersionStore, home: RemoteService | None = None) -> None:
-        self.home_store, self._home = store, home
+        self.home_store = store
+        self.home: RemoteService = home  # type: ignore[assignment]
 
     def setup(self) -> None:
         """Open the store of this host. ValueError: the store is on another host."""
@@ -128,16 +129,10 @@ class WeightCache(ForgeActor):
         self._fetching: dict[tuple[str, int], asyncio.Task[str]] = {}
         self._chains: dict[tuple[str, int], list[str]] = {}
 
-    @property
-    def home(self) -> RemoteService:
-        """Return the handle to the home cache."""
-        assert self._home is not None
-        return self._home
-
     @endpoint
     async def link(self, home: RemoteService) -> None:
         """Give the home cache a handle to itself, by which it finds the other caches."""
-        self._home = home
+        self.home = home
 
     @endpoint
     async def publish(self, parts: list[str]) -> int:
@@ -273,9 +268,8 @@ class WeightCache(ForgeActor):
         # Release versions before the last but one: a run that updates often would otherwise hold all of a minute.
         assert manifest.version is not None
         for name, source in [*self._sources.items()]:
-            if source.version is None or source.version[0] != manifest.key:
-                continue
-            if source.version[1] < manifest.version - 1:
+            key, version = source.version or ("", 0)
+            if key == manifest.key and version < manifest.version - 1:
                 await self._release_source(name, source)
 
         if foreign:
@@ -315,14 +309,12 @@ class WeightCache(ForgeActor):
         try:
             for number in range(len(parts)):
                 reads.append(asyncio.create_task(read_chunk(number)))
-                if len(reads) == READS:
+                # No more than this many reads continue: none after the last chunk.
+                most = READS - 1 if number + 1 < len(parts) else 0
+                while len(reads) > most:
                     await reads[0]
                     reads.popleft()
                     source.announce(number + 1 - len(reads))
-            while reads:
-                await reads[0]
-                reads.popleft()
-                source.announce(len(parts) - len(reads))
         finally:
             # The memory is released after this: nothing may write into it any more.
             await asyncio.gather(*reads, return_exceptions=True)

@@ -15,7 +15,7 @@ from forge.rewards.verifier import Unscored
 from forge.types import Prompt, Sample
 from forge_verifiers.threads import await_within, in_own_thread
 
-from .content import as_text
+from .content import as_text, shorten_text
 from .environment import Action, Environment, InfrastructureError, Message, Step, ToolCall
 from .schemas import Arguments, Parameters
 
@@ -144,8 +144,7 @@ class Toolbox:
         except Exception as error:
             text = f"error: {call.name} raised {type(error).__name__}: {error}"
 
-        surplus = len(text) - self._max_chars
-        return text if surplus <= 0 else f"{text[: self._max_chars]}... ({surplus} more characters)"
+        return shorten_text(text, self._max_chars)
 
 
 def schema_of(function: Tool) -> Schema:

@@ -120,8 +120,10 @@ class Sandbox:
             raise ValueError(f"level must be auto, {', '.join(LEVELS)}, not {level!r}")
         if level == "none" and not allow_unsafe:
             raise ValueError("level none isolates nothing: set allow_unsafe to accept that")
-        limits = {"workers": workers, "memory_mb": memory_mb, "cpu_seconds": cpu_seconds, "processes": processes}
-        limits |= {"file_mb": file_mb, "output_kb": output_kb}
+        limits = {
+            **{"workers": workers, "memory_mb": memory_mb, "cpu_seconds": cpu_seconds, "processes": processes},
+            **{"file_mb": file_mb, "output_kb": output_kb},
+        }
         invalid = [name for name, value in limits.items() if not isinstance(value, int) or value < 1]
         if invalid:
             raise ValueError(f"{', '.join(invalid)} must be at least 1, and whole numbers")

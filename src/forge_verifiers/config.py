@@ -67,8 +67,12 @@ class ModelSettings(Section):
         """
         # Anything else is the id of a model on the hub, `OWNER/NAME`.
         folder = Path(self.path)
-        is_local = self.path.startswith((".", "/", "~")) or folder.exists() or len(folder.parts) > 2
-        is_local = is_local or ("/" in self.path and folder.parent.is_dir())  # a misspelled name in a folder
+        is_local = (
+            self.path.startswith((".", "/", "~"))
+            or folder.exists()
+            or len(folder.parts) > 2
+            or ("/" in self.path and folder.parent.is_dir())  # a misspelled name in a folder
+        )
         if is_local and not (folder / "config.json").is_file():
             raise ValueError(f"{location}.path: {self.path} is not a folder with a model (no config.json)")
 

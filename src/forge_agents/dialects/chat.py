@@ -84,16 +84,15 @@ class ChatEvents(EventWriter):
 
     def end(self, turns: Sequence[ModelTurn]) -> bytes:
         """Return a chunk with each sample's finish reason and log-probabilities, then the usage if it was requested."""
-        chunks = b""
-        for index, turn in enumerate(turns):
-            # All log-probabilities are in the last chunk: the pieces of text before it need not be whole tokens.
-            logprobs = ChunkLogprobs(content=_token_logprobs(turn)) if self._request.logprobs is not None else None
-            chunks += self._write_chunk(
-                [ChunkChoice(index=index, delta=ChoiceDelta(), finish_reason=turn.finish, logprobs=logprobs)]
-            )
+        chunks = b"".join(self._write_chunk([self._last_choice(index, turn)]) for index, turn in enumerate(turns))
         if self._request.stream_usage:
             chunks += self._write_chunk([], usage_of(turns))
         return chunks + b"data: [DONE]\n\n"
+
+    def _last_choice(self, index: int, turn: ModelTurn) -> Json:
+        # All log-probabilities are in the last chunk: the pieces of text before it need not be whole tokens.
+        logprobs = ChunkLogprobs(content=_token_logprobs(turn)) if self._request.logprobs is not None else None
+        return ChunkChoice(index=index, delta=ChoiceDelta(), finish_reason=turn.finish, logprobs=logprobs)
 
     def _write_delta(self, sample: int, delta: ChoiceDelta) -> bytes:
         return self._write_chunk([ChunkChoice(index=sample, delta=delta, finish_reason=None)])

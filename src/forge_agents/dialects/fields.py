@@ -193,10 +193,9 @@ def check_choice(choice: str, tools: Sequence[Schema]) -> str:
         choice: as in `ModelRequest.tool_choice`.
     """
     name = choice.removeprefix("function:")
-    names_a_function = name != choice
     if choice == "required" and not tools:
         raise BadRequest("tool_choice asks for a call, but tools is empty", "tool_choice")
-    if names_a_function and name not in [tool["function"]["name"] for tool in tools]:
+    if name != choice and name not in [tool["function"]["name"] for tool in tools]:
         raise BadRequest(f"tool_choice names {shorten_value(name)}, which is none of the tools", "tool_choice")
     return choice
 

@@ -12,7 +12,7 @@ import socket
 import tempfile
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import IO, Any, Self
 
 import aiohttp
@@ -148,7 +148,7 @@ class Session:
         return OpenEnvError(code, message + details, self._url)
 
 
-class OpenEnvClient:
+class OpenEnvClient(AbstractAsyncContextManager["OpenEnvClient", None]):
     """A client of one server, which must be used in the event loop of its first use.
 
     Args:
@@ -237,9 +237,6 @@ class OpenEnvClient:
         if http is not None:
             await http.close()
 
-    async def __aenter__(self) -> Self:
-        return self
-
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
@@ -292,7 +289,7 @@ GRACE = 5.0  # seconds from SIGTERM to SIGKILL
 _HEALTH_PAUSE = 0.1  # seconds between health checks
 
 
-class LocalServer:
+class LocalServer(AbstractAsyncContextManager["LocalServer", None]):
     """A server process on this machine, which ends when this process ends for any reason.
 
         async with await LocalServer.start(["uvicorn", "server.app:app", "--port", "{port}"]) as server:
@@ -372,9 +369,6 @@ class LocalServer:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.process.wait(), GRACE)
         self._log.close()
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop()

@@ -11,7 +11,7 @@ from forge.types import Conversation, Sample
 from forge_envs.environment import CUT, Action, Environment, InfrastructureError, Message, Step, user_message
 from forge_envs.schemas import parameters_of
 
-from ..content import Json, as_text, text_of
+from ..content import Json, as_text, shorten_text, text_of
 from .client import OpenEnvClient, OpenEnvError, Session
 from .wire import FORGE_ACTION, Reply, step_from_reply
 
@@ -137,7 +137,7 @@ class OpenEnvEnvironment(Environment):
             # Only a rejected action is the policy's fault, which may try another one.
             if error.code != "VALIDATION_ERROR":
                 raise
-            return self._shorten_text(f"error: {error.message}")
+            return shorten_text(f"error: {error.message}", self._max_chars)
 
     async def _call_tools(self, session: Session, action: Action) -> Step:
         # Run the calls of a turn one after the other until the episode is over, and return all results in one step.
@@ -156,7 +156,7 @@ class OpenEnvEnvironment(Environment):
                 if isinstance(reply, str):
                     content = reply
                 else:
-                    content = self._shorten_text(_result_text(reply))
+                    content = shorten_text(_result_text(reply), self._max_chars)
                     rewards += [] if reply.reward is None else [reply.reward]
                     metadata |= reply.metadata
                     over = reply.done
@@ -186,7 +186,8 @@ class OpenEnvEnvironment(Environment):
         """Return an observation as one message: its text if that is its only field but metadata, otherwise its JSON."""
         fields = {name: value for name, value in reply.observation.items() if name != "metadata" and value is not None}
         only_value = next(iter(fields.values())) if len(fields) == 1 else None
-        return [user_message(self._shorten_text(only_value if isinstance(only_value, str) else as_text(fields)))]
+        text = only_value if isinstance(only_value, str) else as_text(fields)
+        return [user_message(shorten_text(text, self._max_chars))]
 
     def _default_action(self, action: Action) -> Mapping[str, Json]:
         """Return the JSON of the action that a turn means; ValueError if it does not match the server's schema."""
@@ -213,10 +214,6 @@ class OpenEnvEnvironment(Environment):
             names = f" with {', '.join(required)}" if required else ", such as {}: its schema names no fields"
             raise ValueError(f"an action must be a JSON object{names}")
         return value
-
-    def _shorten_text(self, text: str) -> str:
-        surplus = len(text) - self._max_chars
-        return text if surplus <= 0 else f"{text[: self._max_chars]}... ({surplus} more characters)"
 
 
 def _reset_parameters(task: Task, seed: int) -> Mapping[str, Json]:

@@ -6,6 +6,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -209,15 +210,12 @@ def web_app(
     name = getattr(make, "__name__", type(make).__name__)
     metadata = {"name": name, "description": (make.__doc__ or name).strip(), "version": None}
 
-    def answer_constant(content: Data) -> Callable[[web.Request], Awaitable[web.Response]]:
-        async def answer_request(_: web.Request) -> web.Response:
-            return web.json_response(content)
-
-        return answer_request
+    async def answer_constant(content: Data, _: web.Request) -> web.Response:
+        return web.json_response(content)
 
     app = web.Application(client_max_size=MAX_MESSAGE, middlewares=[guard_requests(host, key)])
     constants: dict[str, Data] = {"/health": {"status": "healthy"}, "/metadata": metadata, "/schema": SCHEMA}
-    app.add_routes([web.get(path, answer_constant(content)) for path, content in constants.items()])
+    app.add_routes([web.get(path, partial(answer_constant, content)) for path, content in constants.items()])
     app.add_routes([web.get("/ws", server.answer)])
 
     return app

@@ -5,6 +5,7 @@ import resource
 import struct
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import count
 
 from .syscalls import make_call
 
@@ -38,11 +39,9 @@ def drop_bounds() -> None:
 
     Root must call it before it changes to another user, which has no right to do it.
     """
-    capability = 0
     with suppress(OSError):  # there is no capability of this number, or this user has no right to drop it
-        while True:
+        for capability in count():
             make_call("prctl", _DROP_FROM_BOUNDS, capability, 0, 0, 0)
-            capability += 1
 
 
 def drop_capabilities() -> None:
