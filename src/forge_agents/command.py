@@ -3,8 +3,6 @@
 docs/agent_gateway.md says what a program can do, and which attacks are not covered.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os
@@ -18,7 +16,7 @@ from contextlib import closing, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 from urllib.parse import urlsplit
 
 from forge.config import ConfigError
@@ -197,7 +195,7 @@ class CommandRunner:
             self._scratch = None
             self._threads.shutdown(wait=False)
 
-    async def __aenter__(self) -> CommandRunner:
+    async def __aenter__(self) -> Self:
         await self.start()
         return self
 

@@ -26,9 +26,7 @@ from .record import SessionRecord
 from .session import Session
 from .settings import MAX_BODY, Access, SessionSettings
 
-UNBUFFERED = {"X-Accel-Buffering": "no"}  # reverse proxies such as nginx keep streams back otherwise
 PING = 10.0  # seconds without an event after which a client is sent one without content
-RETRY_AFTER = 1  # seconds, for the header of this name
 SILENCE = 5.0  # seconds that a closing session waits until its last answers are written
 
 DIALECTS: dict[str, Dialect] = {
@@ -131,7 +129,11 @@ class Gateway:
     ) -> web.StreamResponse:
         writer = dialect.writer(generation.request, generation.ids)
         response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **UNBUFFERED}
+            headers={
+                "Content-Type": "text/event-stream",
+                "Cache-Control": "no-cache",
+                "X-Accel-Buffering": "no",  # reverse proxies such as nginx keep streams back otherwise
+            }
         )
 
         try:
@@ -269,7 +271,7 @@ async def _body_of(request: web.Request) -> Any:
 
 
 def _error_response(dialect: Dialect, error: BadRequest) -> web.Response:
-    headers = {"Retry-After": str(RETRY_AFTER)} if error.status in (429, 503) else {}
+    headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
     return web.json_response(dialect.error(error), status=error.status, headers=headers)
 
 

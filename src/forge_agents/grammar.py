@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,6 +33,7 @@ COMPACT = {"whitespace_flexible": False}
 SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
+@dataclass(eq=False)
 class Matcher:
     """The state of one sample in its grammar, which determines the tokens that may come next.
 
@@ -42,17 +44,14 @@ class Matcher:
         stops: `stop_ids` as bits.
     """
 
-    def __init__(
-        self, state: LLMatcher, stop_ids: frozenset[int], text: NDArray[np.uint32], stops: NDArray[np.uint32]
-    ) -> None:
-        self._state = state
-        self._stop_ids = stop_ids
-        self._text = text
-        self._stops = stops
+    state: LLMatcher
+    stop_ids: frozenset[int]
+    text: NDArray[np.uint32]
+    stops: NDArray[np.uint32]
 
     def copy(self) -> Matcher:
         """Return a matcher in the same state, which advances independently."""
-        return Matcher(self._state.deep_copy(), self._stop_ids, self._text, self._stops)
+        return replace(self, state=self.state.deep_copy())
 
     def fill(self, bits: NDArray[np.int32]) -> None:
         """Write which tokens may come next into `bits`: bit t % 32 of `bits[t // 32]` is 1 if token t may.
@@ -64,13 +63,13 @@ class Matcher:
         """
         from llguidance.numpy import fill_next_token_bitmask
 
-        allowed = np.zeros((1, len(self._text)), dtype=np.int32)
-        fill_next_token_bitmask(self._state, allowed, 0)
+        allowed = np.zeros((1, len(self.text)), dtype=np.int32)
+        fill_next_token_bitmask(self.state, allowed, 0)
         self._check_state()
         # Where the text is complete, llguidance allows the tokenizer's end-of-text token; the request may have others.
-        allowed_words = allowed[0].view(np.uint32) & self._text
-        if self._state.is_accepting():
-            allowed_words |= self._stops
+        allowed_words = allowed[0].view(np.uint32) & self.text
+        if self.state.is_accepting():
+            allowed_words |= self.stops
         if not allowed_words.any():
             raise ValueError("the grammar allows no token of this model here: the tokenizer lacks a character of it")
         bits[:] = allowed_words[: len(bits)].view(np.int32)
@@ -81,13 +80,13 @@ class Matcher:
         Raises:
             ValueError: the grammar excludes the token.
         """
-        if token not in self._stop_ids:
-            self._state.consume_token(token)
+        if token not in self.stop_ids:
+            self.state.consume_token(token)
             self._check_state()
 
     def _check_state(self) -> None:
-        if self._state.is_error():
-            raise ValueError(f"the grammar cannot continue: {_first_line(self._state.get_error())}")
+        if self.state.is_error():
+            raise ValueError(f"the grammar cannot continue: {_first_line(self.state.get_error())}")
 
 
 class Grammars:

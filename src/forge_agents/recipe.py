@@ -1,7 +1,5 @@
 """Builds the environment that the section `episode.agent` of the RL recipe configures."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import os
@@ -10,7 +8,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from httpx import TransportError
 from openai import APIConnectionError, APIError, AsyncOpenAI, DefaultAsyncHttpxClient, InternalServerError
@@ -18,9 +16,11 @@ from openai import APIConnectionError, APIError, AsyncOpenAI, DefaultAsyncHttpxC
 from forge.actors import Generator, RewardActor
 from forge.config import ConfigError
 from forge.config.sections import build
-from forge.recipes.components import POLICY
+from forge.recipes.components import POLICY, Job
 from forge.recipes.launch import summarise_error, user_frames
+from forge.recipes.rl_config import RLConfig
 from forge.runtime.controller import ForgeError
+from forge.runtime.controller.handle import Handle
 from forge.types import Sample
 from forge_envs.environment import InfrastructureError
 
@@ -32,11 +32,6 @@ from .gateway import GatewayActor, PolicySettings
 from .models import place_part, seats
 from .settings import Access
 from .several import start_learners
-
-if TYPE_CHECKING:
-    from forge.recipes.components import Job
-    from forge.recipes.rl_config import RLConfig
-    from forge.runtime.controller.handle import Handle
 
 TAIL = 1000  # characters of each output of a program that are kept with its episode
 RETRIES = 5  # of a coroutine's requests: enough time for a generator that died to be restarted

@@ -29,8 +29,6 @@ from .reading import OPENING, TurnReader, render_prompt
 from .settings import TOKEN_LENGTH, SessionSettings
 from .tree import Place, TokenRun, TokenTree, conversation_key, tools_key
 
-InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
-
 
 class Session:
     """The requests and turns of one episode.
@@ -43,7 +41,11 @@ class Session:
     """
 
     def __init__(
-        self, key: str, settings: SessionSettings, policies: Mapping[str, Policy], in_thread: InThread
+        self,
+        key: str,
+        settings: SessionSettings,
+        policies: Mapping[str, Policy],
+        in_thread: Callable[[Callable[[], Any]], Awaitable[Any]],
     ) -> None:
         self.key = key
         self.settings = settings

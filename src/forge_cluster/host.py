@@ -27,8 +27,6 @@ from .wire import CONNECT_TIMEOUT, LEASE, MAX_MESSAGE, HostError, Json, Message,
 
 log = logging.getLogger(f"forge.{__name__}")
 
-QUEUE = 1024  # connections that wait to be accepted
-
 
 def _log_failure(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
     """Log in one line why a connection was not accepted."""
@@ -86,7 +84,7 @@ class Daemon:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(_log_failure)
         family, *_, endpoint = socket.getaddrinfo(self.address, self.port, type=socket.SOCK_STREAM)[0]
-        listener = socket.create_server(endpoint[:2], family=family, backlog=QUEUE)  # type: ignore[arg-type]
+        listener = socket.create_server(endpoint[:2], family=family, backlog=1024)  # type: ignore[arg-type]
         self.port = listener.getsockname()[1]
 
         with self._resources:

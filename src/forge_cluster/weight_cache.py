@@ -290,7 +290,11 @@ class WeightCache(ForgeActor):
         try:
             await self._receive_chunks(whole, source, cache)
         except BaseException as error:
-            self._fail_source(whole, source, error)
+            # The remaining chunks will never arrive: their readers raise MissingVersion.
+            source.error = f"{whole} did not arrive on {self.host}: {error}"
+            source.grown.set()
+            if self._sources.get(whole) is source:
+                del self._sources[whole]
             raise
 
         self._restart_idle_timer(whole, source)
@@ -318,13 +322,6 @@ class WeightCache(ForgeActor):
         finally:
             # The memory is released after this: nothing may write into it any more.
             await asyncio.gather(*reads, return_exceptions=True)
-
-    def _fail_source(self, name: str, source: Source, error: BaseException) -> None:
-        """Wake the readers of a source whose remaining chunks will never arrive; they raise MissingVersion."""
-        source.error = f"{name} did not arrive on {self.host}: {error}"
-        source.grown.set()
-        if self._sources.get(name) is source:
-            del self._sources[name]
 
     def _open_segment(self, segment: str, resources: ExitStack) -> Tensor:
         """Return the memory of a segment that was written on this host."""

@@ -66,11 +66,7 @@ class Dialogue:
         self.exported_template = plain.exported
 
         # By the tools of an episode, as JSON, since they are a part of what the template renders.
-        @lru_cache(16)
-        def chat_format(tools: str) -> ChatFormat:
-            return plain.with_options({"tools": json.loads(tools)} if tools else {})
-
-        self._chat = chat_format
+        self._chat = lru_cache(16)(lambda tools: plain.with_options({"tools": json.loads(tools)} if tools else {}))
         self.thoughts: Thoughts = thoughts
         self.syntax: Syntax = syntax or syntax_of(self._chat("").template)
         self._special = SpecialTokens(tokenizer)

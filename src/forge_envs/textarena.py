@@ -13,7 +13,6 @@ except ImportError as error:
 
 A = TypeVar("A")
 Game = Any  # textarena.Env, whose methods are not typed
-Opponent = Callable[[str], str]
 
 
 class TextArenaEnvironment(Environment):
@@ -42,7 +41,7 @@ class TextArenaEnvironment(Environment):
         self,
         game: str,
         *,
-        opponent: Opponent | None = None,
+        opponent: Callable[[str], str] | None = None,
         players: int = 1,
         seat: int = 0,
         **settings: Any,

@@ -74,9 +74,8 @@ class AnthropicEvents(ItemWriter):
 
     def begin_item(self, kind: str) -> bytes:
         """Return the event that starts an empty block: of text if `kind` is "content", else of thinking."""
-        if kind == "content":
-            return self._begin_block(api.TextBlock(type="text", text=""))
-        return self._begin_block(api.ThinkingBlock(type="thinking", thinking="", signature=""))
+        thinking = api.ThinkingBlock(type="thinking", thinking="", signature="")
+        return self._begin_block(api.TextBlock(type="text", text="") if kind == "content" else thinking)
 
     def piece(self, kind: str, text: str) -> bytes:
         """Return the event that appends a text to the open block."""

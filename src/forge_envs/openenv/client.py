@@ -13,6 +13,7 @@ import tempfile
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import IO, Any, Self
 
 import aiohttp
@@ -286,9 +287,9 @@ class OpenEnvClient(AbstractAsyncContextManager["OpenEnvClient", None]):
 
 
 GRACE = 5.0  # seconds from SIGTERM to SIGKILL
-_HEALTH_PAUSE = 0.1  # seconds between health checks
 
 
+@dataclass(eq=False)
 class LocalServer(AbstractAsyncContextManager["LocalServer", None]):
     """A server process on this machine, which ends when this process ends for any reason.
 
@@ -298,12 +299,12 @@ class LocalServer(AbstractAsyncContextManager["LocalServer", None]):
     Attributes:
         url: the server's address.
         process: the server, which leads its process group.
+        log: the file with what it prints.
     """
 
-    def __init__(self, process: Process, log: IO[bytes], url: str) -> None:
-        self.url = url
-        self.process = process
-        self._log = log
+    process: Process
+    log: IO[bytes]
+    url: str
 
     @classmethod
     async def start(
@@ -368,7 +369,7 @@ class LocalServer(AbstractAsyncContextManager["LocalServer", None]):
                 os.killpg(self.process.pid, signal_number)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.process.wait(), GRACE)
-        self._log.close()
+        self.log.close()
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
@@ -388,6 +389,6 @@ class LocalServer(AbstractAsyncContextManager["LocalServer", None]):
                 elif asyncio.get_running_loop().time() > deadline:
                     problem = f"was not healthy within {limit:g} s ({status})"
                 else:
-                    await asyncio.sleep(_HEALTH_PAUSE)
+                    await asyncio.sleep(0.1)
                     continue
-                raise InfrastructureError(f"{program} {problem}; its log ends with:\n{tail_of(self._log)}")
+                raise InfrastructureError(f"{program} {problem}; its log ends with:\n{tail_of(self.log)}")

@@ -16,9 +16,6 @@ from .client import OpenEnvClient, OpenEnvError, Session
 from .wire import FORGE_ACTION, Reply, step_from_reply
 
 Task = Any  # a `Sample`, a mapping of parameters of the reset, or the value of its parameter `task`
-ToAction = Callable[[Action], Mapping[str, Json]]
-ToMessages = Callable[[Reply], list[Message]]
-ToReset = Callable[[Task, int], Mapping[str, Json]]
 
 
 class OpenEnvEnvironment(Environment):
@@ -49,9 +46,9 @@ class OpenEnvEnvironment(Environment):
         self,
         server: OpenEnvClient | str,
         *,
-        to_action: ToAction | None = None,
-        to_messages: ToMessages | None = None,
-        to_reset: ToReset | None = None,
+        to_action: Callable[[Action], Mapping[str, Json]] | None = None,
+        to_messages: Callable[[Reply], list[Message]] | None = None,
+        to_reset: Callable[[Task, int], Mapping[str, Json]] | None = None,
         mcp: bool = False,
         max_chars: int = 8192,
     ) -> None:

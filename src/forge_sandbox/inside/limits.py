@@ -9,8 +9,6 @@ from itertools import count
 
 from .syscalls import make_call
 
-# PR_CAPBSET_DROP of prctl.
-_DROP_FROM_BOUNDS = 24
 # Units of the numbers in /proc: pages of memory, and ticks of CPU time.
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICK = os.sysconf("SC_CLK_TCK")
@@ -41,7 +39,7 @@ def drop_bounds() -> None:
     """
     with suppress(OSError):  # there is no capability of this number, or this user has no right to drop it
         for capability in count():
-            make_call("prctl", _DROP_FROM_BOUNDS, capability, 0, 0, 0)
+            make_call("prctl", 24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
 
 
 def drop_capabilities() -> None:

@@ -29,7 +29,6 @@ _MOVE = 8192
 _RECURSIVE = 16384
 _PRIVATE = 1 << 18
 _DETACH = 2
-_CURRENT_FOLDER = -100  # AT_FDCWD
 _ALL_BELOW = 0x8000  # AT_RECURSIVE
 NOBODY = 65534
 # Where a program's /tmp is mounted before it is moved.
@@ -219,7 +218,8 @@ def private_mounts(scratch_mb: int, readable: Iterable[str], links: dict[str, st
 
 def _set_attributes(target: str, flags: int, depth: int = _ALL_BELOW) -> None:
     """Set flags of a mount and, unless `depth` is 0, of all mounts below it."""
-    make_call("mount_setattr", _CURRENT_FOLDER, target.encode(), depth, struct.pack("QQQQ", flags, 0, 0, 0), 32)
+    # -100 is AT_FDCWD, for paths that are relative to the current folder.
+    make_call("mount_setattr", -100, target.encode(), depth, struct.pack("QQQQ", flags, 0, 0, 0), 32)
 
 
 def _make_node(target: str, folder: bool) -> None:
