@@ -288,8 +288,10 @@ class CommandRunner:
             # In one pass, so that a {key} in the text of the task is not replaced.
             return pattern.sub(lambda match: values[match[1]], text)
 
-        env = agent_environment(values, program_path(command))
-        env |= {name: fill_placeholders(text) for name, text in command.env.items()}
+        env = {
+            **agent_environment(values, program_path(command)),
+            **{name: fill_placeholders(text) for name, text in command.env.items()},
+        }
         arguments = [fill_placeholders(argument) for argument in command.command]
         for text in (*arguments, *env.values()):
             if not fits_variable(text):

@@ -123,9 +123,8 @@ class AgentConfig(Section):
 
     def load_function(self) -> Any:
         """Return the coroutine function that `function` is or names; ConfigError if there is no such function."""
-        function = self.function
-        if isinstance(function, str):
-            function = resolve(function, "episode.agent.function")
+        named = isinstance(self.function, str)
+        function = resolve(self.function, "episode.agent.function") if named else self.function
         if not callable(function):
             raise ConfigError(f"episode.agent.function {self.function!r} is not callable")
         return function

@@ -113,12 +113,6 @@ class Generation:
         self.task.result()
 
 
-def cut_turn(turn: Completion, count: int) -> None:
-    """Remove all tokens of a turn after the first `count`, with which a stop string is complete."""
-    del turn.token_ids[count:], turn.logprobs[count:], turn.versions[count:], turn.top_logprobs[count:]
-    turn.finish = "stop"
-
-
 def make_token() -> str:
     """Return 24 random hexadecimal digits for an id."""
     # Not from the session's seed: another session with the same seed must have other ids.

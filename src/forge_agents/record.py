@@ -148,8 +148,10 @@ class SessionRecord:
         """Return the turns of a policy that are not trained: each turn's number with its reason from `EXCLUSIONS`."""
         tree = self.tree(policy)
         reasons: dict[int, str] = {}
+        # A turn that another one continues has been received by the client, even if that is not recorded.
+        continued = {run.parent for run in tree.runs}
         for run in tree.runs:
-            if run.id not in self.delivered and not tree.is_continued(run):
+            if run.id not in self.delivered and run.number not in continued:
                 reasons[run.number] = "orphan"
             elif run.is_constrained:
                 reasons[run.number] = "constrained"
@@ -185,10 +187,11 @@ def auxiliary_runs(tree: TokenTree) -> Iterator[TokenRun]:
     """
     if not any(run.tools for run in tree.runs):
         return
+    continued = {run.parent for run in tree.runs}
     for run in tree.runs:
         has_history = any(message["role"] == "assistant" for message in run.added[:-1])
         is_final_answer = run is tree.runs[-1] and has_history
-        if run.parent is None and not run.tools and not tree.is_continued(run) and not is_final_answer:
+        if run.parent is None and not run.tools and run.number not in continued and not is_final_answer:
             yield run
 
 

@@ -20,7 +20,6 @@ from .policies import (
     Policy,
     choose_grammar,
     client_sampling,
-    cut_turn,
     make_token,
     read_logprobs,
     sample_turns,
@@ -297,7 +296,13 @@ class Session:
                     count = reader.grow(turn.token_ids)
                     if count is not None:
                         surplus += len(turn.token_ids) - count
-                        cut_turn(turn, count)
+                        del (
+                            turn.token_ids[count:],
+                            turn.logprobs[count:],
+                            turn.versions[count:],
+                            turn.top_logprobs[count:],
+                        )
+                        turn.finish = "stop"
                         stopped.add(sample)
                     elif request.stream:
                         for kind, text in reader.news():

@@ -127,7 +127,6 @@ class TokenTree:
         self._restores_thoughts = restores_thoughts
         self._by_key: dict[bytes, list[TokenRun]] = {}
         self._by_id: dict[str, TokenRun] = {}
-        self._parents: set[int] = set()
 
     def add(self, run: TokenRun) -> None:
         """Append a complete turn, and index it by its key, its id and the ids of its calls."""
@@ -136,12 +135,6 @@ class TokenTree:
         self._by_id[run.id] = run
         for call in run.added[-1].get("calls", ()):
             self._by_id[call.id] = run
-        if run.parent is not None:
-            self._parents.add(run.parent)
-
-    def is_continued(self, run: TokenRun) -> bool:
-        """Return whether another turn continues this one, which proves that the client has received it."""
-        return run.number in self._parents
 
     def path(self, run: TokenRun) -> list[TokenRun]:
         """Return the runs from the root to this one."""

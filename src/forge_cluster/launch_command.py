@@ -26,8 +26,17 @@ log = logging.getLogger(f"forge.{__name__}")
 TEXT = "start a run on several machines, by Slurm, ssh or Kubernetes"
 Runs = list[tuple[str, list[str]]]  # name and command line of each run
 
-# The options of each launcher alone, with the arguments of `add_argument`.
+# The options of all launchers and of each, with the arguments of `add_argument`.
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "all": {
+        "recipe": {"choices": list(RECIPES), "default": "train", "help": "default: train"},
+        "nodes": {"type": int, "default": 1, "help": "machines with a worker"},
+        "gpus-per-node": {"type": int, "default": 0},
+        "sweep": {"action": "append", "default": [], "metavar": "KEY=A,B", "help": "a run for each value"},
+        "seeds": {"type": int, "help": "a run for each seed from 0"},
+        "setup": {"default": "", "help": "shell lines before the run: modules, environments"},
+        "dry-run": {"action": "store_true", "help": "print what would be submitted"},
+    },
     "slurm": {
         "partition": {},
         "cpus-per-node": {"type": int, "help": "cores of each node; default: Slurm's, often 1"},
@@ -85,15 +94,7 @@ def run(args: argparse.Namespace) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("config", help="YAML file")
-    parser.add_argument("--recipe", choices=list(RECIPES), default="train", help="default: train")
-    parser.add_argument("--nodes", type=int, default=1, help="machines with a worker")
-    parser.add_argument("--gpus-per-node", type=int, default=0)
-    parser.add_argument("--sweep", action="append", default=[], metavar="KEY=A,B", help="a run for each value")
-
-    parser.add_argument("--seeds", type=int, default=None, help="a run for each seed from 0")
-    parser.add_argument("--setup", default="", help="shell lines before the run: modules, environments")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be submitted")
-    for name, option in OPTIONS[args.launcher].items():
+    for name, option in {**OPTIONS["all"], **OPTIONS[args.launcher]}.items():
         parser.add_argument(f"--{name}", **option)
 
     # Options of the launcher come first; all unknown ones are overrides of the configuration.

@@ -192,8 +192,10 @@ def _read_arguments(text: str, function: Schema) -> dict[str, Any]:
     try:
         # Literals only: no code of the policy is executed.
         call: Any = ast.parse(f"f({text})", "<model output>", mode="eval").body
-        values = {names[n]: ast.literal_eval(value) for n, value in enumerate(call.args)}
-        values |= {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+        values = {
+            **{names[n]: ast.literal_eval(value) for n, value in enumerate(call.args)},
+            **{str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords},
+        }
     except (ValueError, SyntaxError, TypeError, IndexError, MemoryError, RecursionError, AttributeError) as error:
         if only_name:
             return unquoted

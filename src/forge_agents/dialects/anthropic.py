@@ -79,9 +79,8 @@ class AnthropicEvents(ItemWriter):
 
     def piece(self, kind: str, text: str) -> bytes:
         """Return the event that appends a text to the open block."""
-        if kind == "content":
-            return self._write_delta(api.TextDelta(type="text_delta", text=text))
-        return self._write_delta(api.ThinkingDelta(type="thinking_delta", thinking=text))
+        thinking = api.ThinkingDelta(type="thinking_delta", thinking=text)
+        return self._write_delta(api.TextDelta(type="text_delta", text=text) if kind == "content" else thinking)
 
     def close(self) -> bytes:
         """Return the events that end the open block, a thought's signature among them; b"" if no block is open."""

@@ -235,16 +235,18 @@ def _read_logprobs(body: Mapping[str, Json]) -> int | None:
 def _answer_message(turn: ModelTurn) -> ChatCompletionMessage:
     # Like OpenAI's servers, null instead of an empty text where there are calls.
     empty_content = None if turn.calls else ""
-    message: dict[str, Json] = {"role": "assistant", "content": turn.content or empty_content}
-    # The openai package's type has no field for a thought, but keeps fields that it does not know.
-    if turn.thought:
-        message["reasoning_content"] = turn.thought
-    if turn.calls:
-        message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in turn.calls
-        ]
-    return ChatCompletionMessage.model_validate(message)
+    calls = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in turn.calls
+    ]
+    return ChatCompletionMessage.model_validate(
+        {
+            **{"role": "assistant", "content": turn.content or empty_content},
+            # The openai package's type has no field for a thought, but keeps fields that it does not know.
+            **({"reasoning_content": turn.thought} if turn.thought else {}),
+            **({"tool_calls": calls} if calls else {}),
+        }
+    )
 
 
 def _token_logprobs(turn: ModelTurn) -> list[ChatCompletionTokenLogprob]:

@@ -179,10 +179,11 @@ def tool_schema(name: str, description: Json, parameters: Json, path: str) -> Sc
         path: where the tool is in the request, for errors.
     """
     # Other fields of a tool are not for the model, so that it gets the same text through each API.
-    function: dict[str, Json] = {"name": name}
-    if isinstance(description, str) and description:
-        function["description"] = description
-    function["parameters"] = read_object(parameters, f"{path}.parameters") or {"type": "object", "properties": {}}
+    function = {
+        "name": name,
+        **({"description": description} if isinstance(description, str) and description else {}),
+        "parameters": read_object(parameters, f"{path}.parameters") or {"type": "object", "properties": {}},
+    }
     return {"type": "function", "function": function}
 
 
@@ -278,12 +279,11 @@ def assistant_message(thought: str = "", content: str = "", calls: Sequence[Call
     """
     if not thought and content.lstrip().startswith("<think>") and "</think>" in content:
         thought, content = thought_of({"content": content})
-    message: Message = {"role": "assistant", "content": content}
-    if thought:
-        message["thought"] = thought
-    if calls:
-        message["calls"] = list(calls)
-    return message
+    return {
+        **{"role": "assistant", "content": content},
+        **({"thought": thought} if thought else {}),
+        **({"calls": list(calls)} if calls else {}),
+    }
 
 
 def append_assistant(messages: list[Message], piece: Message) -> None:
