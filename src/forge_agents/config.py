@@ -97,8 +97,7 @@ class AgentConfig(Section):
             )
         if self.command is not None:
             self.agent_command()
-            has_test, has_reward = self.test is not None, self.reward is not None
-            if has_test == has_reward:
+            if (self.test is None) == (self.reward is None):
                 raise ConfigError("episode.agent.command needs either a test or a reward")
         elif self.test is not None:
             raise ConfigError("episode.agent.test is of a command: a function returns its reward")

@@ -65,18 +65,16 @@ async def agent_env(cfg: RLConfig, job: Job, policy: Handle) -> AgentEnv:
     else:
         play = function_play(agent)
 
-    limits = {
-        "max_turns": cfg.episode.max_turns,
-        "max_tokens": cfg.episode.max_tokens,
-        "max_turn_tokens": cfg.grpo.max_tokens,
-        "seconds": agent.timeout,
-    }
-
     return AgentEnv(
         gateway,
         play,
         await reward_score(agent),
-        limits=limits,
+        limits={
+            "max_turns": cfg.episode.max_turns,
+            "max_tokens": cfg.episode.max_tokens,
+            "max_turn_tokens": cfg.grpo.max_tokens,
+            "seconds": agent.timeout,
+        },
         retries=cfg.episode.retries,
         auxiliary=agent.auxiliary,
         concurrency=agent.concurrency,
@@ -221,8 +219,7 @@ async def command_play(agent: AgentConfig, runner: CommandRunner) -> Play:
             if result.status == "missing" and is_in_folder:
                 return Outcome(0.0, stop, info=info)
             return Outcome(None, "infrastructure", True, info)
-        has_passed = result.status == "exited" and result.exit_code == 0
-        return Outcome(float(has_passed), stop, info=info)
+        return Outcome(float(result.status == "exited" and result.exit_code == 0), stop, info=info)
 
     return play_command
 

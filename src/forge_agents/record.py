@@ -111,7 +111,6 @@ class SessionRecord:
             branches.append(branch.episode(reward))
 
         certificate = self._count_account(policy, reasons, trained)
-        certificate.check()
         if not branches:
             return None
 
@@ -140,9 +139,7 @@ class SessionRecord:
         """
         reasons = self.exclusions(policy, auxiliary)
         trained = sum(len(run.completion.token_ids) for run in self.runs.get(policy, ()) if run.number not in reasons)
-        account = self._count_account(policy, reasons, trained).without_training("unscored")
-        account.check()
-        return account
+        return self._count_account(policy, reasons, trained).without_training("unscored")
 
     def exclusions(self, policy: str, auxiliary: Auxiliary = "drop") -> dict[int, str]:
         """Return the turns of a policy that are not trained: each turn's number with its reason from `EXCLUSIONS`."""
@@ -165,6 +162,9 @@ class SessionRecord:
 
         Args:
             reasons: why turns are not trained, by their numbers.
+
+        Raises:
+            AssertionError: the counts do not add up.
         """
         account = Certificate(trained=trained)
         for run in self.runs.get(policy, ()):
@@ -173,8 +173,8 @@ class SessionRecord:
             if run.number in reasons:
                 account[reasons[run.number]] += size
         surplus = self.counts.get(f"surplus/{policy}", 0)
-        account["sampled"] += surplus
-        account["surplus"] += surplus
+        account.update(sampled=surplus, surplus=surplus)
+        account.check()
         return account
 
 

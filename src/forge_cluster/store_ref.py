@@ -5,7 +5,7 @@ import threading
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partialmethod
+from functools import partial, partialmethod
 from typing import Any, TypeVar, cast
 
 import torch
@@ -107,9 +107,7 @@ class HostStore(Store):
             def publish_parts(parts: list[Manifest]) -> int:
                 return self._wait_for(self._home.publish.route([part.to_json() for part in parts]))
 
-            def write_manifest() -> Manifest:
-                return written.on_host(self.host)
-
+            write_manifest = partial(written.on_host, self.host)
             if part.ranks.world == 1:
                 number = publish_parts([write_manifest()])
             else:

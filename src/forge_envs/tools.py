@@ -76,7 +76,7 @@ class Toolbox:
         self._timeout, self._max_chars, self._max_calls = timeout, max_chars, max_calls
         self._functions = {tool.__name__: tool for tool in tools}
         self._servers: dict[str, ToolServer] = {}
-        schemas: dict[str, Schema] = {}
+        self._schemas: dict[str, Schema] = {}
 
         all_schemas = [schema_of(tool) for tool in tools]
         for server in servers:
@@ -85,10 +85,9 @@ class Toolbox:
             all_schemas += server_schemas
 
         for schema in all_schemas:
-            if schemas.setdefault(schema["function"]["name"], schema) is not schema:
+            if self._schemas.setdefault(schema["function"]["name"], schema) is not schema:
                 raise ValueError(f"two tools have the name {schema['function']['name']}")
-        self._schemas = schemas
-        self._parameters = {name: Parameters(schema["function"]) for name, schema in schemas.items()}
+        self._parameters = {name: Parameters(schema["function"]) for name, schema in self._schemas.items()}
 
     @property
     def schemas(self) -> tuple[Schema, ...]:

@@ -59,16 +59,14 @@ class OpenEnvEnvironment(Environment):
         self._to_reset = to_reset or _reset_parameters
         self._mcp = mcp
         self._max_chars = max_chars
-        self._schema: dict[str, Json] = {}
         self._session: Session | None = None
-        self._rewarded = False  # whether a reply of the episode had a reward
         self._is_default = to_action is None and to_messages is None
 
     async def reset(self, task: Task, *, seed: int) -> Step:
         """Start an episode in a new session; InfrastructureError if there is none, or it is lost."""
         await self._end_session()
-        self._rewarded = False
-        self._schema = dict((await self._client.schema()).get("action") or {})
+        self._rewarded = False  # whether a reply of the episode had a reward
+        self._schema: dict[str, Json] = dict((await self._client.schema()).get("action") or {})
         self._session = await self._client.acquire()
         reply = await self._session.reset(**self._to_reset(task, seed))
         if self._is_forge:
