@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -57,9 +57,9 @@ class Inventory:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Return the inventory whose fields were sent as JSON."""
-        lists = {name: tuple(values[name]) for name in ("gpus", "infiniband")}
-        return cls(**{**values, **lists})
+        """Return the inventory whose fields were sent as JSON, along with others."""
+        known = {field.name: values[field.name] for field in fields(cls)}
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in known.items()})
 
     def __str__(self) -> str:
         gpus = f"{len(self.gpus)} GPUs, " if self.gpus else "no GPU, "

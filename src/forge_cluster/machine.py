@@ -48,7 +48,8 @@ async def describe_host(address: str, credentials: Credentials) -> tuple[Invento
         OSError: it cannot be reached; the message has the fix.
         HostError: it reported an error.
     """
-    return _parse_description(await query_host(address, credentials, do="describe"))
+    reply = await query_host(address, credentials, do="describe")
+    return Inventory.from_dict(reply), reply["held_by"]
 
 
 async def query_host(address: str, credentials: Credentials, **message: Json) -> Json:
@@ -91,12 +92,6 @@ async def first_answer(reader: asyncio.StreamReader, address: str) -> Json:
     if "error" in message:
         raise HostError(f"host {address}: {message['error']}")
     return message["ok"]
-
-
-def _parse_description(reply: Message) -> tuple[Inventory, str | None]:
-    holder = reply.pop("held_by")
-    reply.pop("at", None)
-    return Inventory.from_dict(reply), holder
 
 
 @cache
@@ -165,7 +160,7 @@ class Machine:
         try:
             reply = await first_answer(reader, self.address)
             self.peer_address = reply["at"]
-            inventory, _ = _parse_description(reply)
+            inventory = Inventory.from_dict(reply)
         except BaseException:
             self._writer.close()
             raise
@@ -314,7 +309,6 @@ class RemoteProcess:
 
     # Unknown here; a process that hangs or is lost is noticed by pings and by the lease.
     stopped = False
-    alive = False
 
     def __init__(self, machine: Machine, pid: int, ended: Callable[[], None]) -> None:
         self.machine, self.pid = machine, pid
