@@ -58,8 +58,8 @@ class Inventory:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Return the inventory whose fields were sent as JSON, along with others."""
-        known = {field.name: values[field.name] for field in fields(cls)}
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in known.items()})
+        lists = {name: tuple(values[name]) for name in ("gpus", "infiniband")}
+        return cls(**{field.name: (values | lists)[field.name] for field in fields(cls)})
 
     def __str__(self) -> str:
         gpus = f"{len(self.gpus)} GPUs, " if self.gpus else "no GPU, "
