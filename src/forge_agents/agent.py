@@ -222,27 +222,28 @@ def agent_environment(values: Mapping[str, str], path: str) -> dict[str, str]:
     key = values["key"]
     model = values["model"]
     claude = ("MODEL", "SMALL_FAST_MODEL", "DEFAULT_HAIKU_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_OPUS_MODEL")
-    env = {"PATH": path, "LANG": "C.UTF-8", "HOME": f"{values['folder']}/{HOME}"}
+    env = {
+        **{"PATH": path, "LANG": "C.UTF-8", "HOME": f"{values['folder']}/{HOME}"},
+        # Requests to the gateway, on loopback, must not be sent to a proxy. Programs that cannot reach the internet
+        # should not try to download prices, check for updates or send telemetry, which would only delay them.
+        **{"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"},
+        **{"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_AGENTS_DISABLE_TRACING": "1"},
+        **{"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "IS_SANDBOX": "1"},
+    }
     # A task that is too long for a variable is in a file.
     env |= (
         {"FORGE_TASK": values["task"]}
         if fits_variable(values["task"])
         else {"FORGE_TASK_FILE": f"{values['folder']}/{TASK}"}
     )
-
     if url:
-        env |= {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_BASE": f"{url}/v1", "OPENAI_API_KEY": key}
-        env |= {"OPENAI_MODEL": model, "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key}
-        env |= {f"ANTHROPIC_{name}": model for name in claude}
-        # Of mini-swe-agent, which otherwise asks for its settings and raises an error for a model without a price.
         env |= {
+            **{"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_BASE": f"{url}/v1", "OPENAI_API_KEY": key},
+            **{"OPENAI_MODEL": model, "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key},
+            **{f"ANTHROPIC_{name}": model for name in claude},
+            # Of mini-swe-agent, which otherwise asks for its settings and raises an error for a model without a price.
             "MSWEA_CONFIGURED": "true",
             "MSWEA_COST_TRACKING": "ignore_errors",
             "MSWEA_MODEL_NAME": f"openai/{model}",
         }
-
-    # Requests to the gateway, on loopback, must not be sent to a proxy. Programs that cannot reach the internet should
-    # not try to download prices, check for updates or send telemetry, which would only delay them.
-    env |= {"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
-    env |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_AGENTS_DISABLE_TRACING": "1"}
-    return {**env, "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "IS_SANDBOX": "1"}
+    return env

@@ -212,10 +212,7 @@ class WorkerPlay:
         assert agent.collection is not None
         self.timeout = agent.timeout + agent.collection.scoring_timeout
         self.worker = worker_of(agent)
-
-    async def close(self) -> None:
-        """End the worker process."""
-        await self.worker.close()
+        self.close = self.worker.close
 
     async def __call__(self, access: Access, sample: Sample, evaluation: bool = False) -> Outcome:
         """Play one episode, and return its reward; it is lost if the environment or its worker fails.

@@ -3,8 +3,6 @@
 docs/agent_gateway.md says what a program can do, and which attacks are not covered.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os
@@ -16,8 +14,9 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 from urllib.parse import urlsplit
 
 from forge.config import ConfigError
@@ -84,7 +83,7 @@ class CommandRunner:
         self._runs: set[asyncio.Task[CommandResult]] = set()
         # Of all programs: each takes two of this process's descriptors, of which the rest of a run needs some.
         self._connections = asyncio.Semaphore(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 3)
-        self._number = 0
+        self._numbers = count(1)
 
     async def start(self) -> None:
         """Create the folder for all runs, and check that programs can be confined, by running one.
@@ -145,8 +144,7 @@ class CommandRunner:
         gateway = _gateway_address(url, command.network, self.level)
         is_new = folder is None
         if folder is None:
-            self._number += 1
-            folder = self._scratch.path / str(self._number) / "task"
+            folder = self._scratch.path / str(next(self._numbers)) / "task"
 
         # What the placeholders of the command stand for. A confined program reaches the gateway, on any host, at the
         # same port of its loopback, from which connections are forwarded.
@@ -157,8 +155,10 @@ class CommandRunner:
 
         # The network "gateway" without a port to forward gives no access to any network.
         settings, request = self._sandbox_settings(command, values, folder)
-        settings["network"] = "gateway" if url is None else command.network
-        settings["port"] = None if gateway is None else gateway[1]
+        settings |= {
+            "network": "gateway" if url is None else command.network,
+            "port": None if gateway is None else gateway[1],
+        }
 
         source = command.files if is_new else None
         texts = {**(files or {}), **({} if fits_variable(task_text) else {TASK: task_text})}
@@ -195,7 +195,7 @@ class CommandRunner:
             self._scratch = None
             self._threads.shutdown(wait=False)
 
-    async def __aenter__(self) -> CommandRunner:
+    async def __aenter__(self) -> Self:
         await self.start()
         return self
 
@@ -288,8 +288,10 @@ class CommandRunner:
             # In one pass, so that a {key} in the text of the task is not replaced.
             return pattern.sub(lambda match: values[match[1]], text)
 
-        env = agent_environment(values, program_path(command))
-        env |= {name: fill_placeholders(text) for name, text in command.env.items()}
+        env = {
+            **agent_environment(values, program_path(command)),
+            **{name: fill_placeholders(text) for name, text in command.env.items()},
+        }
         arguments = [fill_placeholders(argument) for argument in command.command]
         for text in (*arguments, *env.values()):
             if not fits_variable(text):

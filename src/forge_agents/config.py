@@ -97,8 +97,7 @@ class AgentConfig(Section):
             )
         if self.command is not None:
             self.agent_command()
-            has_test, has_reward = self.test is not None, self.reward is not None
-            if has_test == has_reward:
+            if (self.test is None) == (self.reward is None):
                 raise ConfigError("episode.agent.command needs either a test or a reward")
         elif self.test is not None:
             raise ConfigError("episode.agent.test is of a command: a function returns its reward")
@@ -123,9 +122,8 @@ class AgentConfig(Section):
 
     def load_function(self) -> Any:
         """Return the coroutine function that `function` is or names; ConfigError if there is no such function."""
-        function = self.function
-        if isinstance(function, str):
-            function = resolve(function, "episode.agent.function")
+        named = isinstance(self.function, str)
+        function = resolve(self.function, "episode.agent.function") if named else self.function
         if not callable(function):
             raise ConfigError(f"episode.agent.function {self.function!r} is not callable")
         return function

@@ -175,7 +175,9 @@ class AgentEnv(GroupEnv):
                     certificate.update(record.unlearned(seat, self.auxiliary))
                     if has_several_seats and not record.runs.get(seat):
                         seat_info["stop"] = NO_TURN
-                episode = _unscored_episode(seat_info, certificate)
+                # One token that is not trained stands for a session without a turn to train.
+                fields = {"turns": 0, "calls": 0, "unread_calls": 0, "messages": [], **seat_info}
+                episode = Episode.played([0], [False], [0.0], [-1], info={**fields, "certificate": dict(certificate)})
             episode.text = "\n".join(filter(None, (episode.text, outcome.output)))
 
             # "" stands for the run's own policy where no other one plays.
@@ -225,12 +227,6 @@ class AgentEnv(GroupEnv):
             log.warning(
                 "the agent of episode %s failed: %s (this reason is logged once)", name, escape_controls(reason)
             )
-
-
-def _unscored_episode(info: Mapping[str, Any], certificate: Certificate) -> Episode:
-    """Return an episode of one token that is not trained, for a session without a turn to train."""
-    no_turns = {"turns": 0, "calls": 0, "unread_calls": 0, "messages": []}
-    return Episode.played([0], [False], [0.0], [-1], info={**no_turns, **info, "certificate": dict(certificate)})
 
 
 def _record_episode(episode: Episode) -> None:

@@ -26,9 +26,7 @@ from .record import SessionRecord
 from .session import Session
 from .settings import MAX_BODY, Access, SessionSettings
 
-UNBUFFERED = {"X-Accel-Buffering": "no"}  # reverse proxies such as nginx keep streams back otherwise
 PING = 10.0  # seconds without an event after which a client is sent one without content
-RETRY_AFTER = 1  # seconds, for the header of this name
 SILENCE = 5.0  # seconds that a closing session waits until its last answers are written
 
 DIALECTS: dict[str, Dialect] = {
@@ -131,7 +129,11 @@ class Gateway:
     ) -> web.StreamResponse:
         writer = dialect.writer(generation.request, generation.ids)
         response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **UNBUFFERED}
+            headers={
+                "Content-Type": "text/event-stream",
+                "Cache-Control": "no-cache",
+                "X-Accel-Buffering": "no",  # reverse proxies such as nginx keep streams back otherwise
+            }
         )
 
         try:
@@ -179,7 +181,7 @@ class Gateway:
     def _mark_sent(self, request: web.Request, session: Session, generation: Generation) -> None:
         """Record that the client has received an answer, unless its connection was closed while it was written."""
         if request.transport is not None and not request.transport.is_closing():
-            session.mark_delivered(generation)
+            session.delivered.update(generation.ids)
 
     def _session_of(self, request: web.Request) -> Session:
         """Return the session whose key a request has; BadRequest, with status 401, if no session has it."""
@@ -269,7 +271,7 @@ async def _body_of(request: web.Request) -> Any:
 
 
 def _error_response(dialect: Dialect, error: BadRequest) -> web.Response:
-    headers = {"Retry-After": str(RETRY_AFTER)} if error.status in (429, 503) else {}
+    headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
     return web.json_response(dialect.error(error), status=error.status, headers=headers)
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Container, Iterable, Mapping, Sequence
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ COMPACT = {"whitespace_flexible": False}
 SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
+@dataclass(eq=False)
 class Matcher:
     """The state of one sample in its grammar, which determines the tokens that may come next.
 
@@ -42,17 +44,14 @@ class Matcher:
         stops: `stop_ids` as bits.
     """
 
-    def __init__(
-        self, state: LLMatcher, stop_ids: frozenset[int], text: NDArray[np.uint32], stops: NDArray[np.uint32]
-    ) -> None:
-        self._state = state
-        self._stop_ids = stop_ids
-        self._text = text
-        self._stops = stops
+    state: LLMatcher
+    stop_ids: frozenset[int]
+    text: NDArray[np.uint32]
+    stops: NDArray[np.uint32]
 
     def copy(self) -> Matcher:
         """Return a matcher in the same state, which advances independently."""
-        return Matcher(self._state.deep_copy(), self._stop_ids, self._text, self._stops)
+        return replace(self, state=self.state.deep_copy())
 
     def fill(self, bits: NDArray[np.int32]) -> None:
         """Write which tokens may come next into `bits`: bit t % 32 of `bits[t // 32]` is 1 if token t may.
@@ -64,13 +63,13 @@ class Matcher:
         """
         from llguidance.numpy import fill_next_token_bitmask
 
-        allowed = np.zeros((1, len(self._text)), dtype=np.int32)
-        fill_next_token_bitmask(self._state, allowed, 0)
+        allowed = np.zeros((1, len(self.text)), dtype=np.int32)
+        fill_next_token_bitmask(self.state, allowed, 0)
         self._check_state()
         # Where the text is complete, llguidance allows the tokenizer's end-of-text token; the request may have others.
-        allowed_words = allowed[0].view(np.uint32) & self._text
-        if self._state.is_accepting():
-            allowed_words |= self._stops
+        allowed_words = allowed[0].view(np.uint32) & self.text
+        if self.state.is_accepting():
+            allowed_words |= self.stops
         if not allowed_words.any():
             raise ValueError("the grammar allows no token of this model here: the tokenizer lacks a character of it")
         bits[:] = allowed_words[: len(bits)].view(np.int32)
@@ -81,13 +80,13 @@ class Matcher:
         Raises:
             ValueError: the grammar excludes the token.
         """
-        if token not in self._stop_ids:
-            self._state.consume_token(token)
+        if token not in self.stop_ids:
+            self.state.consume_token(token)
             self._check_state()
 
     def _check_state(self) -> None:
-        if self._state.is_error():
-            raise ValueError(f"the grammar cannot continue: {_first_line(self._state.get_error())}")
+        if self.state.is_error():
+            raise ValueError(f"the grammar cannot continue: {_first_line(self.state.get_error())}")
 
 
 class Grammars:
@@ -102,7 +101,6 @@ class Grammars:
         self._folder = folder
         self._vocab = vocab
         self._lock = threading.Lock()
-        self._tokenizer: LLTokenizer | None = None
         self._compiled = lru_cache(COMPILED)(self._compile_grammar)
 
     def matcher(self, grammar: str, stops: frozenset[int]) -> Matcher:
@@ -119,18 +117,19 @@ class Grammars:
         if not stops:
             raise ValueError("a grammar needs a token that ends its text: the model has no eos, set stop_token_ids")
         with self._lock:
-            if self._tokenizer is None:
-                self._tokenizer = _open_tokenizer(self._folder, self._vocab)
             tokenizer = self._tokenizer
         # A tokenizer may have more tokens than the model has logits: the model cannot sample those.
         without_logits = range(self._vocab, tokenizer.vocab_size)
         text = ~_token_bits([*tokenizer.eos_tokens, *stops, *without_logits], tokenizer.vocab_size)
         return Matcher(self._compiled(grammar), stops, text, _token_bits(stops, tokenizer.vocab_size))
 
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        return _open_tokenizer(self._folder, self._vocab)
+
     def _compile_grammar(self, grammar: str) -> LLMatcher:
         from llguidance import LLMatcher
 
-        assert self._tokenizer is not None
         state = LLMatcher(self._tokenizer, grammar, log_level=0)
         if state.is_error():
             raise ValueError(f"the grammar is invalid: {_first_line(state.get_error())}")

@@ -104,19 +104,28 @@ def check_models(cfg: RLConfig) -> dict[str, FurtherModel]:
         name: values if isinstance(values, FurtherModel) else build(FurtherModel, values, f"models.{name}")
         for name, values in cfg.models.items()
     }
+    trained = trained_models(models)
     for name, model_config in models.items():
         path = f"models.{name}"
         seat_of = model_config.seat_of
-        if name == POLICY or not name.replace("-", "_").isidentifier():
-            reason = "is the run's model" if name == POLICY else "must be of letters, digits, - and _"
-            raise ConfigError(f"{path}: {name!r} {reason}")
-        if model_config.trains and seat_of is not None:
-            raise ConfigError(f"{path}.trains and {path}.seat_of contradict each other: set one of them")
-        if seat_of is not None and seat_of not in trained_models(models):
-            names = ", ".join(trained_models(models))
-            raise ConfigError(f"{path}.seat_of: {seat_of!r} is not trained here: name one of {names}")
-        if not model_config.is_frozen and not trains_several:
-            raise ConfigError(f"{path}: this recipe trains one policy; use apps.selfplay.main or a loop like it")
+        for is_right, problem in (
+            (name != POLICY, f"{path}: {name!r} is the run's model"),
+            (name.replace("-", "_").isidentifier(), f"{path}: {name!r} must be of letters, digits, - and _"),
+            (
+                not model_config.trains or seat_of is None,
+                f"{path}.trains and {path}.seat_of contradict each other: set one of them",
+            ),
+            (
+                seat_of is None or seat_of in trained,
+                f"{path}.seat_of: {seat_of!r} is not trained here: name one of {', '.join(trained)}",
+            ),
+            (
+                model_config.is_frozen or trains_several,
+                f"{path}: this recipe trains one policy; use apps.selfplay.main or a loop like it",
+            ),
+        ):
+            if not is_right:
+                raise ConfigError(problem)
 
     return models
 

@@ -89,7 +89,7 @@ class Generation:
     turns: list[ModelTurn] = field(default_factory=list)
     prompt_tokens: int = 0
     news: asyncio.Queue[Delta | None] = field(default_factory=asyncio.Queue)
-    task: asyncio.Task[None] | None = None
+    task: asyncio.Task[None] = field(init=False)
 
     def put_text(self, sample: int, kind: str, text: str) -> None:
         """Queue a piece of a sample's text, whose kind is "thought" or "content"."""
@@ -101,7 +101,6 @@ class Generation:
         Raises:
             Exception: the one with which the generation failed, after all of its pieces.
         """
-        assert self.task is not None
         while True:
             try:
                 piece = await asyncio.wait_for(self.news.get(), interval)
@@ -112,12 +111,6 @@ class Generation:
                 break
             yield piece
         self.task.result()
-
-
-def cut_turn(turn: Completion, count: int) -> None:
-    """Remove all tokens of a turn after the first `count`, with which a stop string is complete."""
-    del turn.token_ids[count:], turn.logprobs[count:], turn.versions[count:], turn.top_logprobs[count:]
-    turn.finish = "stop"
 
 
 def make_token() -> str:

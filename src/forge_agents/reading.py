@@ -63,10 +63,9 @@ def _call_text(call: Call, syntax: str) -> str:
     if syntax == "plain":
         keywords = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
         return f"{call.name}({keywords})"
-    if syntax == "llama3":
-        return json.dumps({"name": call.name, "parameters": arguments}, ensure_ascii=False)
-    text = json.dumps({"name": call.name, "arguments": arguments}, ensure_ascii=False)
-    return f"<tool_call>\n{text}\n</tool_call>"
+    key = "parameters" if syntax == "llama3" else "arguments"
+    text = json.dumps({"name": call.name, key: arguments}, ensure_ascii=False)
+    return text if syntax == "llama3" else f"<tool_call>\n{text}\n</tool_call>"
 
 
 OPENING, CLOSING = "<think>", "</think>"

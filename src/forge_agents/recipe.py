@@ -1,7 +1,5 @@
 """Builds the environment that the section `episode.agent` of the RL recipe configures."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import os
@@ -10,7 +8,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from httpx import TransportError
 from openai import APIConnectionError, APIError, AsyncOpenAI, DefaultAsyncHttpxClient, InternalServerError
@@ -18,9 +16,11 @@ from openai import APIConnectionError, APIError, AsyncOpenAI, DefaultAsyncHttpxC
 from forge.actors import Generator, RewardActor
 from forge.config import ConfigError
 from forge.config.sections import build
-from forge.recipes.components import POLICY
+from forge.recipes.components import POLICY, Job
 from forge.recipes.launch import summarise_error, user_frames
+from forge.recipes.rl_config import RLConfig
 from forge.runtime.controller import ForgeError
+from forge.runtime.controller.handle import Handle
 from forge.types import Sample
 from forge_envs.environment import InfrastructureError
 
@@ -32,11 +32,6 @@ from .gateway import GatewayActor, PolicySettings
 from .models import place_part, seats
 from .settings import Access
 from .several import start_learners
-
-if TYPE_CHECKING:
-    from forge.recipes.components import Job
-    from forge.recipes.rl_config import RLConfig
-    from forge.runtime.controller.handle import Handle
 
 TAIL = 1000  # characters of each output of a program that are kept with its episode
 RETRIES = 5  # of a coroutine's requests: enough time for a generator that died to be restarted
@@ -70,18 +65,16 @@ async def agent_env(cfg: RLConfig, job: Job, policy: Handle) -> AgentEnv:
     else:
         play = function_play(agent)
 
-    limits = {
-        "max_turns": cfg.episode.max_turns,
-        "max_tokens": cfg.episode.max_tokens,
-        "max_turn_tokens": cfg.grpo.max_tokens,
-        "seconds": agent.timeout,
-    }
-
     return AgentEnv(
         gateway,
         play,
         await reward_score(agent),
-        limits=limits,
+        limits={
+            "max_turns": cfg.episode.max_turns,
+            "max_tokens": cfg.episode.max_tokens,
+            "max_turn_tokens": cfg.grpo.max_tokens,
+            "seconds": agent.timeout,
+        },
         retries=cfg.episode.retries,
         auxiliary=agent.auxiliary,
         concurrency=agent.concurrency,
@@ -191,8 +184,10 @@ async def command_play(agent: AgentConfig, runner: CommandRunner) -> Play:
         result = await runner.run(command, url=access.url, key=access.key, model=POLICY, task_text=task, files=texts)
 
         try:
-            info = {"exit_code": result.exit_code, "stdout": result.stdout[-TAIL:], "stderr": result.stderr[-TAIL:]}
-            info |= {"reason": result.reason} if result.reason else {}
+            info = {
+                **{"exit_code": result.exit_code, "stdout": result.stdout[-TAIL:], "stderr": result.stderr[-TAIL:]},
+                **({"reason": result.reason} if result.reason else {}),
+            }
             if result.status == "missing":
                 # An error, not a lost episode: the program would be missing in every episode.
                 raise ConfigError(f"episode.agent.command: {result.reason}")
@@ -224,8 +219,7 @@ async def command_play(agent: AgentConfig, runner: CommandRunner) -> Play:
             if result.status == "missing" and is_in_folder:
                 return Outcome(0.0, stop, info=info)
             return Outcome(None, "infrastructure", True, info)
-        has_passed = result.status == "exited" and result.exit_code == 0
-        return Outcome(float(has_passed), stop, info=info)
+        return Outcome(float(result.status == "exited" and result.exit_code == 0), stop, info=info)
 
     return play_command
 

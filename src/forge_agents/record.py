@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
-
-from forge.types import Episode, Origin, Turn
+from forge.types import Episode
+from forge_envs.rollout import Branch
 
 from .tree import TokenRun, TokenTree
 
@@ -104,10 +103,14 @@ class SessionRecord:
             new_turns = {run.number for run in path} - reasons.keys() - covered
             covered |= new_turns
             trained += sum(len(run.completion.token_ids) for run in path if run.number in new_turns)
-            branches.append(_branch_episode(path, new_turns, reward))
+
+            branch = Branch()
+            for run in path:
+                branch.observe(run.context)
+                branch.append_turn(run.completion, is_trained=run.number in new_turns)
+            branches.append(branch.episode(reward))
 
         certificate = self._count_account(policy, reasons, trained)
-        certificate.check()
         if not branches:
             return None
 
@@ -124,8 +127,8 @@ class SessionRecord:
             "requests": dict(self.counts),
             "certificate": dict(certificate),
         }
-        for branch in earlier:
-            branch.info = dict(last.info)
+        for episode in earlier:
+            episode.info = dict(last.info)
         return last
 
     def unlearned(self, policy: str, auxiliary: Auxiliary = "drop") -> Certificate:
@@ -136,16 +139,16 @@ class SessionRecord:
         """
         reasons = self.exclusions(policy, auxiliary)
         trained = sum(len(run.completion.token_ids) for run in self.runs.get(policy, ()) if run.number not in reasons)
-        account = self._count_account(policy, reasons, trained).without_training("unscored")
-        account.check()
-        return account
+        return self._count_account(policy, reasons, trained).without_training("unscored")
 
     def exclusions(self, policy: str, auxiliary: Auxiliary = "drop") -> dict[int, str]:
         """Return the turns of a policy that are not trained: each turn's number with its reason from `EXCLUSIONS`."""
         tree = self.tree(policy)
         reasons: dict[int, str] = {}
+        # A turn that another one continues has been received by the client, even if that is not recorded.
+        continued = {run.parent for run in tree.runs}
         for run in tree.runs:
-            if run.id not in self.delivered and not tree.is_continued(run):
+            if run.id not in self.delivered and run.number not in continued:
                 reasons[run.number] = "orphan"
             elif run.is_constrained:
                 reasons[run.number] = "constrained"
@@ -159,6 +162,9 @@ class SessionRecord:
 
         Args:
             reasons: why turns are not trained, by their numbers.
+
+        Raises:
+            AssertionError: the counts do not add up.
         """
         account = Certificate(trained=trained)
         for run in self.runs.get(policy, ()):
@@ -167,8 +173,8 @@ class SessionRecord:
             if run.number in reasons:
                 account[reasons[run.number]] += size
         surplus = self.counts.get(f"surplus/{policy}", 0)
-        account["sampled"] += surplus
-        account["surplus"] += surplus
+        account.update(sampled=surplus, surplus=surplus)
+        account.check()
         return account
 
 
@@ -181,10 +187,11 @@ def auxiliary_runs(tree: TokenTree) -> Iterator[TokenRun]:
     """
     if not any(run.tools for run in tree.runs):
         return
+    continued = {run.parent for run in tree.runs}
     for run in tree.runs:
         has_history = any(message["role"] == "assistant" for message in run.added[:-1])
         is_final_answer = run is tree.runs[-1] and has_history
-        if run.parent is None and not run.tools and not tree.is_continued(run) and not is_final_answer:
+        if run.parent is None and not run.tools and run.number not in continued and not is_final_answer:
             yield run
 
 
@@ -198,38 +205,3 @@ def format_transcript(tree: TokenTree) -> str:
             calls = "".join(f" {call.name}({call.arguments})" for call in message.get("calls", ()))
             parts.append(f"[{message['role']}] {message['content']}{calls}")
     return "\n".join(parts)
-
-
-def _branch_episode(path: Sequence[TokenRun], new: set[int], reward: float | None) -> Episode:
-    """Return the runs of a path as an episode in which only the runs whose numbers are in `new` are trained."""
-    tokens: list[int] = []
-    mask: list[bool] = []
-    logprobs: list[float] = []
-    versions: list[int] = []
-    turns: list[Turn] = []
-    origins: set[Origin] = set()
-    experts: np.ndarray | None = None
-
-    for run in path:
-        turn = run.completion
-        ids = turn.token_ids
-        tokens += [*run.context, *ids]
-        is_new = run.number in new
-        mask += [False] * len(run.context) + [is_new] * len(ids)
-        logprobs += [0.0] * len(run.context) + (turn.logprobs if is_new else [0.0] * len(ids))
-        versions += [-1] * len(run.context) + (turn.versions if is_new else [-1] * len(ids))
-        if is_new:
-            turns.append(Turn(len(mask) - len(ids), len(mask), turn.version, turn.finish))
-            origins |= {Origin(v, turn.identities.get(v, ""), turn.sampled_by) for v in {*turn.versions}}
-
-        # A turn's experts include those of its context. Earlier turns have recorded the same tokens when they were
-        # sampled, except their last token, which was only read by the turn after them.
-        if turn.experts is not None:
-            recorded = turn.experts.copy()
-            if experts is not None:
-                recorded[: len(experts) - 1] = experts[:-1]
-            experts = recorded
-
-    return Episode.played(
-        tokens, mask, logprobs, versions, turns=turns, reward=reward, origins=origins, experts=experts
-    )

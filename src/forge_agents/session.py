@@ -20,16 +20,13 @@ from .policies import (
     Policy,
     choose_grammar,
     client_sampling,
-    cut_turn,
     make_token,
     read_logprobs,
     sample_turns,
 )
 from .reading import OPENING, TurnReader, render_prompt
 from .settings import TOKEN_LENGTH, SessionSettings
-from .tree import Place, TokenRun, TokenTree, conversation_keys, tools_key
-
-InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
+from .tree import Place, TokenRun, TokenTree, conversation_key, tools_key
 
 
 class Session:
@@ -43,7 +40,11 @@ class Session:
     """
 
     def __init__(
-        self, key: str, settings: SessionSettings, policies: Mapping[str, Policy], in_thread: InThread
+        self,
+        key: str,
+        settings: SessionSettings,
+        policies: Mapping[str, Policy],
+        in_thread: Callable[[Callable[[], Any]], Awaitable[Any]],
     ) -> None:
         self.key = key
         self.settings = settings
@@ -127,7 +128,6 @@ class Session:
         """
         task = asyncio.current_task()
         assert task is not None
-        assert generation.task is not None
         self.readers.add(task)
         try:
             yield
@@ -136,18 +136,13 @@ class Session:
             if self.settings.is_served:
                 generation.task.cancel()
 
-    def mark_delivered(self, generation: Generation) -> None:
-        """Record that a client has received an answer."""
-        self.delivered.update(generation.ids)
-
     async def close(self) -> None:
         """Cancel the generations that are still running, whose clients have exited, and wait until they have ended."""
-        tasks = [generation.task for generation in self.open_generations if generation.task is not None]
+        tasks = [generation.task for generation in self.open_generations]
         self.counts["cancelled"] += len(tasks)
         for task in tasks:
             task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def policy_of(self, name: str) -> Policy:
         """Return the policy that clients know by a name; BadRequest if there is none."""
@@ -301,7 +296,13 @@ class Session:
                     count = reader.grow(turn.token_ids)
                     if count is not None:
                         surplus += len(turn.token_ids) - count
-                        cut_turn(turn, count)
+                        del (
+                            turn.token_ids[count:],
+                            turn.logprobs[count:],
+                            turn.versions[count:],
+                            turn.top_logprobs[count:],
+                        )
+                        turn.finish = "stop"
                         stopped.add(sample)
                     elif request.stream:
                         for kind, text in reader.news():
@@ -339,7 +340,7 @@ class Session:
             completion=turn,
             added=added,
             tools=tools,
-            key=conversation_keys(start, added)[-1],
+            key=conversation_key(start, added),
             id=generation.ids[sample],
             reason=place.reason,
             is_constrained=bool(request.schema is not None or request.tool_choice not in ("auto", "none")),

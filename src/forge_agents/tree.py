@@ -32,18 +32,16 @@ def message_key(message: Message) -> bytes:
     return _digest_parts("assistant", collapse_spaces(message["content"]), *calls)
 
 
-def conversation_keys(start: bytes, messages: Iterable[Message]) -> list[bytes]:
-    """Return the key of a conversation after each of its messages, one for each message.
+def conversation_key(start: bytes, messages: Iterable[Message]) -> bytes:
+    """Return the key of a conversation.
 
     Args:
         start: the key of what precedes the messages: of the tools, or of the turn that is continued.
     """
-    keys = []
     key = start
     for message in messages:
         key = _digest_parts(key.hex(), message_key(message).hex())
-        keys.append(key)
-    return keys
+    return key
 
 
 def collapse_spaces(text: str) -> str:
@@ -129,7 +127,6 @@ class TokenTree:
         self._restores_thoughts = restores_thoughts
         self._by_key: dict[bytes, list[TokenRun]] = {}
         self._by_id: dict[str, TokenRun] = {}
-        self._parents: set[int] = set()
 
     def add(self, run: TokenRun) -> None:
         """Append a complete turn, and index it by its key, its id and the ids of its calls."""
@@ -138,12 +135,6 @@ class TokenTree:
         self._by_id[run.id] = run
         for call in run.added[-1].get("calls", ()):
             self._by_id[call.id] = run
-        if run.parent is not None:
-            self._parents.add(run.parent)
-
-    def is_continued(self, run: TokenRun) -> bool:
-        """Return whether another turn continues this one, which proves that the client has received it."""
-        return run.number in self._parents
 
     def path(self, run: TokenRun) -> list[TokenRun]:
         """Return the runs from the root to this one."""
@@ -154,10 +145,7 @@ class TokenTree:
 
     def tokens(self, run: TokenRun) -> list[int]:
         """Return all tokens of the path from the root to this turn."""
-        tokens: list[int] = []
-        for step in self.path(run):
-            tokens += [*step.context, *step.completion.token_ids]
-        return tokens
+        return [token for step in self.path(run) for token in (*step.context, *step.completion.token_ids)]
 
     def conversation(self, run: TokenRun) -> list[Message]:
         """Return all messages of the path from the root to this turn."""
@@ -178,7 +166,7 @@ class TokenTree:
         history_end = turn_ends[-1] if turn_ends else 0
         history, new_messages = messages[:history_end], messages[history_end:]
         if history and new_messages:
-            key = conversation_keys(tools_key(request.tools), history)[-1]
+            key = conversation_key(tools_key(request.tools), history)
             candidates = [run for run in self._by_key.get(key, ()) if self._keeps_thoughts(run, history)]
             if candidates:
                 return Place(self._choose_parent(candidates, history), new_messages)
@@ -209,8 +197,7 @@ class TokenTree:
 
     def _keeps_thoughts(self, run: TokenRun, history: Sequence[Message]) -> bool:
         """Return whether each thought in a history is the sampled one, or omitted by the client."""
-        for sampled, sent in zip(self.conversation(run), history, strict=True):
-            sent_thought = collapse_spaces(sent.get("thought", ""))
-            if sent.get("thought") and sent_thought != collapse_spaces(sampled.get("thought", "")):
-                return False
-        return True
+        return all(
+            not sent.get("thought") or collapse_spaces(sent["thought"]) == collapse_spaces(sampled.get("thought", ""))
+            for sampled, sent in zip(self.conversation(run), history, strict=True)
+        )

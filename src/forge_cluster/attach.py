@@ -100,12 +100,11 @@ class PooledMachines:
             if key in self._hosts and self._hosts[key].allocation.lost:
                 await self._hosts.pop(key).stop()  # the workers on hosts that are not lost
 
-            # A run without its last replica of a vital component makes no progress: then the wait has a limit.
-            def is_limited() -> bool:
-                return component.cls.vital and service.is_only_replica(index)
-
             try:
-                allocation = await self.pool.allocate(key, demand, is_limited, kind, max_hosts)
+                # A run without its last replica of a vital component makes no progress: then the wait has a limit.
+                allocation = await self.pool.allocate(
+                    key, demand, lambda: component.cls.vital and service.is_only_replica(index), kind, max_hosts
+                )
             except NoHostRoom as error:
                 raise Unrecoverable(str(error)) from error
 

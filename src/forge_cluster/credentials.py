@@ -103,8 +103,9 @@ class Credentials:
 
         # The certificate of the authority: each process derives the same key, and signs a new one by it.
         signs_only = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
-        root = _start_certificate(authority, issuer, issuer, authority.public_key(), LIFETIME, is_ca=True)
-        root = root.add_extension(signs_only, critical=True)
+        root = _start_certificate(
+            authority, issuer, issuer, authority.public_key(), LIFETIME, is_ca=True
+        ).add_extension(signs_only, critical=True)
 
         # The certificate of the process. All processes have one name in common, by which their peers check it.
         names: list[x509.GeneralName] = [x509.DNSName(NAME), x509.DNSName("localhost")]
@@ -117,9 +118,11 @@ class Credentials:
         key = ec.generate_private_key(authority.curve)
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, NAME)])
         both_ends = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
-        leaf = _start_certificate(authority, issuer, subject, key.public_key(), lifetime, is_ca=False)
-        leaf = leaf.add_extension(x509.SubjectAlternativeName(names), critical=False)
-        leaf = leaf.add_extension(both_ends, critical=False)
+        leaf = (
+            _start_certificate(authority, issuer, subject, key.public_key(), lifetime, is_ca=False)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
+            .add_extension(both_ends, critical=False)
+        )
 
         # Readable by this user only: with the key a process proves that it belongs to the run.
         credentials = cls(folder / "ca.pem", folder / "certificate.pem", folder / "key.pem")

@@ -80,25 +80,24 @@ def find_problems(inventory: Inventory, skew: float) -> list[str]:
     Args:
         skew: seconds by which the host's clock is ahead of this machine's.
     """
-    name = inventory.name
-    problems = []
-    if abs(skew) > SKEW:
-        problems.append(f"{name}: its clock differs by {skew:+.0f} s: start chronyd or ntpd there")
-
-    if inventory.shared_memory < SHARED_MEMORY:
-        problems.append(
-            f"{name}: /dev/shm has {inventory.shared_memory / 1e9:.1f} GB free, and holds three versions of the "
-            "weights: enlarge it (mount -o remount,size=..., docker --shm-size)"
-        )
-
-    if inventory.open_files < OPEN_FILES:
-        problems.append(f"{name}: a process may open {inventory.open_files} files: ulimit -n {OPEN_FILES}")
-
-    if inventory.infiniband and 0 <= inventory.locked_memory < LOCKED_MEMORY:
-        problems.append(
-            f"{name}: it has RDMA ({', '.join(inventory.infiniband)}), and a process may lock "
-            f"{inventory.locked_memory >> 20} MB: ulimit -l unlimited"
-        )
+    checks = (
+        (abs(skew) <= SKEW, f"its clock differs by {skew:+.0f} s: start chronyd or ntpd there"),
+        (
+            inventory.shared_memory >= SHARED_MEMORY,
+            f"/dev/shm has {inventory.shared_memory / 1e9:.1f} GB free, and holds three versions of the weights: "
+            "enlarge it (mount -o remount,size=..., docker --shm-size)",
+        ),
+        (
+            inventory.open_files >= OPEN_FILES,
+            f"a process may open {inventory.open_files} files: ulimit -n {OPEN_FILES}",
+        ),
+        (
+            not inventory.infiniband or not 0 <= inventory.locked_memory < LOCKED_MEMORY,
+            f"it has RDMA ({', '.join(inventory.infiniband)}), and a process may lock "
+            f"{inventory.locked_memory >> 20} MB: ulimit -l unlimited",
+        ),
+    )
+    problems = [f"{inventory.name}: {problem}" for is_right, problem in checks if not is_right]
 
     try:
         check_versions(inventory)

@@ -27,8 +27,6 @@ from .wire import CONNECT_TIMEOUT, LEASE, MAX_MESSAGE, HostError, Json, Message,
 
 log = logging.getLogger(f"forge.{__name__}")
 
-QUEUE = 1024  # connections that wait to be accepted
-
 
 def _log_failure(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
     """Log in one line why a connection was not accepted."""
@@ -69,7 +67,7 @@ class Daemon:
         """Tell the run that this machine will be taken away; return whether there is a run."""
         self._leaving = True
         if self._lease is not None:
-            self._lease.announce_leaving()
+            send_message(self._lease.writer, {"event": "leaving"})
         return self._lease is not None
 
     async def released(self) -> None:
@@ -86,7 +84,7 @@ class Daemon:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(_log_failure)
         family, *_, endpoint = socket.getaddrinfo(self.address, self.port, type=socket.SOCK_STREAM)[0]
-        listener = socket.create_server(endpoint[:2], family=family, backlog=QUEUE)  # type: ignore[arg-type]
+        listener = socket.create_server(endpoint[:2], family=family, backlog=1024)  # type: ignore[arg-type]
         self.port = listener.getsockname()[1]
 
         with self._resources:
@@ -199,16 +197,12 @@ class HostLease:
     ) -> None:
         self.holder, self.folder, self.address = holder, folder, address
         self.workers: dict[str, subprocess.Popen] = {}
-        self._environment, self._credentials, self._writer = environment, credentials, writer
+        self._environment, self._credentials, self.writer = environment, credentials, writer
         self._watched: dict[int, Process] = {}
         self._requests: set[asyncio.Task] = set()
         self.closed = asyncio.Event()
         self._scratch = Scratch("forge-run-")
         self._store = Scratch("forge-weights-", "/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
-
-    def announce_leaving(self) -> None:
-        """Send the controller the event that this machine will be taken away."""
-        send_message(self._writer, {"event": "leaving"})
 
     async def handle(self, request: Message) -> None:
         """Handle a message of the controller: a beat at once, a request in a task that sends its answer."""
@@ -221,8 +215,8 @@ class HostLease:
                 ended = [address for address, worker in self.workers.items() if worker.poll() is not None]
                 for address in ended:
                     del self.workers[address]
-                    send_message(self._writer, {"event": "ended", "worker": address})
-                send_message(self._writer, {"event": "beat"})
+                    send_message(self.writer, {"event": "ended", "worker": address})
+                send_message(self.writer, {"event": "beat"})
             case _:
                 task = asyncio.get_running_loop().create_task(self._answer_request(request))
                 self._requests.add(task)
@@ -233,9 +227,10 @@ class HostLease:
             reply = {"ok": await self._do_action(request["do"], request)}
         except (OSError, ValueError, KeyError, HostError) as error:
             reply = {"error": f"{type(error).__name__}: {error}"}
-        send_message(self._writer, {"id": request["id"], **reply})
+        send_message(self.writer, {"id": request["id"], **reply})
 
     async def _do_action(self, action: str, request: Message) -> Json:
+        process = self._watched.get(int(request.get("pid", 0)))
         match action:
             case "start":
                 return await self._start_worker(request["identity"])
@@ -252,27 +247,24 @@ class HostLease:
                 pid = int(request["pid"])
                 # Only processes that are watched can be killed through this daemon, so only those of the run may be.
                 if not any(is_descendant(pid, worker.pid) for worker in self.workers.values()):
-                    send_message(self._writer, {"event": "ended", "pid": pid})
+                    send_message(self.writer, {"event": "ended", "pid": pid})
                 elif pid not in self._watched:
                     self._watched[pid] = Process(pid, lambda: self._report_end(pid))
                 return None
             case "kill":
-                process = self._watched.get(int(request["pid"]))
                 if process is not None:
                     process.kill()
                 return None
             case "activity":
-                process = self._watched.get(int(request["pid"]))
                 return [0.0, False] if process is None else list(activity_of(process.pid))
             case "stacks":
-                process = self._watched.get(int(request["pid"]))
                 return "  (it has ended)" if process is None else await read_stacks(process.pid)
             case unknown:
                 raise ValueError(f"unknown request {unknown!r}: is another version of forge there?")
 
     def _report_end(self, pid: int) -> None:
         self._watched.pop(pid, None)
-        send_message(self._writer, {"event": "ended", "pid": pid})
+        send_message(self.writer, {"event": "ended", "pid": pid})
 
     async def _start_worker(self, identity: str) -> str:
         """Start a worker with a Monarch identity; return its Monarch address once it listens."""
@@ -337,8 +329,7 @@ class HostLease:
 def free_port(host: str) -> int:
     """Return a TCP port at which nothing listens now, at the address `host` of this machine."""
     with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        port: int = probe.getsockname()[1]
-        return port
+        return probe.getsockname()[1]
 
 
 def _file_has(path: str, content: str) -> bool:

@@ -1,7 +1,5 @@
 """Inventory of a machine, as daemons describe theirs."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -9,14 +7,13 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from forge.runtime.inventory import free_shared_memory, memory_limit, package_versions
 
 INFINIBAND = Path("/sys/class/infiniband")  # has an entry for each RDMA device
-COUNT_TIMEOUT = 120.0  # seconds for a process that imports torch and counts the GPUs
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,7 @@ class Inventory:
     infiniband: tuple[str, ...] = ()
 
     @classmethod
-    def of_this_machine(cls, gpus: tuple[str, ...]) -> Inventory:
+    def of_this_machine(cls, gpus: tuple[str, ...]) -> Self:
         """Return the resources of this machine, with the given accelerators."""
         return cls(
             socket.gethostname(),
@@ -59,10 +56,10 @@ class Inventory:
         )
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Inventory:
-        """Return the inventory whose fields were sent as JSON."""
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Return the inventory whose fields were sent as JSON, along with others."""
         lists = {name: tuple(values[name]) for name in ("gpus", "infiniband")}
-        return cls(**{**values, **lists})
+        return cls(**{field.name: (values | lists)[field.name] for field in fields(cls)})
 
     def __str__(self) -> str:
         gpus = f"{len(self.gpus)} GPUs, " if self.gpus else "no GPU, "
@@ -76,9 +73,8 @@ def count_gpus() -> tuple[str, ...]:
         RuntimeError: torch could not count them, in a separate process.
     """
     program = "import json; from forge.runtime.inventory import visible_gpus; print(json.dumps(visible_gpus()))"
-    process = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=COUNT_TIMEOUT, check=False
-    )
+    # 120 s: the process imports torch.
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     if process.returncode:
         raise RuntimeError(f"the GPUs of this machine could not be counted: {process.stderr.strip()[-500:]}")
     return tuple(json.loads(process.stdout.splitlines()[-1]))

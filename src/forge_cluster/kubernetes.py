@@ -76,21 +76,19 @@ class KubernetesJob:
         ]
         amounts = {"cpu": str(self.cpus), "memory": self.memory}
         devices = {"nvidia.com/gpu": str(self.gpus_per_node)} if self.gpus_per_node else {}
-        volumes: list[Manifest] = [
-            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": self.shm}},
-            {"name": "tmp", "emptyDir": {}},
+        # The name of each volume, its source, and where it is. Nothing is writable but the volumes, unless there is no
+        # shared one for the run's folder.
+        shared = ("shared", {"persistentVolumeClaim": {"claimName": self.claim}}, self.mount)
+        volumes: list[tuple[str, Manifest, str]] = [
+            ("shm", {"emptyDir": {"medium": "Memory", "sizeLimit": self.shm}}, "/dev/shm"),
+            ("tmp", {"emptyDir": {}}, "/tmp"),
+            *([] if self.claim is None else [shared]),
         ]
-
-        mounts = [{"name": "shm", "mountPath": "/dev/shm"}, {"name": "tmp", "mountPath": "/tmp"}]
-        # Nothing is writable but the volumes, unless there is no shared one for the run's folder.
-        if self.claim is not None:
-            volumes.append({"name": "shared", "persistentVolumeClaim": {"claimName": self.claim}})
-            mounts.append({"name": "shared", "mountPath": self.mount})
 
         common = {
             "image": self.image,
             "workingDir": self.mount,
-            "volumeMounts": mounts,
+            "volumeMounts": [{"name": name, "mountPath": path} for name, _, path in volumes],
             "securityContext": {
                 "allowPrivilegeEscalation": False,
                 "capabilities": {"drop": ["ALL"]},
@@ -121,7 +119,7 @@ class KubernetesJob:
             "resources": {"requests": amounts, "limits": amounts},
         }
         pod = {
-            "volumes": volumes,
+            "volumes": [{"name": name, **source} for name, source, _ in volumes],
             "enableServiceLinks": False,
             "automountServiceAccountToken": False,
             "securityContext": {

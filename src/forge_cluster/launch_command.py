@@ -13,7 +13,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from forge.cli.recipes import RECIPES
 from forge.cli.subparsers import Subparsers
@@ -25,6 +25,42 @@ if TYPE_CHECKING:
 log = logging.getLogger(f"forge.{__name__}")
 TEXT = "start a run on several machines, by Slurm, ssh or Kubernetes"
 Runs = list[tuple[str, list[str]]]  # name and command line of each run
+
+# The options of all launchers and of each, with the arguments of `add_argument`.
+OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "all": {
+        "recipe": {"choices": list(RECIPES), "default": "train", "help": "default: train"},
+        "nodes": {"type": int, "default": 1, "help": "machines with a worker"},
+        "gpus-per-node": {"type": int, "default": 0},
+        "sweep": {"action": "append", "default": [], "metavar": "KEY=A,B", "help": "a run for each value"},
+        "seeds": {"type": int, "help": "a run for each seed from 0"},
+        "setup": {"default": "", "help": "shell lines before the run: modules, environments"},
+        "dry-run": {"action": "store_true", "help": "print what would be submitted"},
+    },
+    "slurm": {
+        "partition": {},
+        "cpus-per-node": {"type": int, "help": "cores of each node; default: Slurm's, often 1"},
+        "time": {"help": "limit of the job, as sbatch takes it; the run saves itself before"},
+        "sbatch": {
+            **{"action": "append", "default": [], "metavar": "OPTION"},
+            "help": "an additional line, without dashes: account=x",
+        },
+    },
+    "ssh": {
+        "hosts": {"required": True, "help": "machines as ssh takes them, separated by commas"},
+        "python": {"default": sys.executable, "help": "the Python there; default: this one's path"},
+    },
+    "kubernetes": {
+        "image": {"required": True, "help": "with this library and the run's code"},
+        "namespace": {"default": "default"},
+        "claim": {"help": "PersistentVolumeClaim (ReadWriteMany) for models, data and the run's folder"},
+        "mount": {"default": "/work", "help": "where it is, and the working directory; default: /work"},
+        "python": {"default": "python", "help": "of the image"},
+        "cpus": {"type": int, "default": 4, "help": "of each pod"},
+        "memory": {"default": "16Gi", "help": "of each pod"},
+        "shm": {"default": "16Gi", "help": "/dev/shm of each pod: three versions of the weights"},
+    },
+}
 
 
 def add_to(commands: Subparsers) -> None:
@@ -54,19 +90,12 @@ def run(args: argparse.Namespace) -> None:
     parser = argparse.ArgumentParser(
         prog=f"forge launch {args.launcher}",
         description="Overrides of the configuration may follow: --training.steps 500",
-        epilog=f"example: forge launch {args.launcher} apps/grpo/gsm8k.yaml {LAUNCHERS[args.launcher][2]}--dry-run",
+        epilog=f"example: forge launch {args.launcher} apps/grpo/gsm8k.yaml {LAUNCHERS[args.launcher][1]}--dry-run",
         allow_abbrev=False,
     )
     parser.add_argument("config", help="YAML file")
-    parser.add_argument("--recipe", choices=list(RECIPES), default="train", help="default: train")
-    parser.add_argument("--nodes", type=int, default=1, help="machines with a worker")
-    parser.add_argument("--gpus-per-node", type=int, default=0)
-    parser.add_argument("--sweep", action="append", default=[], metavar="KEY=A,B", help="a run for each value")
-
-    parser.add_argument("--seeds", type=int, default=None, help="a run for each seed from 0")
-    parser.add_argument("--setup", default="", help="shell lines before the run: modules, environments")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be submitted")
-    LAUNCHERS[args.launcher][0](parser)
+    for name, option in {**OPTIONS["all"], **OPTIONS[args.launcher]}.items():
+        parser.add_argument(f"--{name}", **option)
 
     # Options of the launcher come first; all unknown ones are overrides of the configuration.
     options, overrides = parser.parse_known_args(args.rest)
@@ -88,7 +117,7 @@ def run(args: argparse.Namespace) -> None:
 
         if args.launcher in ("slurm", "ssh") and not options.dry_run:  # their workers use this Python environment
             check_certificates()
-        LAUNCHERS[args.launcher][1](options, cfg, runs)
+        LAUNCHERS[args.launcher][0](options, cfg, runs)
     except ConfigError as error:
         hint = "" if "--recipe" in args.rest else f" (read as a configuration of forge {options.recipe}, see --recipe)"
         raise SystemExit(mask_secrets(f"error: {error}{hint}")) from error
@@ -168,15 +197,6 @@ def _check_secrets(arguments: Arguments, options: argparse.Namespace) -> None:
         raise ValueError(f"--setup holds a secret, {fix}")
 
 
-def _slurm_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--partition")
-    parser.add_argument("--cpus-per-node", type=int, default=None, help="cores of each node; default: Slurm's, often 1")
-    parser.add_argument("--time", help="limit of the job, as sbatch takes it; the run saves itself before")
-    parser.add_argument(
-        "--sbatch", action="append", default=[], metavar="OPTION", help="an additional line, without dashes: account=x"
-    )
-
-
 def _launch_slurm(options: argparse.Namespace, cfg: TrainingRecipe, runs: Runs) -> None:
     from .slurm import SlurmJob, quote_value
 
@@ -197,11 +217,6 @@ def _launch_slurm(options: argparse.Namespace, cfg: TrainingRecipe, runs: Runs) 
     print(job.script() if options.dry_run else f"submitted job {job.submit()}, output in {job.runs}/slurm-*.out")
 
 
-def _ssh_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--hosts", required=True, help="machines as ssh takes them, separated by commas")
-    parser.add_argument("--python", default=sys.executable, help="the Python there; default: this one's path")
-
-
 def _launch_ssh(options: argparse.Namespace, cfg: TrainingRecipe, runs: Runs) -> None:
     from .processes import run_as_child
     from .ssh import check_words_of_ssh, start_workers
@@ -220,17 +235,6 @@ def _launch_ssh(options: argparse.Namespace, cfg: TrainingRecipe, runs: Runs) ->
             codes.append(run_as_child(command, {**os.environ, **environment}))
     if any(codes):
         raise SystemExit(next(filter(None, codes)))
-
-
-def _kubernetes_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--image", required=True, help="with this library and the run's code")
-    parser.add_argument("--namespace", default="default")
-    parser.add_argument("--claim", help="PersistentVolumeClaim (ReadWriteMany) for models, data and the run's folder")
-    parser.add_argument("--mount", default="/work", help="where it is, and the working directory; default: /work")
-    parser.add_argument("--python", default="python", help="of the image")
-    parser.add_argument("--cpus", type=int, default=4, help="of each pod")
-    parser.add_argument("--memory", default="16Gi", help="of each pod")
-    parser.add_argument("--shm", default="16Gi", help="/dev/shm of each pod: three versions of the weights")
 
 
 def _launch_kubernetes(options: argparse.Namespace, cfg: TrainingRecipe, runs: Runs) -> None:
@@ -258,9 +262,9 @@ def _launch_kubernetes(options: argparse.Namespace, cfg: TrainingRecipe, runs: R
             print(f"created {', '.join(job.create())}; kubectl logs -f job/{job.name}")
 
 
-# By launcher: a function that adds its options, a function that starts runs, and the options of an example.
-LAUNCHERS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[..., None], str]] = {
-    "slurm": (_slurm_options, _launch_slurm, "--nodes 2 --gpus-per-node 8 "),
-    "ssh": (_ssh_options, _launch_ssh, "--hosts node1,node2 "),
-    "kubernetes": (_kubernetes_options, _launch_kubernetes, "--image registry/forge:0.1 --nodes 2 "),
+# By launcher: a function that starts runs, and the options of an example.
+LAUNCHERS: dict[str, tuple[Callable[..., None], str]] = {
+    "slurm": (_launch_slurm, "--nodes 2 --gpus-per-node 8 "),
+    "ssh": (_launch_ssh, "--hosts node1,node2 "),
+    "kubernetes": (_launch_kubernetes, "--image registry/forge:0.1 --nodes 2 "),
 }

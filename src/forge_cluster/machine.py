@@ -48,7 +48,8 @@ async def describe_host(address: str, credentials: Credentials) -> tuple[Invento
         OSError: it cannot be reached; the message has the fix.
         HostError: it reported an error.
     """
-    return _parse_description(await query_host(address, credentials, do="describe"))
+    reply = await query_host(address, credentials, do="describe")
+    return Inventory.from_dict(reply), reply["held_by"]
 
 
 async def query_host(address: str, credentials: Credentials, **message: Json) -> Json:
@@ -93,12 +94,6 @@ async def first_answer(reader: asyncio.StreamReader, address: str) -> Json:
     return message["ok"]
 
 
-def _parse_description(reply: Message) -> tuple[Inventory, str | None]:
-    holder = reply.pop("held_by")
-    reply.pop("at", None)
-    return Inventory.from_dict(reply), holder
-
-
 @cache
 def _hosts_loop() -> asyncio.AbstractEventLoop:
     """Return the event loop of the connections to hosts, in a separate thread.
@@ -130,7 +125,7 @@ class Machine:
         self._credentials = credentials
         self._ids = itertools.count()
         self._answers: dict[int, asyncio.Future[Json]] = {}
-        self._watched: dict[int, Callable[[], None]] = {}
+        self.watched: dict[int, Callable[[], None]] = {}  # by process: what is called at its end
         self._on_worker_end: dict[str, list[Callable[[], None]]] = {}
         self._tasks: list[asyncio.Task] = []  # of the hosts' loop
         self._sending: set[asyncio.Task] = set()
@@ -165,7 +160,7 @@ class Machine:
         try:
             reply = await first_answer(reader, self.address)
             self.peer_address = reply["at"]
-            inventory, _ = _parse_description(reply)
+            inventory = Inventory.from_dict(reply)
         except BaseException:
             self._writer.close()
             raise
@@ -234,7 +229,7 @@ class Machine:
         for reply in self._answers.values():
             if not reply.done():
                 reply.set_exception(HostError(f"host {self} was lost: {reason}"))
-        watched, self._watched = self._watched, {}
+        watched, self.watched = self.watched, {}
         for on_end in watched.values():
             on_end()
         _hosts_loop().call_soon_threadsafe(self._abort_connection)
@@ -273,7 +268,7 @@ class Machine:
                 self.ended.add(message["worker"])
                 for on_end in self._on_worker_end.pop(message["worker"], ()):
                     on_end()
-            on_process_end = self._watched.pop(message.get("pid", -1), None)
+            on_process_end = self.watched.pop(message.get("pid", -1), None)
             if on_process_end is not None:
                 on_process_end()
             return
@@ -290,7 +285,7 @@ class Machine:
         if self.lost.done():
             asyncio.get_running_loop().call_soon(on_end)
             return
-        self._watched[pid] = on_end
+        self.watched[pid] = on_end
         self.send("watch", pid=pid)
 
     def when_worker_ends(self, worker: str, on_end: Callable[[], None]) -> None:
@@ -304,10 +299,6 @@ class Machine:
         """Call nothing when this worker ends, as it was stopped on purpose."""
         self._on_worker_end.pop(worker, None)
 
-    def unwatch(self, pid: int) -> None:
-        """Stop watching the process `pid`."""
-        self._watched.pop(pid, None)
-
 
 class RemoteProcess:
     """A process on another machine, with the interface of `forge.runtime.process.Process`.
@@ -318,7 +309,6 @@ class RemoteProcess:
 
     # Unknown here; a process that hangs or is lost is noticed by pings and by the lease.
     stopped = False
-    alive = False
 
     def __init__(self, machine: Machine, pid: int, ended: Callable[[], None]) -> None:
         self.machine, self.pid = machine, pid
@@ -348,4 +338,4 @@ class RemoteProcess:
 
     def close(self) -> None:
         """Stop watching the process."""
-        self.machine.unwatch(self.pid)
+        self.machine.watched.pop(self.pid, None)

@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import IO
 
 from .credentials import read_secret
 from .processes import check_words
@@ -102,12 +101,10 @@ def _read_address(host: str, process: subprocess.Popen) -> str:
     """Return the address that a worker prints when it listens. NotStarted: it printed none in time."""
     lines: list[str] = []
 
-    def read_line(file: IO[str]) -> None:
-        lines.append(file.readline().strip())
-
-    assert process.stdout is not None
     # Read in a thread: a read has no timeout, and ssh may wait forever for a password.
-    reader = threading.Thread(target=read_line, args=(process.stdout,), daemon=True)
+    reader = threading.Thread(
+        target=lambda file: lines.append(file.readline().strip()), args=(process.stdout,), daemon=True
+    )
     reader.start()
     reader.join(START_TIMEOUT)
     if not lines or not lines[0]:

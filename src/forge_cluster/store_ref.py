@@ -5,6 +5,7 @@ import threading
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial, partialmethod
 from typing import Any, TypeVar, cast
 
 import torch
@@ -106,9 +107,7 @@ class HostStore(Store):
             def publish_parts(parts: list[Manifest]) -> int:
                 return self._wait_for(self._home.publish.route([part.to_json() for part in parts]))
 
-            def write_manifest() -> Manifest:
-                return written.on_host(self.host)
-
+            write_manifest = partial(written.on_host, self.host)
             if part.ranks.world == 1:
                 number = publish_parts([write_manifest()])
             else:
@@ -144,38 +143,19 @@ class HostStore(Store):
                 if is_retry:
                     raise MissingVersion(f"{key} version {version} left {self.host} while it was opened") from None
 
-    def versions(self, key: str) -> list[int]:
-        """Return the versions of a key that are complete, see `Store.versions`."""
-        return self._ask_home("versions", key)
-
-    def keys(self, prefix: str = "") -> list[str]:
-        """Return the keys that start with a prefix, see `Store.keys`."""
-        return self._ask_home("keys", prefix)
-
-    def delete(self, key: str) -> None:
-        """Delete all versions of a key, see `Store.delete`."""
-        return self._ask_home("delete", key)
-
-    def wait(self, key: str, min_version: int = 0, *, timeout: float) -> int:
-        """Wait until a version of a key is at least `min_version`, and return it, see `Store.wait`."""
-        return self._ask_home("wait", key, min_version, timeout=timeout)
-
-    def manifest(self, key: str, version: int) -> Manifest:
-        """Return the manifest of a version, see `Store.manifest`."""
-        return self._ask_home("manifest", key, version)
-
-    def identities(self, key: str) -> dict[int, set[str]]:
-        """Return the identities of each version of a key, see `Store.identities`."""
-        return self._ask_home("identities", key)
-
-    def adopt(self, key: str, identities: Mapping[int, set[str]]) -> None:
-        """Add identities of versions of a key, see `Store.adopt`."""
-        return self._ask_home("adopt", key, identities)
-
     def _ask_home(self, method: str, *args: Any, **kwargs: Any) -> Any:
         if self.host == HOME:
             return getattr(self.local, method)(*args, **kwargs)
         return self._wait_for(self._home.ask.route(method, *args, **kwargs))
+
+    # The home store answers these calls; `Store` describes them.
+    versions: Any = partialmethod(_ask_home, "versions")
+    keys: Any = partialmethod(_ask_home, "keys")
+    delete: Any = partialmethod(_ask_home, "delete")
+    wait: Any = partialmethod(_ask_home, "wait")
+    manifest: Any = partialmethod(_ask_home, "manifest")
+    identities: Any = partialmethod(_ask_home, "identities")
+    adopt: Any = partialmethod(_ask_home, "adopt")
 
     def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
         # Without a timeout: the calls to caches have their own.

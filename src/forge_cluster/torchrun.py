@@ -57,8 +57,10 @@ def main() -> int:
             return int(store.get(f"{attempt}/over"))
 
         hosts = [store.get(f"{attempt}/{number}").decode() for number in range(world)]
-        environment = {name: value for name, value in os.environ.items() if name not in RANKS}
-        environment |= {"FORGE_HOSTS": ",".join(hosts), "FORGE_EXPECT_HOSTS": str(world), SECRET: secret}
+        environment = {
+            **{name: value for name, value in os.environ.items() if name not in RANKS},
+            **{"FORGE_HOSTS": ",".join(hosts), "FORGE_EXPECT_HOSTS": str(world), SECRET: secret},
+        }
         code = run_as_child([sys.executable, "-m", "forge", *sys.argv[1:]], environment)
         store.set(f"{attempt}/over", str(code))
         return code

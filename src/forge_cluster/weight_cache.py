@@ -117,7 +117,8 @@ class WeightCache(ForgeActor):
     vital = False
 
     def __init__(self, store: VersionStore, home: RemoteService | None = None) -> None:
-        self.home_store, self._home = store, home
+        self.home_store = store
+        self.home: RemoteService = home  # type: ignore[assignment]
 
     def setup(self) -> None:
         """Open the store of this host. ValueError: the store is on another host."""
@@ -128,16 +129,10 @@ class WeightCache(ForgeActor):
         self._fetching: dict[tuple[str, int], asyncio.Task[str]] = {}
         self._chains: dict[tuple[str, int], list[str]] = {}
 
-    @property
-    def home(self) -> RemoteService:
-        """Return the handle to the home cache."""
-        assert self._home is not None
-        return self._home
-
     @endpoint
     async def link(self, home: RemoteService) -> None:
         """Give the home cache a handle to itself, by which it finds the other caches."""
-        self._home = home
+        self.home = home
 
     @endpoint
     async def publish(self, parts: list[str]) -> int:
@@ -273,9 +268,8 @@ class WeightCache(ForgeActor):
         # Release versions before the last but one: a run that updates often would otherwise hold all of a minute.
         assert manifest.version is not None
         for name, source in [*self._sources.items()]:
-            if source.version is None or source.version[0] != manifest.key:
-                continue
-            if source.version[1] < manifest.version - 1:
+            key, version = source.version or ("", 0)
+            if key == manifest.key and version < manifest.version - 1:
                 await self._release_source(name, source)
 
         if foreign:
@@ -296,7 +290,11 @@ class WeightCache(ForgeActor):
         try:
             await self._receive_chunks(whole, source, cache)
         except BaseException as error:
-            self._fail_source(whole, source, error)
+            # The remaining chunks will never arrive: their readers raise MissingVersion.
+            source.error = f"{whole} did not arrive on {self.host}: {error}"
+            source.grown.set()
+            if self._sources.get(whole) is source:
+                del self._sources[whole]
             raise
 
         self._restart_idle_timer(whole, source)
@@ -315,24 +313,15 @@ class WeightCache(ForgeActor):
         try:
             for number in range(len(parts)):
                 reads.append(asyncio.create_task(read_chunk(number)))
-                if len(reads) == READS:
+                # No more than this many reads continue: none after the last chunk.
+                most = READS - 1 if number + 1 < len(parts) else 0
+                while len(reads) > most:
                     await reads[0]
                     reads.popleft()
                     source.announce(number + 1 - len(reads))
-            while reads:
-                await reads[0]
-                reads.popleft()
-                source.announce(len(parts) - len(reads))
         finally:
             # The memory is released after this: nothing may write into it any more.
             await asyncio.gather(*reads, return_exceptions=True)
-
-    def _fail_source(self, name: str, source: Source, error: BaseException) -> None:
-        """Wake the readers of a source whose remaining chunks will never arrive; they raise MissingVersion."""
-        source.error = f"{name} did not arrive on {self.host}: {error}"
-        source.grown.set()
-        if self._sources.get(name) is source:
-            del self._sources[name]
 
     def _open_segment(self, segment: str, resources: ExitStack) -> Tensor:
         """Return the memory of a segment that was written on this host."""

@@ -42,17 +42,23 @@ async def connect_host(address: str, credentials: Credentials) -> tuple[asyncio.
 
 def with_fix(error: OSError, address: str) -> OSError:
     """Return an error of a connection to `address` whose message says what to do."""
-    text = str(error).upper().replace(" ", "_")
-    if "EXPIRED" in text:
-        return ConnectionError(f"host {address}: a certificate has expired; start the workers again: {error}")
-    if isinstance(error, ssl.SSLError):
-        return ConnectionError(
+    problems = (
+        (
+            "EXPIRED" in str(error).upper(),
+            f"host {address}: a certificate has expired; start the workers again: {error}",
+        ),
+        (
+            isinstance(error, ssl.SSLError),
             f"host {address} has another secret, or something else listens there: give every machine of a run the "
-            f"same FORGE_SECRET ({error})"
-        )
-    if isinstance(error, ConnectionRefusedError):
-        return ConnectionError(f"no worker listens at {address}: start one there with `forge worker`")
-    return ConnectionError(f"host {address}: {error}")
+            f"same FORGE_SECRET ({error})",
+        ),
+        (
+            isinstance(error, ConnectionRefusedError),
+            f"no worker listens at {address}: start one there with `forge worker`",
+        ),
+        (True, f"host {address}: {error}"),
+    )
+    return ConnectionError(next(text for is_it, text in problems if is_it))
 
 
 def split_address(address: str) -> tuple[str, int]:

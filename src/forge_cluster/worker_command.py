@@ -73,11 +73,8 @@ def run(args: argparse.Namespace) -> None:
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s forge worker: %(message)s", datefmt="%H:%M:%S")
 
-    async def serve_machine() -> None:
-        await _serve_daemon(Daemon(gpus, secret, address, port), args)
-
     try:
-        asyncio.run(serve_machine())
+        asyncio.run(_serve_daemon(Daemon(gpus, secret, address, port), args))
     except OSError as error:
         option = f"--listen {join_address(address, 0)}"
         raise SystemExit(f"error: {listening_error(address, port, error, option)}") from error

@@ -56,19 +56,19 @@ def read_action(text: str, syntax: Syntax, tools: Sequence[Schema] = (), *, trun
     (ToolCall(name='add', arguments={'a': 1}, id='call_0'),)
     """
     schemas = {tool["function"]["name"]: tool["function"] for tool in tools}
-    if syntax == "harmony":
-        # Its thoughts are messages, which the parser recognises itself. Without tools it is parsed for them only.
-        content, calls, errors = _read_by_syntax(text, syntax, schemas)
-        calls, errors = (calls, errors) if tools else ([], [])
-    elif not tools:
+    if not tools and syntax != "harmony":
         return Action(text, text.strip(), truncated=truncated)
-    else:
-        content, calls, errors = _read_by_syntax(text, syntax, schemas)
+    content, calls, errors = _read_by_syntax(text, syntax, schemas)
+    if not tools:
+        # The thoughts of "harmony" are messages, which the parser recognises itself: it is parsed for them only.
+        calls, errors = [], []
+    elif syntax != "harmony":
         thought, closing, answer = text.partition("</think>")
         # Parse the text after the thoughts only, unless the tag is within the arguments of a call.
-        in_arguments = not errors and closing not in content
-        in_arguments = in_arguments and any(closing in str(call.arguments) for call in calls)
-        if closing and not in_arguments:
+        is_in_arguments = (
+            not errors and closing not in content and any(closing in str(call.arguments) for call in calls)
+        )
+        if closing and not is_in_arguments:
             content, calls, errors = _read_by_syntax(answer, syntax, schemas)
             content = thought + closing + content
 
@@ -192,8 +192,10 @@ def _read_arguments(text: str, function: Schema) -> dict[str, Any]:
     try:
         # Literals only: no code of the policy is executed.
         call: Any = ast.parse(f"f({text})", "<model output>", mode="eval").body
-        values = {names[n]: ast.literal_eval(value) for n, value in enumerate(call.args)}
-        values |= {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+        values = {
+            **{names[n]: ast.literal_eval(value) for n, value in enumerate(call.args)},
+            **{str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords},
+        }
     except (ValueError, SyntaxError, TypeError, IndexError, MemoryError, RecursionError, AttributeError) as error:
         if only_name:
             return unquoted

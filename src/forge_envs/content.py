@@ -40,6 +40,12 @@ def as_text(value: Json) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
+def shorten_text(text: str, limit: int) -> str:
+    """Return a text of at most `limit` characters as it is, and a longer one cut, with the number of those left out."""
+    surplus = len(text) - limit
+    return text if surplus <= 0 else f"{text[:limit]}... ({surplus} more characters)"
+
+
 def _text_of_block(block: Mapping[str, Json]) -> str:
     kind = block.get("type")
     if kind == "text":

@@ -66,13 +66,8 @@ class Dialogue:
         self.exported_template = plain.exported
 
         # By the tools of an episode, as JSON, since they are a part of what the template renders.
-        @lru_cache(16)
-        def chat_format(tools: str) -> ChatFormat:
-            return plain.with_options({"tools": json.loads(tools)} if tools else {})
-
-        self._chat = chat_format
+        self._chat = lru_cache(16)(lambda tools: plain.with_options({"tools": json.loads(tools)} if tools else {}))
         self.thoughts: Thoughts = thoughts
-        self._rewriting = thoughts == "template"
         self.syntax: Syntax = syntax or syntax_of(self._chat("").template)
         self._special = SpecialTokens(tokenizer)
 
@@ -89,7 +84,7 @@ class Dialogue:
         # is followed by another message. An eos that is none of these does not end a turn for the template.
         closers = [turns.closer, turns.closer_of_calls]
         self._closers = {int(tokenizer.convert_tokens_to_ids(end)) for end in closers if end}  # type: ignore[arg-type]
-        if not self._rewriting:
+        if self.thoughts == "keep":
             self._closers.add(self._tokens_between([{"role": "user", "content": "more"}], ())[0])
 
     @property
@@ -140,7 +135,7 @@ class Dialogue:
             tokens: the episode's tokens.
             messages: the whole conversation, in which the policy's turns are messages of `turn_message`.
         """
-        if not self._rewriting:
+        if self.thoughts == "keep":
             return False
         text = self._render(list(map(self._plain_message, messages)), tools)
         return not text.startswith(str(self.tokenizer.decode(list(tokens), skip_special_tokens=False)))

@@ -8,6 +8,7 @@ within the value.
 import json
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from .schemas import Schema, parameters_of
@@ -81,16 +82,6 @@ def read_deepseek(text: str, tools: Mapping[str, Schema]) -> Found:
 
     content, calls, errors = read_between(text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", read_call)
     return _FRAME.sub("", content), calls, errors
-
-
-def read_glm(text: str, tools: Mapping[str, Schema]) -> Found:
-    """Parse calls like `<tool_call>name <arg_key>a</arg_key> <arg_value>1</arg_value> ... </tool_call>`."""
-    return _read_xml(text, tools, GLM)
-
-
-def qwen_xml(text: str, tools: Mapping[str, Schema]) -> Found:
-    """Parse calls like `<tool_call><function=name><parameter=a>1</parameter> ... </function></tool_call>`."""
-    return _read_xml(text, tools, QWEN)
 
 
 def read_mistral(text: str, tools: Mapping[str, Schema]) -> Found:
@@ -193,7 +184,7 @@ def _json_body(text: str, start: int, begin: str, end: str) -> tuple[str, int]:
     return text[start:stop], stop + len(end)
 
 
-def _read_xml(text: str, tools: Mapping[str, Schema], tags: Tags) -> Found:
+def _read_xml(tags: Tags, text: str, tools: Mapping[str, Schema]) -> Found:
     # Parse the calls of a turn in XML; the schemas of the tools decide which values are texts.
 
     def read_call(text: str, start: int, begin: str, end: str) -> tuple[Call, int]:
@@ -203,6 +194,12 @@ def _read_xml(text: str, tools: Mapping[str, Schema], tags: Tags) -> Found:
         return (name, arguments), position
 
     return read_between(text, _BEGIN, _END, read_call)
+
+
+# Parses calls like `<tool_call>name <arg_key>a</arg_key> <arg_value>1</arg_value> ... </tool_call>`.
+read_glm = partial(_read_xml, GLM)
+# Parses calls like `<tool_call><function=name><parameter=a>1</parameter> ... </function></tool_call>`.
+qwen_xml = partial(_read_xml, QWEN)
 
 
 def _read_call(text: str, start: int, tags: Tags) -> tuple[str, list[tuple[str, str]], int]:

@@ -20,7 +20,6 @@ UNRELIABLE = {
     "game_of_life_halting": "unreadable answers score 1",
     "coin_flip": 'the answer "0" scores near 1',
 }
-_DIVISION = 'some labels of divisions are wrong; take operators=["+", "-", "*"]'
 # The words "nan", "inf" and "infinity", possibly with Python's "j" of an imaginary number. Scorers that compare numbers
 # by a tolerance accept them for any number.
 _NOT_FINITE = re.compile(r"(?<![a-z])(nan|inf|infinity)(?=j?(?![a-z]))", re.IGNORECASE)
@@ -80,7 +79,7 @@ class ReasoningGymEnvironment(Environment):
         # With a scorer that rewards wrong answers, the policy would learn to give them.
         fault = UNRELIABLE.get(family)
         if family == "basic_arithmetic" and "/" in dataset.config.operators:
-            fault = _DIVISION
+            fault = 'some labels of divisions are wrong; take operators=["+", "-", "*"]'
         if fault is not None and not allow_wrong:
             raise ValueError(f"{family} is off: {fault}. Set allow_wrong=True to use it anyway")
         self._family = family

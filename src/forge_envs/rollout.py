@@ -89,10 +89,10 @@ async def rollout(
     return played.episode()
 
 
-class _Branch:
+class Branch:
     """A sequence of tokens that only grows, with the mask, log-probability and weight version of each token."""
 
-    def __init__(self, prompt: Sequence[int]) -> None:
+    def __init__(self, prompt: Sequence[int] = ()) -> None:
         self.tokens: list[int] = []
         self.mask: list[bool] = []
         self.logprobs: list[float] = []
@@ -109,17 +109,21 @@ class _Branch:
         self.logprobs += [0.0] * len(tokens)
         self.versions += [-1] * len(tokens)
 
-    def append_turn(self, completion: Completion) -> None:
-        """Append a turn of the policy; ValueError if it was not sampled as a continuation of the branch's tokens."""
-        if list(completion.prompt_ids) != self.tokens:
-            raise ValueError(f"a turn continues {len(completion.prompt_ids)} tokens that are not the episode's")
-
+    def append_turn(self, completion: Completion, *, is_trained: bool = True) -> None:
+        """Append a turn of the policy, which continues the branch's tokens; one that is not trained is only read."""
         start, ids = len(self.tokens), completion.token_ids
-        self.tokens += ids
-        self.mask += [True] * len(ids)
-        self.logprobs += completion.logprobs
-        self.versions += completion.versions
-        self.turns.append(Turn(start, len(self.tokens), completion.version, completion.finish))
+        if is_trained:
+            self.tokens += ids
+            self.mask += [True] * len(ids)
+            self.logprobs += completion.logprobs
+            self.versions += completion.versions
+            self.turns.append(Turn(start, len(self.tokens), completion.version, completion.finish))
+            self.origins |= {
+                Origin(version, completion.identities.get(version, ""), completion.sampled_by)
+                for version in {*completion.versions}
+            }
+        else:
+            self.observe(ids)
 
         # A turn's experts include those of its context. Earlier turns have recorded the same tokens when they were
         # sampled, except their last token, which was only read by the turn after them.
@@ -129,14 +133,30 @@ class _Branch:
                 experts[: len(self.experts) - 1] = self.experts[:-1]
             self.experts = experts
 
-        self.origins |= {
-            Origin(version, completion.identities.get(version, ""), completion.sampled_by)
-            for version in {*completion.versions}
-        }
-
     @property
     def reward(self) -> float:
+        """Return the sum of the rewards of the turns."""
         return sum(turn.reward for turn in self.turns)
+
+    def episode(self, reward: float | None, **fields: Any) -> Episode:
+        """Return the tokens up to the last turn as an episode, as those after it are not trained.
+
+        Args:
+            reward: None for a branch without a turn, of which all tokens are returned.
+            fields: further arguments of `Episode.played`.
+        """
+        end = self.turns[-1].end if self.turns else len(self.tokens)
+        return Episode.played(
+            self.tokens[:end],
+            self.mask[:end],
+            self.logprobs[:end],
+            self.versions[:end],
+            turns=self.turns,
+            reward=reward,
+            origins=self.origins,
+            experts=self.experts,
+            **fields,
+        )
 
 
 def turn_seeds(seed: int, sample: int, attempt: int) -> Iterator[int]:
@@ -151,7 +171,7 @@ class _Played:
 
     def __init__(self, dialogue: Dialogue, max_tokens: int, step_timeout: float, seeds: Iterator[int]) -> None:
         self.dialogue, self.max_tokens, self.step_timeout, self.seeds = dialogue, max_tokens, step_timeout, seeds
-        self.branches = [_Branch([])]
+        self.branches = [Branch()]
         self.messages: list[Message] = []
         self.context: list[Message] = []  # the messages of the last branch
         self.scored, self.stop, self.error, self.attempts = True, "", "", 0
@@ -182,7 +202,7 @@ class _Played:
         self.messages += step.messages
         self.context += step.messages
 
-        branch = self.branches[0] = _Branch(self.dialogue.initial(step.messages, tools))
+        branch = self.branches[0] = Branch(self.dialogue.initial(step.messages, tools))
         for _ in range(max_turns):
             tokens_left = self.max_tokens - len(branch.tokens)
             if tokens_left < 1:
@@ -196,6 +216,8 @@ class _Played:
                 seed=next(self.seeds),
                 **sampling,
             )
+            if list(completion.prompt_ids) != branch.tokens:
+                raise ValueError(f"a turn continues {len(completion.prompt_ids)} tokens that are not the episode's")
             branch.append_turn(completion)
             action = self.dialogue.read(completion.token_ids, tools, truncated=completion.finish == "length")
             self.calls += len(action.calls)
@@ -221,7 +243,7 @@ class _Played:
             # The next turn continues this branch, unless the conversation was rewritten.
             self.context = [*([] if step.rewritten else self.context), *step.messages]
             if step.rewritten or self.dialogue.rewrites(branch.tokens, self.context, tools):
-                branch = _Branch(self.dialogue.initial(self.context, tools))
+                branch = Branch(self.dialogue.initial(self.context, tools))
                 self.branches.append(branch)
             else:
                 branch.observe(self.dialogue.extend(branch.tokens, step.messages, tools))
@@ -246,33 +268,24 @@ class _Played:
         scored = self.scored and self.stop != "infrastructure"
         remaining_reward = sum(branch.reward for branch in self.branches)
 
-        info: dict[str, Any] = {"stop": self.stop, "turns": sum(len(branch.turns) for branch in self.branches)}
-        info |= {"messages": self.messages, "calls": self.calls, "unread_calls": self.unread_calls}
-        info |= {"attempts": self.attempts}
-        info |= {"error": self.error} if self.error else {}
-        info |= {"environment": dict(self.info)} if self.info else {}
+        info: dict[str, Any] = {
+            "stop": self.stop,
+            "turns": sum(len(branch.turns) for branch in self.branches),
+            "messages": self.messages,
+            "calls": self.calls,
+            "unread_calls": self.unread_calls,
+            "attempts": self.attempts,
+            **({"error": self.error} if self.error else {}),
+            **({"environment": dict(self.info)} if self.info else {}),
+        }
         text = "\n".join(f"[{message['role']}] {message['content']}" for message in self.messages[1:])
 
         # A branch without a turn has no token to train, and is omitted; but an episode needs at least one branch.
         branches_with_turns = [branch for branch in self.branches if branch.turns]
         episodes: list[Episode] = []
         for branch in branches_with_turns or self.branches[-1:]:
-            # Tokens after the last turn are not trained.
-            end = branch.turns[-1].end if branch.turns else len(branch.tokens)
-            episodes.append(
-                Episode.played(
-                    branch.tokens[:end],
-                    branch.mask[:end],
-                    branch.logprobs[:end],
-                    branch.versions[:end],
-                    turns=branch.turns,
-                    reward=remaining_reward if scored and branch.turns else None,
-                    origins=branch.origins,
-                    text=text,
-                    info=dict(info),
-                    experts=branch.experts,
-                )
-            )
+            reward = remaining_reward if scored and branch.turns else None
+            episodes.append(branch.episode(reward, text=text, info=dict(info)))
             remaining_reward -= branch.reward
 
         *earlier, last = episodes

@@ -2,8 +2,10 @@
 
 import ast
 import json
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 from jsonschema import Draft202012Validator, SchemaError, ValidationError
@@ -70,9 +72,7 @@ class Parameters:
             ) from None
 
         # Where several parts have a parameter of the same name, the first one, of the outer schema, has priority.
-        self.properties: dict[str, Any] = {}
-        for properties in properties_of_parts:
-            self.properties = {**properties, **self.properties}
+        self.properties: dict[str, Any] = dict(ChainMap(*properties_of_parts))
 
         # Whether other parameters are allowed. By JSON Schema they are unless a schema excludes them; but for tools, a
         # misspelt name should be an error unless a schema allows it.
@@ -163,9 +163,8 @@ class Parameters:
                 yield from self._schema_parts(self._resolver.lookup(reference).contents, followed)
         # Any alternative may name parameters.
         alternatives = [schema.get(keyword) for keyword in ("if", "then", "else")]
-        for keyword in ("allOf", "anyOf", "oneOf"):
-            alternatives += schema.get(keyword, [])
-        for alternative in alternatives:
+        lists = (schema.get(keyword, []) for keyword in ("allOf", "anyOf", "oneOf"))
+        for alternative in chain(alternatives, *lists):
             yield from self._schema_parts(alternative, followed)
 
 

@@ -13,7 +13,6 @@ except ImportError as error:
 
 A = TypeVar("A")
 Game = Any  # textarena.Env, whose methods are not typed
-Opponent = Callable[[str], str]
 
 
 class TextArenaEnvironment(Environment):
@@ -42,7 +41,7 @@ class TextArenaEnvironment(Environment):
         self,
         game: str,
         *,
-        opponent: Opponent | None = None,
+        opponent: Callable[[str], str] | None = None,
         players: int = 1,
         seat: int = 0,
         **settings: Any,
@@ -61,11 +60,11 @@ class TextArenaEnvironment(Environment):
         self._settings = settings
         self._game: Game | None = None
         self._random = random.getstate()  # the state of Python's generator that belongs to the game
-        self._messages: dict[int, list[str]] = {}  # by player; of the policy, only those since its last turn
 
     async def reset(self, task: Any, *, seed: int) -> Step:
         """Start the game that the seed determines, and return the policy's first observation; the task is ignored."""
-        self._messages = {player: [] for player in range(self._players)}
+        # By player; of the policy, only those since its last turn.
+        self._messages: dict[int, list[str]] = {player: [] for player in range(self._players)}
 
         def start_game() -> Game:
             random.seed(seed)

@@ -15,7 +15,7 @@ from forge.rewards.verifier import Unscored
 from forge.types import Prompt, Sample
 from forge_verifiers.threads import await_within, in_own_thread
 
-from .content import as_text
+from .content import as_text, shorten_text
 from .environment import Action, Environment, InfrastructureError, Message, Step, ToolCall
 from .schemas import Arguments, Parameters
 
@@ -76,7 +76,7 @@ class Toolbox:
         self._timeout, self._max_chars, self._max_calls = timeout, max_chars, max_calls
         self._functions = {tool.__name__: tool for tool in tools}
         self._servers: dict[str, ToolServer] = {}
-        schemas: dict[str, Schema] = {}
+        self._schemas: dict[str, Schema] = {}
 
         all_schemas = [schema_of(tool) for tool in tools]
         for server in servers:
@@ -85,10 +85,9 @@ class Toolbox:
             all_schemas += server_schemas
 
         for schema in all_schemas:
-            if schemas.setdefault(schema["function"]["name"], schema) is not schema:
+            if self._schemas.setdefault(schema["function"]["name"], schema) is not schema:
                 raise ValueError(f"two tools have the name {schema['function']['name']}")
-        self._schemas = schemas
-        self._parameters = {name: Parameters(schema["function"]) for name, schema in schemas.items()}
+        self._parameters = {name: Parameters(schema["function"]) for name, schema in self._schemas.items()}
 
     @property
     def schemas(self) -> tuple[Schema, ...]:
@@ -144,8 +143,7 @@ class Toolbox:
         except Exception as error:
             text = f"error: {call.name} raised {type(error).__name__}: {error}"
 
-        surplus = len(text) - self._max_chars
-        return text if surplus <= 0 else f"{text[: self._max_chars]}... ({surplus} more characters)"
+        return shorten_text(text, self._max_chars)
 
 
 def schema_of(function: Tool) -> Schema:

@@ -116,21 +116,23 @@ class Sandbox:
         user: int | None = None,
         allow_unsafe: bool = False,
     ) -> None:
-        if level not in ("auto", *LEVELS):
-            raise ValueError(f"level must be auto, {', '.join(LEVELS)}, not {level!r}")
-        if level == "none" and not allow_unsafe:
-            raise ValueError("level none isolates nothing: set allow_unsafe to accept that")
-        limits = {"workers": workers, "memory_mb": memory_mb, "cpu_seconds": cpu_seconds, "processes": processes}
-        limits |= {"file_mb": file_mb, "output_kb": output_kb}
+        limits = {
+            **{"workers": workers, "memory_mb": memory_mb, "cpu_seconds": cpu_seconds, "processes": processes},
+            **{"file_mb": file_mb, "output_kb": output_kb},
+        }
         invalid = [name for name, value in limits.items() if not isinstance(value, int) or value < 1]
-        if invalid:
-            raise ValueError(f"{', '.join(invalid)} must be at least 1, and whole numbers")
-
         # Paths inside /tmp are possible, but not /tmp itself nor a folder that contains it.
         real_paths = {name: os.path.realpath(name) for name in (*path, *readable)}
         hidden = [name for name, real in real_paths.items() if os.path.commonpath([real, "/tmp"]) == real]
-        if hidden:
-            raise ValueError(f"{', '.join(hidden)}: programs have their own /tmp, name single paths in it")
+        for is_right, problem in (
+            (level in ("auto", *LEVELS), f"level must be auto, {', '.join(LEVELS)}, not {level!r}"),
+            (level != "none" or allow_unsafe, "level none isolates nothing: set allow_unsafe to accept that"),
+            (not invalid, f"{', '.join(invalid)} must be at least 1, and whole numbers"),
+            (not hidden, f"{', '.join(hidden)}: programs have their own /tmp, name single paths in it"),
+        ):
+            if not is_right:
+                raise ValueError(problem)
+
         self.level = level
         self._is_unsafe = allow_unsafe
         self._settings: Settings = limits | {

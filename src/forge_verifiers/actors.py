@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from forge.rewards.verifier import Scores
 from forge.runtime.controller import ForgeActor, Service, endpoint
@@ -40,6 +41,7 @@ class VerifierActor(ForgeActor):
         return self.panel.names
 
 
+@dataclass(eq=False)
 class RemotePanel:
     """A verifier in this process that asks the panel of a service.
 
@@ -48,9 +50,8 @@ class RemotePanel:
         names: the names of the panel's columns.
     """
 
-    def __init__(self, service: Service, names: tuple[str, ...]) -> None:
-        self.service = service
-        self.names = names
+    service: Service
+    names: tuple[str, ...]
 
     @classmethod
     async def from_service(cls, service: Service) -> RemotePanel:

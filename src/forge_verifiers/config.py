@@ -67,8 +67,12 @@ class ModelSettings(Section):
         """
         # Anything else is the id of a model on the hub, `OWNER/NAME`.
         folder = Path(self.path)
-        is_local = self.path.startswith((".", "/", "~")) or folder.exists() or len(folder.parts) > 2
-        is_local = is_local or ("/" in self.path and folder.parent.is_dir())  # a misspelled name in a folder
+        is_local = (
+            self.path.startswith((".", "/", "~"))
+            or folder.exists()
+            or len(folder.parts) > 2
+            or ("/" in self.path and folder.parent.is_dir())  # a misspelled name in a folder
+        )
         if is_local and not (folder / "config.json").is_file():
             raise ValueError(f"{location}.path: {self.path} is not a folder with a model (no config.json)")
 
@@ -169,17 +173,28 @@ class JudgeSettings(Section):
     def _check(self) -> None:
         # An endpoint would reject these only after the run has started.
         fields = {field for _, field, _, _ in Formatter().parse(self.template) if field is not None}
-        if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url must start with http:// or https://, got {self.url!r}")
-        if "response" not in fields or fields - {"prompt", "response", "target", "mark"}:
-            raise ValueError(
-                f"template must hold {{response}}, and alongside it {{prompt}}, {{target}} and {{mark}} only: "
-                f"{self.template[:60]!r}"
-            )
-        if self.votes > 1 and (self.scoring == "logprob" or self.temperature == 0):
-            raise ValueError("scoring logprob asks once, and votes at temperature 0 are all the same: set votes to 1")
-        if self.api_key_env is not None and not os.environ.get(self.api_key_env):
-            raise ValueError(f"api_key_env: the environment has no {self.api_key_env}")
+        is_repeated = self.scoring == "logprob" or self.temperature == 0
+        for is_right, problem in (
+            (
+                self.url.startswith(("http://", "https://")),
+                f"url must start with http:// or https://, got {self.url!r}",
+            ),
+            (
+                "response" in fields and not fields - {"prompt", "response", "target", "mark"},
+                "template must hold {response}, and alongside it {prompt}, {target} and {mark} only: "
+                f"{self.template[:60]!r}",
+            ),
+            (
+                self.votes == 1 or not is_repeated,
+                "scoring logprob asks once, and votes at temperature 0 are all the same: set votes to 1",
+            ),
+            (
+                self.api_key_env is None or os.environ.get(self.api_key_env),
+                f"api_key_env: the environment has no {self.api_key_env}",
+            ),
+        ):
+            if not is_right:
+                raise ValueError(problem)
 
 
 class VerifiersConfig(Section):
@@ -238,12 +253,17 @@ class VerifiersConfig(Section):
     def names(self) -> list[str]:
         """Return the names of the panel's columns, in their order; ValueError if a function does not exist."""
         # The order must be the one in which `panel` constructs the verifiers. No model is loaded here.
-        names = [name for verifier in self._load_functions() for name in verifier.names]
-        names += [spec.name or Path(spec.path).name for spec in self.reward_models]
-        for spec in self.process_reward_models:
-            names += [f"{spec.name or Path(spec.path).name}_{reading}" for reading in ("min", "mean", "last")]
-        names += [spec.name or spec.model for spec in self.judges]
-        return names + [name for plugin in self._load_plugins("verifiers") for name in plugin.names]
+        return [
+            *(name for verifier in self._load_functions() for name in verifier.names),
+            *(spec.name or Path(spec.path).name for spec in self.reward_models),
+            *(
+                f"{spec.name or Path(spec.path).name}_{reading}"
+                for spec in self.process_reward_models
+                for reading in ("min", "mean", "last")
+            ),
+            *(spec.name or spec.model for spec in self.judges),
+            *(name for plugin in self._load_plugins("verifiers") for name in plugin.names),
+        ]
 
     def planned_models(self) -> list[ModelSettings]:
         """Return the settings of all models that the panel loads, including those of plugins.
@@ -263,9 +283,11 @@ class VerifiersConfig(Section):
         from .process import ProcessRewardModel
         from .reward_model import RewardModel
 
-        verifiers = self._load_functions()
-        verifiers += [RewardModel(**spec) for spec in self.reward_models]
-        verifiers += [ProcessRewardModel(**spec) for spec in self.process_reward_models]
+        verifiers: list[Verifier] = [
+            *self._load_functions(),
+            *(RewardModel(**spec) for spec in self.reward_models),
+            *(ProcessRewardModel(**spec) for spec in self.process_reward_models),
+        ]
         if self.judges:
             from .judge import LMJudge
 

@@ -62,11 +62,11 @@ class LMJudge:
         self.names: tuple[str, ...] = (name or model,)
         self.progress = 0
         self._base = url.rstrip("/")
-        self._fixed: Json = {"model": model, "temperature": section.temperature}
-        if section.scoring == "votes":
-            self._fixed["max_tokens"] = section.max_tokens
-        else:
-            self._fixed |= {"max_tokens": 1, "logprobs": True, "top_logprobs": section.top}
+        logprobs = {"max_tokens": 1, "logprobs": True, "top_logprobs": section.top}
+        self._fixed: Json = {
+            **{"model": model, "temperature": section.temperature},
+            **({"max_tokens": section.max_tokens} if section.scoring == "votes" else logprobs),
+        }
         self._yes, self._no = section.yes.strip().lower(), section.no.strip().lower()
         # Not empty: without a key the client would send the one in OPENAI_API_KEY, to any endpoint.
         self._api_key = api_key or os.environ.get(section.api_key_env or "") or "none"
@@ -104,9 +104,11 @@ class LMJudge:
 
     async def _judge_response(self, client: AsyncOpenAI, prompt: str, response: str, target: str | None) -> float:
         # Return the score of one response; Unscored if the model's answers give none.
-        messages = [{"role": "user", "content": self.question(prompt, response, target)}]
-        if self._settings.system_prompt is not None:
-            messages.insert(0, {"role": "system", "content": self._settings.system_prompt})
+        system = self._settings.system_prompt
+        messages = [
+            *([] if system is None else [{"role": "system", "content": system}]),
+            {"role": "user", "content": self.question(prompt, response, target)},
+        ]
         request: Json = {**self._fixed, "messages": messages}
 
         if self._settings.scoring == "logprob":

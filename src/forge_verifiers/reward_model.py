@@ -61,12 +61,9 @@ class RewardModel(ModelVerifier[float]):
 
         if append_eos and not chat and tokenizer.eos_token_id is None:
             raise ValueError(f"the tokenizer of {path} has no eos token to end an answer with: set append_eos to False")
-        self._as_pair = section.as_pair
+        self._settings = section
         self._append_eos = append_eos
         self._label = self.model.class_index(section.label)
-        self._scale = section.scale
-        self._slope = section.slope
-        self._intercept = section.intercept
 
         head = getattr(self.model.model, "score", None)
         self._at_last_token: nn.Linear | None = head if isinstance(head, nn.Linear) else None
@@ -87,7 +84,7 @@ class RewardModel(ModelVerifier[float]):
         response = self.model.special.inert(response)
         if self._append_eos:
             return TokenRow(close_tokens(*self.model.format.answered(self.model.row_of(prompt), response))[0])
-        if not self._as_pair:
+        if not self._settings.as_pair:
             return self.model.encode(prompt, response)
         question = self.model.row_of(prompt)["question"]
         plain = question if isinstance(question, str) else Conversation(prompt).plain
@@ -116,5 +113,5 @@ class RewardModel(ModelVerifier[float]):
 
     def outcomes(self, inputs: Inputs) -> list[float]:
         """Return the calibrated score of each row."""
-        calibrated = self._slope * self.logits(inputs) + self._intercept
-        return (calibrated.sigmoid() if self._scale == "probability" else calibrated).tolist()
+        calibrated = self._settings.slope * self.logits(inputs) + self._settings.intercept
+        return (calibrated.sigmoid() if self._settings.scale == "probability" else calibrated).tolist()

@@ -165,14 +165,14 @@ def test_router_loss_and_load_match_transformers(mixture: Path):
 
 
 def test_multi_turn_episode_keeps_experts_of_each_turn():
-    from forge_envs.rollout import _Branch
+    from forge_envs.rollout import Branch
 
     def turn(prompt: list[int], ids: list[int], expert: int) -> Completion:
         experts = np.full((len(prompt) + len(ids), 1, 1), expert, np.uint8)
         experts[-1] = UNKNOWN_EXPERT
         return Completion("", ids, [-1.0] * len(ids), {}, tuple(prompt), [0] * len(ids), experts=experts)
 
-    branch = _Branch([5, 6])
+    branch = Branch([5, 6])
     branch.append_turn(turn([5, 6], [7, 8], 1))
     branch.observe([9])
     branch.append_turn(turn([5, 6, 7, 8, 9], [4], 2))

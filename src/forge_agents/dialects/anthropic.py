@@ -74,15 +74,13 @@ class AnthropicEvents(ItemWriter):
 
     def begin_item(self, kind: str) -> bytes:
         """Return the event that starts an empty block: of text if `kind` is "content", else of thinking."""
-        if kind == "content":
-            return self._begin_block(api.TextBlock(type="text", text=""))
-        return self._begin_block(api.ThinkingBlock(type="thinking", thinking="", signature=""))
+        thinking = api.ThinkingBlock(type="thinking", thinking="", signature="")
+        return self._begin_block(api.TextBlock(type="text", text="") if kind == "content" else thinking)
 
     def piece(self, kind: str, text: str) -> bytes:
         """Return the event that appends a text to the open block."""
-        if kind == "content":
-            return self._write_delta(api.TextDelta(type="text_delta", text=text))
-        return self._write_delta(api.ThinkingDelta(type="thinking_delta", thinking=text))
+        thinking = api.ThinkingDelta(type="thinking_delta", thinking=text)
+        return self._write_delta(api.TextDelta(type="text_delta", text=text) if kind == "content" else thinking)
 
     def close(self) -> bytes:
         """Return the events that end the open block, a thought's signature among them; b"" if no block is open."""
@@ -215,13 +213,10 @@ def _stop_reason(turn: ModelTurn) -> StopDelta:
 
 
 def _read_messages(body: Mapping[str, Json]) -> list[Message]:
-    # The field is a text or a list of blocks. Claude Code's billing block changes with its versions, and would change
-    # the prompt.
-    system = body.get("system")
-    blocks = [{"type": "text", "text": system}] if isinstance(system, str) else system
+    # Claude Code's billing block changes with its versions, and would change the prompt.
     blocks = [
         block
-        for _, block in fields.read_objects(blocks, "system")
+        for _, block in _read_blocks(body.get("system"), "system")
         if not str(block.get("text", "")).startswith(BILLING)
     ]
     messages: list[Message] = [{"role": "system", "content": fields.text_of(blocks, "system", TEXT)}]
@@ -245,13 +240,16 @@ def _read_messages(body: Mapping[str, Json]) -> list[Message]:
     return messages
 
 
+def _read_blocks(content: Json, path: str) -> list[tuple[str, dict[str, Json]]]:
+    """Return the blocks of a content, each with its path in the request; a text is one block."""
+    return fields.read_objects([{"type": "text", "text": content}] if isinstance(content, str) else content, path)
+
+
 def _read_assistant(content: Json, path: str) -> Message:
-    if isinstance(content, str):
-        return fields.assistant_message(content=content)
     texts: dict[str, str] = {"thinking": "", "text": ""}  # by the type of block
     calls = []
 
-    for block_path, block in fields.read_objects(content, path):
+    for block_path, block in _read_blocks(content, path):
         kind = block.get("type")
         if isinstance(kind, str) and kind in texts:
             # A block's text is in the field that is named like its type.
@@ -271,11 +269,8 @@ def _read_assistant(content: Json, path: str) -> Message:
 def _add_user(messages: list[Message], content: Json, path: str) -> None:
     """Append a user's message in the order of its blocks: a message for each tool result, and one for the texts
     between two results."""
-    if isinstance(content, str):
-        messages.append({"role": "user", "content": content})
-        return
     text_blocks: list[Json] = []  # since the last tool result
-    for block_path, block in fields.read_objects(content, path):
+    for block_path, block in _read_blocks(content, path):
         if block.get("type") != "tool_result":
             text_blocks.append(block)
             continue

@@ -84,16 +84,15 @@ class ChatEvents(EventWriter):
 
     def end(self, turns: Sequence[ModelTurn]) -> bytes:
         """Return a chunk with each sample's finish reason and log-probabilities, then the usage if it was requested."""
-        chunks = b""
-        for index, turn in enumerate(turns):
-            # All log-probabilities are in the last chunk: the pieces of text before it need not be whole tokens.
-            logprobs = ChunkLogprobs(content=_token_logprobs(turn)) if self._request.logprobs is not None else None
-            chunks += self._write_chunk(
-                [ChunkChoice(index=index, delta=ChoiceDelta(), finish_reason=turn.finish, logprobs=logprobs)]
-            )
+        chunks = b"".join(self._write_chunk([self._last_choice(index, turn)]) for index, turn in enumerate(turns))
         if self._request.stream_usage:
             chunks += self._write_chunk([], usage_of(turns))
         return chunks + b"data: [DONE]\n\n"
+
+    def _last_choice(self, index: int, turn: ModelTurn) -> Json:
+        # All log-probabilities are in the last chunk: the pieces of text before it need not be whole tokens.
+        logprobs = ChunkLogprobs(content=_token_logprobs(turn)) if self._request.logprobs is not None else None
+        return ChunkChoice(index=index, delta=ChoiceDelta(), finish_reason=turn.finish, logprobs=logprobs)
 
     def _write_delta(self, sample: int, delta: ChoiceDelta) -> bytes:
         return self._write_chunk([ChunkChoice(index=sample, delta=delta, finish_reason=None)])
@@ -236,16 +235,18 @@ def _read_logprobs(body: Mapping[str, Json]) -> int | None:
 def _answer_message(turn: ModelTurn) -> ChatCompletionMessage:
     # Like OpenAI's servers, null instead of an empty text where there are calls.
     empty_content = None if turn.calls else ""
-    message: dict[str, Json] = {"role": "assistant", "content": turn.content or empty_content}
-    # The openai package's type has no field for a thought, but keeps fields that it does not know.
-    if turn.thought:
-        message["reasoning_content"] = turn.thought
-    if turn.calls:
-        message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in turn.calls
-        ]
-    return ChatCompletionMessage.model_validate(message)
+    calls = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in turn.calls
+    ]
+    return ChatCompletionMessage.model_validate(
+        {
+            **{"role": "assistant", "content": turn.content or empty_content},
+            # The openai package's type has no field for a thought, but keeps fields that it does not know.
+            **({"reasoning_content": turn.thought} if turn.thought else {}),
+            **({"tool_calls": calls} if calls else {}),
+        }
+    )
 
 
 def _token_logprobs(turn: ModelTurn) -> list[ChatCompletionTokenLogprob]:

@@ -36,14 +36,8 @@ class CompletionEvents(ChatEvents):
             return b""
         return self._write_chunk([_make_choice(delta.sample, delta.content, None, self._request)])
 
-    def end(self, turns: Sequence[ModelTurn]) -> bytes:
-        """Return a chunk with each sample's finish reason and log-probabilities, then the usage if it was requested."""
-        chunks = b"".join(
-            self._write_chunk([_make_choice(index, "", turn, self._request)]) for index, turn in enumerate(turns)
-        )
-        if self._request.stream_usage:
-            chunks += self._write_chunk([], usage_of(turns))
-        return chunks + b"data: [DONE]\n\n"
+    def _last_choice(self, index: int, turn: ModelTurn) -> Json:
+        return _make_choice(index, "", turn, self._request)
 
     def _write_chunk(self, choices: list[Json], usage: CompletionUsage | None = None) -> bytes:  # type: ignore[override]
         return fields.server_sent(_make_completion(self._ids[0], self._request, choices, usage))

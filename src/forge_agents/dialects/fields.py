@@ -179,10 +179,11 @@ def tool_schema(name: str, description: Json, parameters: Json, path: str) -> Sc
         path: where the tool is in the request, for errors.
     """
     # Other fields of a tool are not for the model, so that it gets the same text through each API.
-    function: dict[str, Json] = {"name": name}
-    if isinstance(description, str) and description:
-        function["description"] = description
-    function["parameters"] = read_object(parameters, f"{path}.parameters") or {"type": "object", "properties": {}}
+    function = {
+        "name": name,
+        **({"description": description} if isinstance(description, str) and description else {}),
+        "parameters": read_object(parameters, f"{path}.parameters") or {"type": "object", "properties": {}},
+    }
     return {"type": "function", "function": function}
 
 
@@ -193,10 +194,9 @@ def check_choice(choice: str, tools: Sequence[Schema]) -> str:
         choice: as in `ModelRequest.tool_choice`.
     """
     name = choice.removeprefix("function:")
-    names_a_function = name != choice
     if choice == "required" and not tools:
         raise BadRequest("tool_choice asks for a call, but tools is empty", "tool_choice")
-    if names_a_function and name not in [tool["function"]["name"] for tool in tools]:
+    if name != choice and name not in [tool["function"]["name"] for tool in tools]:
         raise BadRequest(f"tool_choice names {shorten_value(name)}, which is none of the tools", "tool_choice")
     return choice
 
@@ -279,12 +279,11 @@ def assistant_message(thought: str = "", content: str = "", calls: Sequence[Call
     """
     if not thought and content.lstrip().startswith("<think>") and "</think>" in content:
         thought, content = thought_of({"content": content})
-    message: Message = {"role": "assistant", "content": content}
-    if thought:
-        message["thought"] = thought
-    if calls:
-        message["calls"] = list(calls)
-    return message
+    return {
+        **{"role": "assistant", "content": content},
+        **({"thought": thought} if thought else {}),
+        **({"calls": list(calls)} if calls else {}),
+    }
 
 
 def append_assistant(messages: list[Message], piece: Message) -> None:

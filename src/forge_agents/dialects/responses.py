@@ -105,17 +105,17 @@ def text_part(text: str) -> api.ResponseOutputText:
 def call_item(call: Call, status: Status = "completed") -> api.ResponseFunctionToolCall:
     """Return the item of a tool call. The name `namespace.function` becomes its fields `namespace` and `name`."""
     namespace, separator, name = call.name.partition(SEPARATOR)
-    values = {
-        "id": f"fc_{call.id.removeprefix('call_')}",
-        "type": "function_call",
-        "call_id": call.id,
-        "name": name if separator else call.name,
-        "arguments": call.arguments,
-        "status": status,
-    }
-    if separator:
-        values["namespace"] = namespace
-    return api.ResponseFunctionToolCall.model_validate(values)
+    return api.ResponseFunctionToolCall.model_validate(
+        {
+            "id": f"fc_{call.id.removeprefix('call_')}",
+            "type": "function_call",
+            "call_id": call.id,
+            "name": name if separator else call.name,
+            "arguments": call.arguments,
+            "status": status,
+            **({"namespace": namespace} if separator else {}),
+        }
+    )
 
 
 def make_response(
@@ -133,28 +133,28 @@ def make_response(
     choice: Json = tool if tool == request.tool_choice else {"type": "function", "name": tool}
     truncated = turn is not None and turn.finish == "length"
     final_status = "incomplete" if truncated else "completed"
-    values: dict[str, Json] = {
-        "id": turn_id,
-        "object": "response",
-        "created_at": created,
-        "status": "in_progress" if turn is None else final_status,
-        "model": request.model,
-        "output": list(items),
-        "error": None,
-        "incomplete_details": IncompleteDetails(reason="max_output_tokens") if truncated else None,
-        "instructions": None,
-        "metadata": {},
-        "parallel_tool_calls": request.parallel_calls,
-        "previous_response_id": request.previous or None,
-        "max_output_tokens": request.max_tokens,
-        "tool_choice": choice,
-        "tools": [],
-        "temperature": None,
-        "top_p": None,
-        "usage": None if turn is None else _turn_usage(turn),
-    }
-
-    return api.Response.model_validate(values)
+    return api.Response.model_validate(
+        {
+            "id": turn_id,
+            "object": "response",
+            "created_at": created,
+            "status": "in_progress" if turn is None else final_status,
+            "model": request.model,
+            "output": list(items),
+            "error": None,
+            "incomplete_details": IncompleteDetails(reason="max_output_tokens") if truncated else None,
+            "instructions": None,
+            "metadata": {},
+            "parallel_tool_calls": request.parallel_calls,
+            "previous_response_id": request.previous or None,
+            "max_output_tokens": request.max_tokens,
+            "tool_choice": choice,
+            "tools": [],
+            "temperature": None,
+            "top_p": None,
+            "usage": None if turn is None else _turn_usage(turn),
+        }
+    )
 
 
 def _turn_usage(turn: ModelTurn) -> Mapping[str, Json]:
@@ -242,12 +242,12 @@ class ResponsesEvents(ItemWriter):
         """Return the events that repeat the open item's whole text, part and item; b"" if no item is open."""
         if not self.open:
             return b""
-        item: Item
         if self.open == "thought":
-            part: Json = {"type": "summary_text", "text": self._text}
             events = self._write_part(api.ResponseReasoningSummaryTextDoneEvent, text=self._text)
-            events += self._write_part(api.ResponseReasoningSummaryPartDoneEvent, part=part)
-            item = reasoning_item(self._id, self._text)
+            events += self._write_part(
+                api.ResponseReasoningSummaryPartDoneEvent, part={"type": "summary_text", "text": self._text}
+            )
+            item: Item = reasoning_item(self._id, self._text)
         else:
             events = self._write_part(api.ResponseTextDoneEvent, text=self._text, logprobs=[])
             events += self._write_part(api.ResponseContentPartDoneEvent, part=text_part(self._text))
@@ -262,8 +262,9 @@ class ResponsesEvents(ItemWriter):
         started = item.model_copy(update={"arguments": "", "status": "in_progress"})
         events = self._write_event(api.ResponseOutputItemAddedEvent, output_index=len(self._items), item=started)
         events += self._write_event(api.ResponseFunctionCallArgumentsDeltaEvent, **position, delta=call.arguments)
-        values: dict[str, Json] = {"name": item.name, "arguments": call.arguments}
-        events += self._write_event(api.ResponseFunctionCallArgumentsDoneEvent, **position, **values)
+        events += self._write_event(
+            api.ResponseFunctionCallArgumentsDoneEvent, **position, name=item.name, arguments=call.arguments
+        )
         return events + self._finish_item(item)
 
     def _finish_item(self, item: Item) -> bytes:

@@ -12,7 +12,8 @@ import socket
 import tempfile
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import IO, Any, Self
 
 import aiohttp
@@ -148,7 +149,7 @@ class Session:
         return OpenEnvError(code, message + details, self._url)
 
 
-class OpenEnvClient:
+class OpenEnvClient(AbstractAsyncContextManager["OpenEnvClient", None]):
     """A client of one server, which must be used in the event loop of its first use.
 
     Args:
@@ -237,9 +238,6 @@ class OpenEnvClient:
         if http is not None:
             await http.close()
 
-    async def __aenter__(self) -> Self:
-        return self
-
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
@@ -289,10 +287,10 @@ class OpenEnvClient:
 
 
 GRACE = 5.0  # seconds from SIGTERM to SIGKILL
-_HEALTH_PAUSE = 0.1  # seconds between health checks
 
 
-class LocalServer:
+@dataclass(eq=False)
+class LocalServer(AbstractAsyncContextManager["LocalServer", None]):
     """A server process on this machine, which ends when this process ends for any reason.
 
         async with await LocalServer.start(["uvicorn", "server.app:app", "--port", "{port}"]) as server:
@@ -301,12 +299,12 @@ class LocalServer:
     Attributes:
         url: the server's address.
         process: the server, which leads its process group.
+        log: the file with what it prints.
     """
 
-    def __init__(self, process: Process, log: IO[bytes], url: str) -> None:
-        self.url = url
-        self.process = process
-        self._log = log
+    process: Process
+    log: IO[bytes]
+    url: str
 
     @classmethod
     async def start(
@@ -371,10 +369,7 @@ class LocalServer:
                 os.killpg(self.process.pid, signal_number)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.process.wait(), GRACE)
-        self._log.close()
-
-    async def __aenter__(self) -> Self:
-        return self
+        self.log.close()
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
@@ -394,6 +389,6 @@ class LocalServer:
                 elif asyncio.get_running_loop().time() > deadline:
                     problem = f"was not healthy within {limit:g} s ({status})"
                 else:
-                    await asyncio.sleep(_HEALTH_PAUSE)
+                    await asyncio.sleep(0.1)
                     continue
-                raise InfrastructureError(f"{program} {problem}; its log ends with:\n{tail_of(self._log)}")
+                raise InfrastructureError(f"{program} {problem}; its log ends with:\n{tail_of(self.log)}")

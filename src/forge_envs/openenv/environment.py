@@ -11,14 +11,11 @@ from forge.types import Conversation, Sample
 from forge_envs.environment import CUT, Action, Environment, InfrastructureError, Message, Step, user_message
 from forge_envs.schemas import parameters_of
 
-from ..content import Json, as_text, text_of
+from ..content import Json, as_text, shorten_text, text_of
 from .client import OpenEnvClient, OpenEnvError, Session
 from .wire import FORGE_ACTION, Reply, step_from_reply
 
 Task = Any  # a `Sample`, a mapping of parameters of the reset, or the value of its parameter `task`
-ToAction = Callable[[Action], Mapping[str, Json]]
-ToMessages = Callable[[Reply], list[Message]]
-ToReset = Callable[[Task, int], Mapping[str, Json]]
 
 
 class OpenEnvEnvironment(Environment):
@@ -49,9 +46,9 @@ class OpenEnvEnvironment(Environment):
         self,
         server: OpenEnvClient | str,
         *,
-        to_action: ToAction | None = None,
-        to_messages: ToMessages | None = None,
-        to_reset: ToReset | None = None,
+        to_action: Callable[[Action], Mapping[str, Json]] | None = None,
+        to_messages: Callable[[Reply], list[Message]] | None = None,
+        to_reset: Callable[[Task, int], Mapping[str, Json]] | None = None,
         mcp: bool = False,
         max_chars: int = 8192,
     ) -> None:
@@ -62,16 +59,14 @@ class OpenEnvEnvironment(Environment):
         self._to_reset = to_reset or _reset_parameters
         self._mcp = mcp
         self._max_chars = max_chars
-        self._schema: dict[str, Json] = {}
         self._session: Session | None = None
-        self._rewarded = False  # whether a reply of the episode had a reward
         self._is_default = to_action is None and to_messages is None
 
     async def reset(self, task: Task, *, seed: int) -> Step:
         """Start an episode in a new session; InfrastructureError if there is none, or it is lost."""
         await self._end_session()
-        self._rewarded = False
-        self._schema = dict((await self._client.schema()).get("action") or {})
+        self._rewarded = False  # whether a reply of the episode had a reward
+        self._schema: dict[str, Json] = dict((await self._client.schema()).get("action") or {})
         self._session = await self._client.acquire()
         reply = await self._session.reset(**self._to_reset(task, seed))
         if self._is_forge:
@@ -137,7 +132,7 @@ class OpenEnvEnvironment(Environment):
             # Only a rejected action is the policy's fault, which may try another one.
             if error.code != "VALIDATION_ERROR":
                 raise
-            return self._shorten_text(f"error: {error.message}")
+            return shorten_text(f"error: {error.message}", self._max_chars)
 
     async def _call_tools(self, session: Session, action: Action) -> Step:
         # Run the calls of a turn one after the other until the episode is over, and return all results in one step.
@@ -156,7 +151,7 @@ class OpenEnvEnvironment(Environment):
                 if isinstance(reply, str):
                     content = reply
                 else:
-                    content = self._shorten_text(_result_text(reply))
+                    content = shorten_text(_result_text(reply), self._max_chars)
                     rewards += [] if reply.reward is None else [reply.reward]
                     metadata |= reply.metadata
                     over = reply.done
@@ -186,7 +181,8 @@ class OpenEnvEnvironment(Environment):
         """Return an observation as one message: its text if that is its only field but metadata, otherwise its JSON."""
         fields = {name: value for name, value in reply.observation.items() if name != "metadata" and value is not None}
         only_value = next(iter(fields.values())) if len(fields) == 1 else None
-        return [user_message(self._shorten_text(only_value if isinstance(only_value, str) else as_text(fields)))]
+        text = only_value if isinstance(only_value, str) else as_text(fields)
+        return [user_message(shorten_text(text, self._max_chars))]
 
     def _default_action(self, action: Action) -> Mapping[str, Json]:
         """Return the JSON of the action that a turn means; ValueError if it does not match the server's schema."""
@@ -213,10 +209,6 @@ class OpenEnvEnvironment(Environment):
             names = f" with {', '.join(required)}" if required else ", such as {}: its schema names no fields"
             raise ValueError(f"an action must be a JSON object{names}")
         return value
-
-    def _shorten_text(self, text: str) -> str:
-        surplus = len(text) - self._max_chars
-        return text if surplus <= 0 else f"{text[: self._max_chars]}... ({surplus} more characters)"
 
 
 def _reset_parameters(task: Task, seed: int) -> Mapping[str, Json]:

@@ -6,6 +6,8 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -37,6 +39,7 @@ class ServedError(Exception):
         self.last = last
 
 
+@dataclass(eq=False)
 class ServedSession:
     """An environment that is served to one client, and the state of its episode.
 
@@ -44,17 +47,16 @@ class ServedSession:
         timeout: seconds for one call of the environment.
     """
 
-    def __init__(self, environment: Environment, timeout: float) -> None:
-        self.environment = environment
-        self._timeout = timeout
-        self._running = False
-        self._steps = 0
-        self._episode: str | None = None
+    environment: Environment
+    timeout: float
+    running: bool = False
+    steps: int = 0
+    episode: str | None = None
 
     async def answer(self, kind: str, data: Data) -> tuple[str, Data]:
         """Return the type and the data of the reply to a message; ServedError if the reply is an error."""
         if kind == "state":
-            return "state", {"episode_id": self._episode, "step_count": self._steps}
+            return "state", {"episode_id": self.episode, "step_count": self.steps}
         if kind == "reset":
             return "observation", await self._reset_episode(data)
         if kind == "step":
@@ -69,11 +71,11 @@ class ServedSession:
         if not isinstance(seed, int):
             raise ServedError("VALIDATION_ERROR", f"seed must be an integer, got {seed!r}")
         # If the reset fails there is no episode: a step must not act in the previous one.
-        self._running = False
+        self.running = False
         task = parameters.get("task", parameters or None)
         reply = await self._call_tool(self.environment.reset(task, seed=seed), "reset")
-        self._steps = 0
-        self._episode = str(episode_id or secrets.token_hex(16))
+        self.steps = 0
+        self.episode = str(episode_id or secrets.token_hex(16))
         return reply
 
     async def _step_episode(self, data: Data) -> Data:
@@ -81,28 +83,28 @@ class ServedSession:
             action = action_from_json(data)
         except ValueError as error:
             raise ServedError("VALIDATION_ERROR", str(error)) from None
-        if not self._running:
+        if not self.running:
             raise ServedError("EXECUTION_ERROR", "no episode is under way: reset first")
         reply = await self._call_tool(self.environment.step(action), "step")
-        self._steps += 1
+        self.steps += 1
         return reply
 
     async def _call_tool(self, call: Awaitable[Step], name: str) -> Data:
         """Return the reply's data for a call of the environment; ServedError if it fails, or the answer is not JSON."""
         try:
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout(self.timeout):
                 step = await call
             reply = reply_to_json(step)
         except InfrastructureError as error:
             raise ServedError("INFRASTRUCTURE_ERROR", str(error), last=True) from error
         except TimeoutError:
             raise ServedError(
-                "INFRASTRUCTURE_ERROR", f"{name} gave no answer within {self._timeout:g} s", last=True
+                "INFRASTRUCTURE_ERROR", f"{name} gave no answer within {self.timeout:g} s", last=True
             ) from None
         except Exception as error:
             log.exception("%s of %s failed", name, type(self.environment).__name__)
             raise ServedError("EXECUTION_ERROR", f"{type(error).__name__}: {error}") from error
-        self._running = not step.done
+        self.running = not step.done
         return reply
 
 
@@ -118,15 +120,15 @@ def _read_message(text: str) -> tuple[str, Data]:
     return str(message.get("type", "")), data
 
 
+@dataclass(eq=False)
 class OpenEnvServer:
     """Answers the WebSocket connections of `web_app`, each by a separate environment; see there for the arguments."""
 
-    def __init__(self, make: Callable[[], Environment], max_sessions: int, idle: float, timeout: float) -> None:
-        self._make = make
-        self._max_sessions = max_sessions
-        self._idle = idle
-        self._timeout = timeout
-        self._active = 0  # sessions
+    make: Callable[[], Environment]
+    max_sessions: int
+    idle: float
+    timeout: float
+    active: int = 0  # sessions
 
     async def answer(self, request: web.Request) -> web.WebSocketResponse:
         """Answer the messages of one connection until it ends; the first message makes its environment."""
@@ -135,7 +137,7 @@ class OpenEnvServer:
         session: ServedSession | None = None
 
         try:
-            while (received := await socket.receive(self._idle)).type is aiohttp.WSMsgType.TEXT:
+            while (received := await socket.receive(self.idle)).type is aiohttp.WSMsgType.TEXT:
                 try:
                     kind, data = _read_message(received.data)
                     if kind == "close":
@@ -158,25 +160,25 @@ class OpenEnvServer:
         return socket
 
     def _begin_session(self) -> ServedSession:
-        if self._active >= self._max_sessions:
+        if self.active >= self.max_sessions:
             raise ServedError(
                 "CAPACITY_REACHED",
-                f"Server at capacity: {self._active}/{self._max_sessions} sessions active",
+                f"Server at capacity: {self.active}/{self.max_sessions} sessions active",
                 last=True,
-                max_sessions=self._max_sessions,
+                max_sessions=self.max_sessions,
             )
         try:
-            session = ServedSession(self._make(), self._timeout)
+            session = ServedSession(self.make(), self.timeout)
         except Exception as error:
             log.exception("making an environment failed")
             raise ServedError("FACTORY_ERROR", f"{type(error).__name__}: {error}", last=True) from error
-        self._active += 1
+        self.active += 1
         return session
 
     async def _end_session(self, session: ServedSession) -> None:
-        self._active -= 1
+        self.active -= 1
         try:
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout(self.timeout):
                 await session.environment.close()
         except Exception:
             log.exception("%s.close failed", type(session.environment).__name__)
@@ -209,15 +211,12 @@ def web_app(
     name = getattr(make, "__name__", type(make).__name__)
     metadata = {"name": name, "description": (make.__doc__ or name).strip(), "version": None}
 
-    def answer_constant(content: Data) -> Callable[[web.Request], Awaitable[web.Response]]:
-        async def answer_request(_: web.Request) -> web.Response:
-            return web.json_response(content)
-
-        return answer_request
+    async def answer_constant(content: Data, _: web.Request) -> web.Response:
+        return web.json_response(content)
 
     app = web.Application(client_max_size=MAX_MESSAGE, middlewares=[guard_requests(host, key)])
     constants: dict[str, Data] = {"/health": {"status": "healthy"}, "/metadata": metadata, "/schema": SCHEMA}
-    app.add_routes([web.get(path, answer_constant(content)) for path, content in constants.items()])
+    app.add_routes([web.get(path, partial(answer_constant, content)) for path, content in constants.items()])
     app.add_routes([web.get("/ws", server.answer)])
 
     return app

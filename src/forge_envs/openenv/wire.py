@@ -152,8 +152,7 @@ def reply_to_json(step: Step) -> dict[str, Json]:
         "done": step.done,
         "metadata": metadata,
     }
-    converted: dict[str, Json] = json.loads(json.dumps(reply, default=to_plain))
-    return converted
+    return dict(json.loads(json.dumps(reply, default=to_plain)))
 
 
 def step_from_reply(reply: Reply) -> Step:

@@ -10,8 +10,6 @@ from .wire import Settings
 # What is written to `setup` once confinement has succeeded, before the program starts.
 BEGUN = b"+"
 SETUP_FAILED = 125  # exit code if confinement failed
-_DUMPABLE = 4  # options of prctl
-_NO_NEW_PRIVILEGES = 38
 
 
 def confine_and_run(settings: Settings, run: Callable[[int], None], setup: int) -> None:
@@ -41,7 +39,7 @@ def confine_and_run(settings: Settings, run: Callable[[int], None], setup: int) 
         if settings["level"] == "namespaces":
             # Last, as these calls need capabilities or are denied by the filter: everything else is done before.
             limits.drop_capabilities()
-            prctl(_NO_NEW_PRIVILEGES, 1)
+            prctl(38, 1)  # PR_SET_NO_NEW_PRIVS
             seccomp.install_filter(
                 seccomp.filter_program(forks=settings["processes"] > 1, network="network" in settings)
             )
@@ -59,7 +57,8 @@ def _become_user(user: int) -> None:
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
-    prctl(_DUMPABLE, 1)  # a change of the user clears this flag, without which a process cannot open its /proc/self
+    # A change of the user clears PR_SET_DUMPABLE, without which a process cannot open its /proc/self.
+    prctl(4, 1)
 
 
 def _close_all_but(descriptor: int) -> None:

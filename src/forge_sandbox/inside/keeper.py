@@ -20,7 +20,6 @@ from .wire import Settings
 
 _KILL_TIMEOUT = 5.0  # seconds for killed processes to exit
 _CHECK_INTERVAL = 0.05  # seconds between checks of memory and CPU time
-_SUBREAPER = 36  # option of prctl
 
 
 def keep_program(control: int, settings: Settings) -> None:
@@ -29,7 +28,8 @@ def keep_program(control: int, settings: Settings) -> None:
     Args:
         control: the socket's descriptor.
     """
-    prctl(_SUBREAPER, 1)  # processes whose parent exits become children of this process, which can then kill them
+    # PR_SET_CHILD_SUBREAPER: processes whose parent exits become children of this process, which can then kill them.
+    prctl(36, 1)
     header, (source, stdin) = wire.unpack_message(lambda size: os.read(control, size))
     if "command" in header:
         run = partial(program.run_command, header["command"], header["env"])

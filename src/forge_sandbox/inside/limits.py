@@ -5,11 +5,10 @@ import resource
 import struct
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import count
 
 from .syscalls import make_call
 
-# PR_CAPBSET_DROP of prctl.
-_DROP_FROM_BOUNDS = 24
 # Units of the numbers in /proc: pages of memory, and ticks of CPU time.
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICK = os.sysconf("SC_CLK_TCK")
@@ -38,11 +37,9 @@ def drop_bounds() -> None:
 
     Root must call it before it changes to another user, which has no right to do it.
     """
-    capability = 0
     with suppress(OSError):  # there is no capability of this number, or this user has no right to drop it
-        while True:
-            make_call("prctl", _DROP_FROM_BOUNDS, capability, 0, 0, 0)
-            capability += 1
+        for capability in count():
+            make_call("prctl", 24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
 
 
 def drop_capabilities() -> None:

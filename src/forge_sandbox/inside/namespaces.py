@@ -29,14 +29,15 @@ _MOVE = 8192
 _RECURSIVE = 16384
 _PRIVATE = 1 << 18
 _DETACH = 2
-_CURRENT_FOLDER = -100  # AT_FDCWD
 _ALL_BELOW = 0x8000  # AT_RECURSIVE
 NOBODY = 65534
 # Where a program's /tmp is mounted before it is moved.
 _SCRATCH = "/.tmp"
 _OF_COMMANDS = ("/dev/shm", "/dev/pts", "/var/tmp")  # further folders in the root of a command
-_LINKS_IN_DEV = {"/dev/fd": "/proc/self/fd", "/dev/stdin": "fd/0", "/dev/stdout": "fd/1", "/dev/stderr": "fd/2"}
-_LINKS_IN_DEV["/dev/ptmx"] = "pts/ptmx"
+_LINKS_IN_DEV = {
+    **{"/dev/fd": "/proc/self/fd", "/dev/stdin": "fd/0", "/dev/stdout": "fd/1", "/dev/stderr": "fd/2"},
+    "/dev/ptmx": "pts/ptmx",
+}
 _SET_FLAGS, _UP = 0x8914, 0x41  # SIOCSIFFLAGS; IFF_UP and IFF_RUNNING
 _ROOT = "/sys"  # where the new root is mounted first: a folder that never contains Python
 # What programs need of the system: libraries and time zones, nothing that describes the machine.
@@ -155,15 +156,14 @@ def new_root(
     for inner, path in writable.items():
         os.makedirs(_ROOT + inner)
         mount_target(path, _ROOT + inner, None, _BIND | _RECURSIVE)
-        flags = _NO_SUID | _NO_DEVICE
-        make_call("mount_setattr", _CURRENT_FOLDER, (_ROOT + inner).encode(), _ALL_BELOW, _mount_attributes(flags), 32)
+        _set_attributes(_ROOT + inner, _NO_SUID | _NO_DEVICE)
 
     for path in readable:
         target = _ROOT + path
         _make_node(target, os.path.isdir(path))
         mount_target(path, target, None, _BIND | _RECURSIVE)
         flags = _NO_SUID if path.startswith("/dev/") else _NO_SUID | _NO_DEVICE | _READ_ONLY
-        make_call("mount_setattr", _CURRENT_FOLDER, target.encode(), _ALL_BELOW, _mount_attributes(flags), 32)
+        _set_attributes(target, flags)
 
     for folder in ("/tmp", _SCRATCH, "/proc", *(_OF_COMMANDS if writable else ())):
         os.makedirs(_ROOT + folder, exist_ok=True)
@@ -180,7 +180,7 @@ def new_root(
 
     # The kernel permits a separate /proc for each program only where a full one is mounted already.
     mount_proc(f"{_ROOT}/proc")
-    make_call("mount_setattr", _CURRENT_FOLDER, _ROOT.encode(), 0, _mount_attributes(_READ_ONLY), 32)
+    _set_attributes(_ROOT, _READ_ONLY, 0)
     os.chdir(_ROOT)
     make_call("pivot_root", b".", b".")
     check_result(libc.umount2(b".", _DETACH), "umount")
@@ -216,17 +216,16 @@ def private_mounts(scratch_mb: int, readable: Iterable[str], links: dict[str, st
     mount_proc("/proc", "subset=pid")  # without what describes the machine, such as /proc/cmdline
 
 
-def _mount_attributes(flags: int) -> bytes:
-    """Return the structure in which mount_setattr takes flags to set."""
-    return struct.pack("QQQQ", flags, 0, 0, 0)
+def _set_attributes(target: str, flags: int, depth: int = _ALL_BELOW) -> None:
+    """Set flags of a mount and, unless `depth` is 0, of all mounts below it."""
+    # -100 is AT_FDCWD, for paths that are relative to the current folder.
+    make_call("mount_setattr", -100, target.encode(), depth, struct.pack("QQQQ", flags, 0, 0, 0), 32)
 
 
 def _make_node(target: str, folder: bool) -> None:
-    if folder:
-        os.makedirs(target, exist_ok=True)
-        return
-    os.makedirs(os.path.dirname(target), exist_ok=True)
-    os.close(os.open(target, os.O_CREAT))
+    os.makedirs(target if folder else os.path.dirname(target), exist_ok=True)
+    if not folder:
+        os.close(os.open(target, os.O_CREAT))
 
 
 def _make_link(target: str, link: str) -> None:

@@ -116,8 +116,10 @@ def filter_program(*, forks: bool, network: bool) -> bytes:
 def _check_architecture() -> list[Instruction]:
     # The numbers of the rules hold for one architecture: calls by those of another, or of x32, end the process. Calls
     # that are newer than _NEWEST fail with ENOSYS.
-    code: list[Instruction] = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _ARCHITECTURE[MACHINE]), (_RETURN, 0, 0, _KILL)]
-    code += [(_LOAD, 0, 0, 0)]
+    code: list[Instruction] = [
+        *((_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _ARCHITECTURE[MACHINE]), (_RETURN, 0, 0, _KILL)),
+        (_LOAD, 0, 0, 0),
+    ]
     if MACHINE == "x86_64":
         code += [(_ABOVE, 0, 1, _X32), (_RETURN, 0, 0, _KILL)]
     return [*code, (_ABOVE, 0, 1, _NEWEST + 1), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
