@@ -89,8 +89,7 @@ def quantize_base(policy: Policy, folder: str | Path) -> None:
     for module in policy.model.modules():
         if not isinstance(module, LoraLinear):
             continue
-        weight = module.weight.detach()
-        packed, state = quantize_4bit(weight.contiguous(), blocksize=BLOCK, quant_type="nf4")
+        packed, state = quantize_4bit(module.weight.detach().contiguous(), blocksize=BLOCK, quant_type="nf4")
         state.dtype = dtype
         del module.weight
         module.__class__ = QuantizedLoraLinear

@@ -82,6 +82,11 @@ class FitReport:
         for name, coverage in zip(data.table.verifiers, scored.mean(0), strict=True):
             self.verifiers[name]["coverage"] += share * (float(coverage) - self.verifiers[name]["coverage"])
 
+    def describe(self, names: list[str], **values: np.ndarray) -> None:
+        """Add numbers to the entries of the verifiers `names`: of each value, [names], its element."""
+        for index, name in enumerate(names):
+            self.verifiers[name].update({key: float(numbers[index]) for key, numbers in values.items()})
+
     def to_dict(self) -> Json:
         """Return the fields as plain values for JSON, by name, with None instead of NaN."""
         text = json.dumps(dataclasses.asdict(self), default=lambda value: value.item())

@@ -132,8 +132,7 @@ def count_bins(codes: np.ndarray, bins: int, r: np.ndarray) -> Counts:
     Counts(right=array([[0.25, 1.5 ]]), wrong=array([[0.75, 0.5 ]]))
     """
     right = np.stack([np.bincount(code, r, bins + 1)[:bins] for code in codes])
-    every = np.stack([np.bincount(code, minlength=bins + 1)[:bins] for code in codes])
-    return Counts(right, every - right)
+    return Counts(right, np.stack([np.bincount(code, minlength=bins + 1)[:bins] for code in codes]) - right)
 
 
 def log_ratios(counts: Counts, shrink: float, monotone: bool) -> np.ndarray:

@@ -143,11 +143,15 @@ class Trainer(ForgeActor):
         self.store = connect_store(self.store_ref)
         self.identities = None if self.store is None else Identities(self.store, self.weights_key)
         context = self.context
-        cpu_offload = self.settings.get("cpu_offload", False)
         in_bfloat16 = self.settings.get("dtype") == "bfloat16" and torch.accelerator.is_available()
         store = process_store(context.rendezvous, context.world_size, context.rank)
         ranks = join_ranks(
-            context.rank, context.world_size, store, self.layout, cpu_offload=cpu_offload, mesh=in_bfloat16
+            context.rank,
+            context.world_size,
+            store,
+            self.layout,
+            cpu_offload=self.settings.get("cpu_offload", False),
+            mesh=in_bfloat16,
         )
 
         with self._on_device():
@@ -297,8 +301,8 @@ class Trainer(ForgeActor):
             return self.ledger.answer
         with phase("checkpoint") if self.context.rank == 0 else nullcontext():
             self._settle_write()
-            published = self.identities
-            recent = published.recent(self.trainer.step, self.staleness.max_policy_age) if published else {}
+            age = self.staleness.max_policy_age
+            recent = self.identities.recent(self.trainer.step, age) if self.identities else {}
             write = Write(folder, {**(extra or {}), IDENTITIES: recent}, keep)
             if not wait:
                 path = self._begin_write(write)
@@ -339,17 +343,9 @@ class Trainer(ForgeActor):
         """Within the block use the device; afterwards, also after an error, a colocated trainer leaves it."""
         try:
             yield
-        except BaseException as error:
-            try:
-                self._leave_device()
-            except Exception as second_error:  # the first error says what happened
-                error.add_note(f"then the trainer could not leave the device: {second_error!r}")
-            raise
-        self._leave_device()
-
-    def _leave_device(self) -> None:
-        if self.colocated and hasattr(self, "trainer"):
-            self.trainer.offload()
+        finally:
+            if self.colocated and hasattr(self, "trainer"):
+                self.trainer.offload()
 
     def _begin_write(self, write: Write) -> str:
         """Copy the state in memory, and start to write the copy while training continues; return the path."""

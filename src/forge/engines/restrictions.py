@@ -52,8 +52,7 @@ class Words:
         """Return whether the last of these tokens completed one of the texts `stops`."""
         # Only the last tokens are decoded: earlier texts were found when their tokens were the last.
         longest = max(len(stop.encode()) for stop in stops)
-        last_tokens = tokens[-(longest * MAX_BYTES + MAX_SPECIAL) :]
-        text = self._open_tokenizer.decode(last_tokens, skip_special_tokens=True)
+        text = self._open_tokenizer.decode(tokens[-(longest * MAX_BYTES + MAX_SPECIAL) :], skip_special_tokens=True)
         return any(stop in text for stop in stops)
 
 

@@ -153,8 +153,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         # The result has the layout of tokens before heads, as the kernels of a CPU and of a GPU return it.
         result = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
-        normaliser = query.new_empty(query.shape[:3], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, result, normaliser)
+        ctx.save_for_backward(query, key, value, result, query.new_empty(query.shape[:3], dtype=torch.float32))
         return result
 
     @staticmethod

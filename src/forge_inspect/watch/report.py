@@ -81,8 +81,7 @@ def _sample_rollouts(view: RunView) -> list[Fields]:
     """Return up to `MAX_ROLLOUTS` rollouts: whole groups, at even distances in the run."""
     count = view.rollouts({"page": "0"})["all"]
     rows: dict[int, Fields] = {}
-    starts = range(0, count, max(1, count // 12)) if count else ()
-    for start in starts:
+    for start in range(0, count, max(1, count // 12)):
         group = view.group(start)
         if len(rows) + len(group) > MAX_ROLLOUTS and rows:
             break

@@ -115,9 +115,8 @@ class RunView:
         If there are more than `max_events`, the last ones are returned, after all events that name processes.
         """
         events = self.events[after:]
-        names: list[Fields] = []
-        if len(events) > max_events:
-            names = [event for event in self.events if event.get("ph") == "M"]  # metadata, in Chrome's trace format
+        is_cut = len(events) > max_events
+        names = [event for event in self.events if is_cut and event.get("ph") == "M"]  # metadata, in Chrome's format
         found = to_json_value([*names, *events[-max_events:]])
         return {"version": self.version, "events": len(self.events), "found": found}
 

@@ -263,10 +263,8 @@ class MathReward:
         if later and letter and not split_choice(answer or "")[0]:
             answer = later[-1]
 
-        if answer is None:
-            return False
         # An answer after the box that is another letter or number contradicts it.
-        if letter and any(split_choice(text)[0] not in ("", letter) for text in later):
+        if answer is None or (letter and any(split_choice(text)[0] not in ("", letter) for text in later)):
             return False
         right = are_equal(answer, expected, self.tolerance)
         if right and (value := parse_number(expected)) is not None:

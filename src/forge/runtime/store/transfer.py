@@ -191,8 +191,7 @@ class RankPart:
             shard = replace(shard, segment=segment)
             return replace(shard, checksum=copy_and_hash(values, shard.view(memory)))
 
-        shards = in_threads(write_block, self.blocks, self.size)
-        return Manifest(self.key, self.version, self.single, tuple(shards))
+        return Manifest(self.key, self.version, self.single, tuple(in_threads(write_block, self.blocks, self.size)))
 
 
 def publish_together(
@@ -361,8 +360,7 @@ class OpenVersion:
             for name in names:
                 shards = self.manifest.by_name[name]
                 is_view = len(shards) == 1 and shards[0].segment and not copies
-                dtype = getattr(torch, shards[0].dtype)
-                yield name, None if is_view else torch.empty(shards[0].shape, dtype=dtype)
+                yield name, None if is_view else torch.empty(shards[0].shape, dtype=getattr(torch, shards[0].dtype))
 
         def read_target(target: tuple[str, Tensor | None]) -> Tensor:
             name, tensor = target
