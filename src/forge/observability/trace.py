@@ -42,10 +42,9 @@ class Trace:
         """
         new_events: list[Row] = []
         spans = {(span.pid, span.process) for span in snapshot.spans}
-        processes = spans | {(use.pid, use.process) for use in snapshot.usage}
 
         # The event with a process's name comes before its first span.
-        for pid, name in sorted(processes):
+        for pid, name in sorted(spans | {(use.pid, use.process) for use in snapshot.usage}):
             if pid not in self._named:
                 self._named.add(pid)
                 new_events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}})

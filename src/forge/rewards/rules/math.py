@@ -108,8 +108,7 @@ def find_boxed(text: str) -> str | None:
 
     if _TAKEN_BACK.search(text[max(0, box_start - 30) : box_start]):
         return f"not {text[start:end]}"
-    line_after = text[end + 1 : end + 100].partition("\n")[0]
-    if _INSTEAD.match(line_after):
+    if _INSTEAD.match(text[end + 1 : end + 100].partition("\n")[0]):
         return text[box_start : end + 100].partition("\n")[0]
     return text[start:end].strip()
 
