@@ -221,12 +221,10 @@ def place_key(recipe: str, key: str, value: Json) -> tuple[str, Json] | None:
     if key not in KEYS or value is None:
         return None
     target = KEYS[key]
-    # 1 is the default of degrees of parallelism: the file has only what differs from defaults.
-    if target.startswith("parallelism.") and value == 1:
-        return None
-
-    # torchforge's files for SFT may also have keys for RL.
-    if recipe == "sft" and target.startswith(("grpo.", "async.")):
+    # The file has only what differs from defaults, and 1 is that of degrees of parallelism. torchforge's files for SFT
+    # may also have keys for RL.
+    is_default = target.startswith("parallelism.") and value == 1
+    if is_default or (recipe == "sft" and target.startswith(("grpo.", "async."))):
         return None
     if target == "training.dtype" or not isinstance(value, str):
         return target, value

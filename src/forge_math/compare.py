@@ -321,8 +321,7 @@ def _exact_number(value: Value) -> tuple[Fraction, bool] | None:
 def _same_expression(answer: Value, target: Value, tolerance: float) -> bool | None:
     if not same_kind(answer.unit, target.unit):
         return False
-    assert answer.tree is not None
-    assert target.tree is not None
+    assert answer.tree is not None and target.tree is not None
     answer_number, target_number = _exact_number(answer), _exact_number(target)
     # A target that is one number needs a value: a calculation such as 2 + 2 is not a result, and letters are variables.
     is_value = is_numeric(answer.tree) or (target.tree[0] == "decimal" and not has_names(answer.tree))

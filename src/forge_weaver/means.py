@@ -59,8 +59,7 @@ def unheap_scores(data: Data, families: np.ndarray | None = None) -> np.ndarray:
 
     Otherwise a cluster of tied scores would look like a class of responses.
     """
-    every_nth = 1 + len(data.x) // SAMPLE
-    return rank_means(scatter_scores(data.x[::every_nth], data.names, 0), families)
+    return rank_means(scatter_scores(data.x[:: 1 + len(data.x) // SAMPLE], data.names, 0), families)
 
 
 def fitted_slope(u: np.ndarray, steps: int = 200) -> float:

@@ -310,8 +310,7 @@ class Distilled:
     def _read_settings(self) -> dict[str, Any]:
         """Return how the model reads texts. FileNotFoundError: not the folder of a distilled verifier."""
         self.check()
-        reading: dict[str, Any] = json.loads((self.path / DISTILLED).read_text())["reading"]
-        return reading
+        return json.loads((self.path / DISTILLED).read_text())["reading"]
 
     @property
     def progress(self) -> float:

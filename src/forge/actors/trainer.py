@@ -227,8 +227,10 @@ class Trainer(ForgeActor):
             with self._on_device():
                 results = self.trainer.train_step(batch, self.loss, same_step=same_step)
 
-        # 3: a forward and a backward pass cost three forward passes.
-        results["flops"] = 3 * self.trainer.passes.epochs * forward_flops(self.architecture, *_count_work(batch))
+        # Of all tokens, attended tokens and predicted tokens. 3: both passes together cost three forward passes.
+        lengths = batch.lengths.astype(float)
+        work = float(lengths.sum()), float((lengths * (lengths + 1) / 2).sum()), float(batch.mask.sum())
+        results["flops"] = 3 * self.trainer.passes.epochs * forward_flops(self.architecture, *work)
         metrics = {f"{self.report}/{name}": value for name, value in results.items()}
 
         # Recorded after the step, not before it: a batch that kills the trainer must not kill its replacements as well.
@@ -389,9 +391,3 @@ class Trainer(ForgeActor):
                     raise ValueError("an episode without a reward cannot be trained on: drop it, or score it first")
                 episode.advantage = episode.outcome
         return pack(episodes, **settings)
-
-
-def _count_work(batch: Batch) -> tuple[float, float, float]:
-    """Return the numbers of tokens, of attended tokens and of predicted tokens of a forward pass over a batch."""
-    lengths = batch.lengths.astype(float)
-    return float(lengths.sum()), float((lengths * (lengths + 1) / 2).sum()), float(batch.mask.sum())

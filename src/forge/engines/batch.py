@@ -33,7 +33,7 @@ from .requests import (
 )
 from .restrictions import Words
 from .rows import RowState
-from .sampling import keep_allowed, top_logprobs
+from .sampling import keep_allowed, keep_top, top_logprobs
 from .weights import Weights
 
 # A prompt waits a step for another that is being computed if they share that many tokens more than the cache has: fewer
@@ -372,7 +372,7 @@ class RunningBatch:
             logits = self.decoder.decode(self.state.tokens[:width], self.state.positions[:width], length)
             logits /= self.state.temperature[:width, None]
             if restricted:
-                logits = self.restrictions.bound_all(logits)
+                logits = keep_top(logits, self.restrictions.top_k[:width], self.restrictions.top_p[:width])
             return self.state.draw(logits, self.decoder.row_ids[:width] < self.count)
 
         self.count.fill_(rows)

@@ -160,11 +160,6 @@ class Restrictions:
         are the same whichever rows are restricted."""
         return self._penalised is None and self._policy is None and not self.watched
 
-    def bound_all(self, logits: Tensor) -> Tensor:
-        """Return logits (B, V) of the first B rows after top-k and top-p; rows without these settings are unchanged."""
-        rows = len(logits)
-        return keep_top(logits, self.top_k[:rows], self.top_p[:rows])
-
     def bound(self, logits: Tensor) -> None:
         """Apply top-k and top-p to logits (B, V), in place."""
         index = self._bounded

@@ -119,8 +119,17 @@ def sft(
 
     values = {"eval": {"accuracy": False}}
     return _run_recipe(
-        *(recipe.train, recipe.SFTConfig, "sft", values, Hooks(on_step)),
-        *(model, dataset, eval_dataset, name, resume, settings),
+        recipe.train,
+        recipe.SFTConfig,
+        "sft",
+        values,
+        Hooks(on_step),
+        model,
+        dataset,
+        eval_dataset,
+        name,
+        resume,
+        settings,
     )
 
 

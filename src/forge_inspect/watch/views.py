@@ -61,9 +61,7 @@ class RunView:
             self._firsts: list[int] = [0]  # number of the first row of each batch
             self._read: dict[int, pyarrow.RecordBatch] = {}
 
-        for row in map(finite_numbers, self._metrics.read()):
-            if "step" in row:
-                self.rows.append(row)
+        self.rows += [row for row in map(finite_numbers, self._metrics.read()) if "step" in row]
         self.events += self._trace.read()
         self.answers.refresh()
         self._index_batches()

@@ -79,8 +79,7 @@ class Helper:
                         env={**os.environ, "PYTHONHASHSEED": "0"},
                     )
 
-                assert self.process.stdin
-                assert self.process.stdout
+                assert self.process.stdin and self.process.stdout
                 try:
                     self.process.stdin.write(question + "\n")
                     self.process.stdin.flush()

@@ -244,8 +244,7 @@ def publish_together(
     send_result(ranks.rank, lambda: write().to_json())
     if ranks.rank == 0:
         send_result(outcome, lambda: publish([Manifest.from_json(receive_result(rank)) for rank in range(ranks.world)]))
-    version: int = receive_result(outcome)
-    return version
+    return receive_result(outcome)
 
 
 @dataclass
