@@ -118,18 +118,9 @@ def sft(
     from . import sft as recipe
 
     values = {"eval": {"accuracy": False}}
+    hooks = Hooks(on_step)
     return _run_recipe(
-        recipe.train,
-        recipe.SFTConfig,
-        "sft",
-        values,
-        Hooks(on_step),
-        model,
-        dataset,
-        eval_dataset,
-        name,
-        resume,
-        settings,
+        recipe.train, recipe.SFTConfig, "sft", values, hooks, model, dataset, eval_dataset, name, resume, settings
     )
 
 
