@@ -172,8 +172,9 @@ class Ensemble:
             raise ValueError(f"the panel lacks {', '.join(missing)}: it has {', '.join(panel.names)}")
         self.panel, self.aggregator = panel, aggregator
         # The columns of each role in the panel's scores.
-        groups = (aggregator.verifiers, self._veto, self._decide)
-        self._columns, self._vetoing, self._deciding = ([panel.names.index(name) for name in names] for names in groups)
+        self._columns, self._vetoing, self._deciding = (
+            [panel.names.index(name) for name in names] for names in (aggregator.verifiers, self._veto, self._decide)
+        )
 
     @property
     def progress(self) -> float:
