@@ -41,8 +41,8 @@ class WorkerExtension:
         """Replace the model's weights by a `Handover`'s; the arguments are its attributes of these names."""
         from vllm.platforms import current_platform
 
-        # On a CPU the kernels of experts read packed weights, and vLLM 0.32 packs reloaded weights only for a new kernel.
-        # An old one would compute with unpacked weights, without an error.
+        # On a CPU the kernels of experts read packed weights, and vLLM 0.32 packs reloaded weights only for a new
+        # kernel: an old one would compute with unpacked weights, without an error.
         for module in self.model_runner.get_model().modules() if current_platform.is_cpu() else ():
             method = getattr(module, "quant_method", None)
             if hasattr(method, "moe_kernel"):
