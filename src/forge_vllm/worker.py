@@ -45,7 +45,7 @@ class WorkerExtension:
         # kernel: an old one would compute with unpacked weights, without an error.
         for module in self.model_runner.get_model().modules() if current_platform.is_cpu() else ():
             method = getattr(module, "quant_method", None)
-            if hasattr(method, "moe_kernel"):
+            if method is not None and hasattr(method, "moe_kernel"):
                 method.moe_kernel = None
         # vLLM's messages turn tuples into lists.
         locations = [(name, tuple(shape), start) for name, shape, start in locations]
