@@ -15,13 +15,14 @@ from forge.actors.reference import ReferenceModel as Reference
 from forge.actors.replay_buffer import ReplayBuffer as Buffer
 from forge.actors.trainer import Trainer
 from forge.config.arguments import check_whole
+from forge.config.sections import flatten_config
 from forge.data.packing import pack
 from forge.losses import SimpleGRPOLoss
 from forge.runtime.controller import Options, endpoint
 from forge.types import Completion, Episode
 
 from .store import default_store
-from .torchforge_files import ENGINE_KEYS, NOTES, leaf_values, note_key, place_key
+from .torchforge_files import ENGINE_KEYS, NOTES, note_key, place_key
 from .upstream import TokenLogits
 from .verbs import hint
 
@@ -111,9 +112,8 @@ class ReferenceModel(Reference):
             for row in tokens.tolist()
         ]
         batch = pack(rows)
-        scores = self.logprobs(batch)[batch.mask]
 
-        return torch.from_numpy(scores.reshape(len(rows), -1).astype(np.float32))
+        return torch.from_numpy(self.logprobs(batch)[batch.mask].reshape(len(rows), -1).astype(np.float32))
 
 
 class LogitsLoss:
@@ -274,8 +274,7 @@ def generator_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
     elif engine:
         log.info("without vLLM, which is not installed, these have no effect: %s", ", ".join(sorted(engine)))
 
-    n = sampling.pop("n", 1)
-    return {"store": default_store(), "n": n, "sampling": sampling, **settings}
+    return {"store": default_store(), "n": sampling.pop("n", 1), "sampling": sampling, **settings}
 
 
 def trainer_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -307,7 +306,7 @@ def trainer_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
         arguments["model"] = str(model["hf_assets_path"]).removeprefix("hf://")
 
     # Each key of torchforge's sections is an argument of `Trainer`, a key of its optimizer, or an error.
-    for key, value in leaf_values("", torchforge):
+    for key, value in flatten_config(torchforge).items():
         if key == "checkpoint.load_step" and value not in (None, -1):  # -1: the latest
             raise TypeError(f"TitanTrainer has no setting for {key} = {value!r}: call load_checkpoint with its path")
         if key.startswith(("checkpoint.", "comm.")):

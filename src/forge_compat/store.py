@@ -299,5 +299,4 @@ def _read_version(key: str, target: dict[str, Any] | None, strict: bool) -> dict
         if common:
             snapshot.fill(common)
         others = [name for name in snapshot.manifest.by_name if name not in common]
-        value: dict[str, Any] = decode(snapshot.some(others) | common)
-        return value
+        return decode(snapshot.some(others) | common)

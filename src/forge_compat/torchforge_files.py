@@ -6,7 +6,7 @@
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from forge.config.arguments import check_whole
+from forge.config.sections import flatten_config
 from forge.config.yaml_files import read_yaml
 from forge.system.files import escape_controls
 
@@ -158,7 +159,7 @@ def convert_config(values: Mapping[str, Json], name: str = "run") -> Converted:
             message names the key.
     """
     converted = Converted("train" if {"policy", "group_size"} & {*values} else "sft")
-    for key, value in leaf_values("", values):
+    for key, value in flatten_config({**values}).items():
         if value == "???":
             raise ValueError(f"{key} is open (???): write its value")
         target = _engine_argument(key, value, values) or place_key(converted.recipe, key, value)
@@ -198,19 +199,6 @@ def _override_key(values: dict[str, Json], override: str) -> None:
         raise ValueError(f"{override}: the file has no key {path.removeprefix('~')!r}")
 
 
-def leaf_values(prefix: str, values: Mapping[str, Json]) -> Iterator[tuple[str, Json]]:
-    """Yield each value that is not a section, with its dotted path after `prefix`.
-
-    >>> list(leaf_values("", {"a": {"b": 1}, "c": 2}))
-    [('a.b', 1), ('c', 2)]
-    """
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from leaf_values(f"{prefix}{name}.", value)
-        else:
-            yield f"{prefix}{name}", value
-
-
 def place_key(recipe: str, key: str, value: Json) -> tuple[str, Json] | None:
     """Return the equivalent here of one of torchforge's keys, with its value; None if there is none or it is a default.
 
@@ -233,12 +221,10 @@ def place_key(recipe: str, key: str, value: Json) -> tuple[str, Json] | None:
     if key not in KEYS or value is None:
         return None
     target = KEYS[key]
-    # 1 is the default of degrees of parallelism: the file has only what differs from defaults.
-    if target.startswith("parallelism.") and value == 1:
-        return None
-
-    # torchforge's files for SFT may also have keys for RL.
-    if recipe == "sft" and target.startswith(("grpo.", "async.")):
+    # The file has only what differs from defaults, and 1 is that of degrees of parallelism. torchforge's files for SFT
+    # may also have keys for RL.
+    is_default = target.startswith("parallelism.") and value == 1
+    if is_default or (recipe == "sft" and target.startswith(("grpo.", "async."))):
         return None
     if target == "training.dtype" or not isinstance(value, str):
         return target, value
@@ -288,8 +274,7 @@ def note_key(key: str) -> str:
     if key.endswith(".mesh_name"):
         return MESH
     titan = key.removeprefix("trainer.")
-    fits = [name for name in NOTES if key.startswith(name) or titan.startswith(name)]
-    return NOTES[max(fits, key=len)]
+    return NOTES[max([name for name in NOTES if key.startswith(name) or titan.startswith(name)], key=len)]
 
 
 def _value_at(values: Mapping[str, Json], path: str) -> Json:

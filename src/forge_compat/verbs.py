@@ -45,8 +45,7 @@ async def terminate_session(service: Callee, sess_id: str) -> None:
 
 async def call_all(service: Callee, endpoint: str, *args: object, **kwargs: object) -> list[Value]:
     """Call an endpoint, by its name, on every replica; return the value of each."""
-    values: list[Value] = await getattr(service, endpoint).fanout(*args, **kwargs)
-    return values
+    return await getattr(service, endpoint).fanout(*args, **kwargs)
 
 
 @dataclass(frozen=True)

@@ -47,11 +47,6 @@ class QuantizedLoraLinear(LoraLinear):
         return product + self.scaling * self.lora_B(self.lora_A(x))
 
 
-def round_weight(weight: Tensor) -> Tensor:
-    """Return a matrix with the values that its four bits stand for, in its dtype; rounding twice changes nothing."""
-    return dequantize_4bit(*quantize_4bit(weight.contiguous(), blocksize=BLOCK, quant_type="nf4"))
-
-
 def round_model(model: str, folder: str, targets: list[str] | None, *, keep: bool = False) -> str:
     """Write a copy of a model folder whose linear layers have the values of four bits; return its path.
 
@@ -73,7 +68,9 @@ def round_model(model: str, folder: str, targets: list[str] | None, *, keep: boo
             tensors = load_file(file)
             for name, tensor in tensors.items():
                 if tensor.dim() == 2 and name.endswith(tuple(f".{target}.weight" for target in names)):
-                    tensors[name] = round_weight(tensor)
+                    # The values that four bits stand for, in its dtype; rounding twice changes nothing.
+                    four_bits = quantize_4bit(tensor.contiguous(), blocksize=BLOCK, quant_type="nf4")
+                    tensors[name] = dequantize_4bit(*four_bits)
             save_file(tensors, rounded / file.name, metadata={"format": "pt"})
         write_checksums(rounded, [path.name for path in rounded.iterdir() if path.is_file()])
     return folder
@@ -89,8 +86,7 @@ def quantize_base(policy: Policy, folder: str | Path) -> None:
     for module in policy.model.modules():
         if not isinstance(module, LoraLinear):
             continue
-        weight = module.weight.detach()
-        packed, state = quantize_4bit(weight.contiguous(), blocksize=BLOCK, quant_type="nf4")
+        packed, state = quantize_4bit(module.weight.detach().contiguous(), blocksize=BLOCK, quant_type="nf4")
         state.dtype = dtype
         del module.weight
         module.__class__ = QuantizedLoraLinear

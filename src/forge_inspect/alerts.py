@@ -182,12 +182,10 @@ def folder_alerts(folder: Path) -> list[Alert]:
     # Others may have written these files: their values may have any type or length.
     mismatch, audit = (_read_object(folder / name) for name in (MISMATCH, AUDIT))
     if mismatch.get("is_sound") is False:
-        sentence = str(mismatch.get("sentence"))[:1000]
-        found.append(Alert(sentence, "`forge mismatch` named it from a recorded batch"))
+        found.append(Alert(str(mismatch.get("sentence"))[:1000], "`forge mismatch` named it from a recorded batch"))
     faults = audit.get("faults")
-    for fault in faults[:5] if isinstance(faults, list) else ():
-        found.append(Alert(str(fault)[:1000], "The audit of the run found it, see `forge audit`"))
-    return found
+    shown = faults[:5] if isinstance(faults, list) else ()
+    return found + [Alert(str(fault)[:1000], "The audit of the run found it, see `forge audit`") for fault in shown]
 
 
 def _read_object(path: Path) -> dict[str, Any]:

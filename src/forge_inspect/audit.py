@@ -187,12 +187,10 @@ class _Auditor:
         doubled = [key for key, count in episodes.items() if count > 1]
         self.fault_if(doubled, "episodes (group, sample, branch) were trained twice")
         steps = Counter(group for group, _ in {(row["group"], row["step"]) for row in self.trained})
-        again = [group for group, count in steps.items() if count > 1]
-        self.fault_if(again, "groups were trained in several steps")
-        unscored = [(row["group"], row["sample"]) for row in self.trained if row["reward"] is None]
-        self.fault_if(unscored, "episodes without a reward were trained (group, sample)")
-        failed = [(row["group"], row["sample"]) for row in self.trained if row["finish"] == "infrastructure"]
-        self.fault_if(failed, "episodes that failed were trained (group, sample)")
+        self.fault_if([group for group, count in steps.items() if count > 1], "groups were trained in several steps")
+        for column, value, kind in (("reward", None, "without a reward"), ("finish", "infrastructure", "that failed")):
+            found = [(row["group"], row["sample"]) for row in self.trained if row[column] == value]
+            self.fault_if(found, f"episodes {kind} were trained (group, sample)")
 
     def check_prompts(self) -> None:
         """Check that each prompt was trained, was dropped for a counted reason, or was in flight at the end."""

@@ -307,8 +307,8 @@ def compare_batch(folder: Path, *, step: int | None = None) -> Mismatch:
             outcome.component = TOGETHER
         gap = f"{link.first} and {link.second} differ by {link.mean:.2g} nats on average"
         outcome.faults.append(f"{outcome.component}: {gap}")
-        for link in differing[1:]:
-            outcome.notes.append(f"also different: {link.first} and {link.second}, by {link.worst:.2g} nats")
+        others = (f"{other.first} and {other.second}, by {other.worst:.2g} nats" for other in differing[1:])
+        outcome.notes += [f"also different: {text}" for text in others]
     return outcome
 
 

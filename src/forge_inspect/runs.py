@@ -35,20 +35,15 @@ def read_state(folder: Path) -> str:
 
     A run on another machine counts as running if its lock is visible here, as on NFS.
     """
-    return "running" if _is_locked(folder) else last_state(folder)
-
-
-def _is_locked(folder: Path) -> bool:
     path = folder / "lock"
-    if not path.is_file():
-        return False
-    # A shared lock cannot be taken while the run holds its exclusive one; closing the file releases it.
-    with path.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+    if path.is_file():
+        # A shared lock cannot be taken while the run holds its exclusive one; closing the file releases it.
+        with path.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return "running"
+    return last_state(folder)
 
 
 def read_settings(folder: Path) -> Row:

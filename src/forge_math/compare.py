@@ -133,8 +133,7 @@ def _same_values(answer: Value, target: Value, tolerance: float) -> bool | None:
 
     # 1/x (x > 0) equals 1/x: without a condition in one of them, only the values are compared.
     if answer.kind == "where" or target.kind == "where":
-        sides = (value.items if value.kind == "where" else (value,) for value in (answer, target))
-        pairs = zip(*sides, strict=False)
+        pairs = zip(*(value.items if value.kind == "where" else (value,) for value in (answer, target)), strict=False)
         return _all_true(_same_values(one_side, other_side, tolerance) for one_side, other_side in pairs)
 
     if "relation" in (answer.kind, target.kind):
@@ -168,8 +167,8 @@ def _same_values(answer: Value, target: Value, tolerance: float) -> bool | None:
 
     # {1, 2} equals 2, 1. But x < 1 or x > 2 does not equal x < 1 and x > 2, nor a union an intersection.
     if {answer.kind, target.kind} <= {"list", "set"} or (answer.kind == target.kind == "union"):
-        needs_same_ends = answer.kind == "union" or _has_inequality(answer)
-        if needs_same_ends and answer.ends != target.ends:
+        has_inequality = any(item.kind == "relation" and set(item.ends) & ORDER.keys() for item in answer.items)
+        if (answer.kind == "union" or has_inequality) and answer.ends != target.ends:
             return False
         return _same_members(answer.items, target.items, tolerance)
 
@@ -185,10 +184,6 @@ def _is_assignment(value: Value) -> bool:
         return False
     names = [join_spelling(item.items[0].parts) for item in value.items]
     return len(set(names)) == len(names) > 1 and all(is_name(item.items[0]) for item in value.items)
-
-
-def _has_inequality(value: Value) -> bool:
-    return any(item.kind == "relation" and set(item.ends) & ORDER.keys() for item in value.items)
 
 
 def _all_true(verdicts: Iterable[bool | None]) -> bool | None:
@@ -326,8 +321,7 @@ def _exact_number(value: Value) -> tuple[Fraction, bool] | None:
 def _same_expression(answer: Value, target: Value, tolerance: float) -> bool | None:
     if not same_kind(answer.unit, target.unit):
         return False
-    assert answer.tree is not None
-    assert target.tree is not None
+    assert answer.tree is not None and target.tree is not None
     answer_number, target_number = _exact_number(answer), _exact_number(target)
     # A target that is one number needs a value: a calculation such as 2 + 2 is not a result, and letters are variables.
     is_value = is_numeric(answer.tree) or (target.tree[0] == "decimal" and not has_names(answer.tree))

@@ -67,8 +67,7 @@ class Parser:
         self._depth += 1
         if self._depth > _DEEPEST:
             raise Unreadable("brackets nest too deeply")
-        signs = self._parse_sign()
-        terms = [self._apply_sign(self._parse_product(), signs)]
+        terms = [self._parse_argument(self._parse_product)]
         while self._peek_token() in ("+", "-"):
             signs = self._parse_sign()
             if self._peek_token() == "-":  # 14 + -3
@@ -195,10 +194,8 @@ class Parser:
             return ["abs", inner]
 
         # Commands take their arguments as tokens or groups.
-        if text == r"\frac":
-            return ["divide", self._parse_argument(), self._parse_argument()]
-        if text == r"\binom":
-            return ["binomial", self._parse_argument(), self._parse_argument()]
+        if text in (r"\frac", r"\binom"):
+            return ["divide" if text == r"\frac" else "binomial", self._parse_argument(), self._parse_argument()]
         if text == r"\sqrt":
             # The degree of a root is optional, in brackets.
             degree: Tree = ["number", "2"]
@@ -334,23 +331,19 @@ def _make_number(text: str) -> Tree:
 
 def is_numeric(tree: Tree) -> bool:
     """Return whether a tree has numbers and operations only: no names, constants or functions without a definition."""
-    if tree[0] in ("name", "constant", "apply"):
-        return False
-    return all(is_numeric(argument) for argument in tree[1:] if isinstance(argument, list))
+    is_number = tree[0] not in ("name", "constant", "apply")
+    return is_number and all(is_numeric(argument) for argument in tree[1:] if isinstance(argument, list))
 
 
 def has_names(tree: Tree) -> bool:
     """Return whether a tree has variables, functions without a definition, or the imaginary unit."""
-    if tree[0] in ("name", "apply") or tree == ["constant", "i"]:
-        return True
-    return any(has_names(argument) for argument in tree[1:] if isinstance(argument, list))
+    is_name = tree[0] in ("name", "apply") or tree == ["constant", "i"]
+    return is_name or any(has_names(argument) for argument in tree[1:] if isinstance(argument, list))
 
 
 def is_rational(tree: Tree) -> bool:
     """Return whether a tree is a number, a fraction of numbers, or either with a sign."""
-    if tree[0] in ("negate", "divide"):
-        return all(map(is_rational, tree[1:]))
-    return tree[0] in ("number", "decimal")
+    return tree[0] in ("number", "decimal") or (tree[0] in ("negate", "divide") and all(map(is_rational, tree[1:])))
 
 
 def is_power_of_ten(tree: Tree) -> bool:
@@ -377,24 +370,21 @@ def compute_value(tree: Tree) -> Fraction | None:
     kind, *arguments = tree
     if kind in ("number", "decimal"):
         return Fraction(arguments[0])
-    if kind not in ("add", "negate", "multiply", "divide", "power"):
-        return None
-    values = [compute_value(argument) for argument in arguments]
-    if any(value is None for value in values):
-        return None
+    values = [compute_value(argument) for argument in arguments] if kind in _ARITHMETIC else [None]
+    return None if None in values else _ARITHMETIC[kind](*values)
 
-    first, *operands = [value for value in values if value is not None]
-    if kind == "negate":
-        return -first
-    if kind == "add":
-        return first + sum(operands)
-    if kind == "multiply":
-        return prod(operands, start=first)
-    if kind == "divide":
-        return first / operands[0] if operands[0] else None
 
-    # A power, within bounds so that no number becomes too large to compare.
-    exponent = operands[0]
-    is_small = abs(exponent) <= 999 and abs(first.numerator) <= 10**60
-    is_defined = exponent.denominator == 1 and (first != 0 or exponent >= 0)
-    return first ** int(exponent) if is_small and is_defined else None
+def _raise_power(base: Fraction, exponent: Fraction) -> Fraction | None:
+    """Return a power within bounds, so that no number becomes too large to compare; None beyond them."""
+    is_small = abs(exponent) <= 999 and abs(base.numerator) <= 10**60
+    is_defined = exponent.denominator == 1 and (base != 0 or exponent >= 0)
+    return base ** int(exponent) if is_small and is_defined else None
+
+
+_ARITHMETIC: dict[str, Callable[..., Fraction | None]] = {
+    "add": lambda *terms: sum(terms, Fraction(0)),
+    "negate": lambda term: -term,
+    "multiply": lambda *factors: prod(factors, start=Fraction(1)),
+    "divide": lambda term, divisor: term / divisor if divisor else None,
+    "power": _raise_power,
+}

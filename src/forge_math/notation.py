@@ -8,7 +8,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 DEEPEST = 40  # nested brackets
@@ -165,11 +165,7 @@ def find_closing(parts: Sequence[Token], start: int) -> int:
 
 def _nesting_depth(text: str) -> int:
     """Return how deep brackets of all kinds nest in a text."""
-    depth = deepest = 0
-    for bracket in re.findall(r"[(\[{}\])]", text):
-        depth += 1 if bracket in "([{" else -1
-        deepest = max(deepest, depth)
-    return deepest
+    return max(accumulate(1 if bracket in "([{" else -1 for bracket in re.findall(r"[(\[{}\])]", text)), default=0)
 
 
 def _is_grouped(digits: re.Match[str]) -> str:

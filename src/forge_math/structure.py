@@ -135,12 +135,9 @@ def _read_list(parts: tuple[Token, ...]) -> Value | None:
             del pieces[index]
     if not all(pieces):
         return Value("text", parts)
-    items = _flatten_items(tuple(map(value_of, pieces)))
+    values = map(value_of, pieces)
+    items = tuple(item for value in values for item in (value.items if value.kind == "list" else (value,)))
     return Value("list", parts, items, ("or",) if any(word.lower() != "and" for word in words) else ())
-
-
-def _flatten_items(items: tuple[Value, ...]) -> tuple[Value, ...]:
-    return tuple(item for value in items for item in (value.items if value.kind == "list" else (value,)))
 
 
 def _read_relation(parts: tuple[Token, ...]) -> Value | None:
@@ -157,9 +154,7 @@ def _read_union(parts: tuple[Token, ...]) -> Value | None:
     for sign in (r"\cup", r"\cap", r"\setminus"):
         pieces, separators = split_tokens(parts, (sign,))
         if separators:
-            items = tuple(map(value_of, pieces))
-            ordered_sign = sign == r"\setminus"
-            return Value("tuple" if ordered_sign else "union", parts, items, (sign,))
+            return Value("tuple" if sign == r"\setminus" else "union", parts, tuple(map(value_of, pieces)), (sign,))
     return None
 
 
@@ -228,9 +223,8 @@ def _read_based(parts: tuple[Token, ...]) -> Value | None:
         return None
     base = _NUMERALS.get(parts[-1].text, parts[-1].text)
     digits = "".join(token.text for token in parts[:-2]).removeprefix("(").removesuffix(")").upper()
-    if not base.isdigit() or not re.fullmatch(r"-?(?=[\dA-F]*\d)[\dA-F]+(?:\.[\dA-F]+)?", digits):
-        return None
-    if not digits.lstrip("-")[0].isdigit() and base != "16":
+    is_number = base.isdigit() and re.fullmatch(r"-?(?=[\dA-F]*\d)[\dA-F]+(?:\.[\dA-F]+)?", digits)
+    if not is_number or (base != "16" and not digits.lstrip("-")[0].isdigit()):
         return None
     return Value("based", parts, ends=(digits.lstrip("0") or "0", base))
 
@@ -240,9 +234,8 @@ def _read_ratio(parts: tuple[Token, ...]) -> Value | None:
     others; None for other tokens."""
     pieces, colons = split_tokens(parts, (":",))
     terms = [_read_expression(piece) for piece in pieces if piece]
-    if not colons or len(terms) <= len(colons) or len({term.unit for term in terms}) > 1:
-        return None
-    if any(term.tree is None for term in terms):
+    has_all = colons and len(terms) > len(colons) and all(term.tree is not None for term in terms)
+    if not has_all or len({term.unit for term in terms}) > 1:
         return None
     fractions = [Value("expression", parts, tree=["divide", terms[0].tree, term.tree]) for term in terms[1:]]
     return fractions[0] if len(fractions) == 1 else Value("tuple", parts, tuple(fractions), (":",))
@@ -293,9 +286,7 @@ def is_name(value: Value) -> bool:
         return False
     if len(texts) > 2 and texts[0] == "|" == texts[-1] and "".join(texts[1:-1]).isupper():
         return True
-    if value.kind == "tuple" and value.ends in (("(", ")"), (r"\cap",)):
-        return all(map(is_name, value.items))
-    if value.kind == "union":
+    if value.kind == "union" or (value.kind == "tuple" and value.ends in (("(", ")"), (r"\cap",))):
         return all(map(is_name, value.items))
 
     # With words it is a description of a quantity, perhaps with its letter: the area A.
@@ -332,13 +323,9 @@ def as_interval(value: Value) -> Value | None:
 
     if value.kind == "list" and value.ends == ("or",):
         # x < 1 or x > 3: a union, if all of them bound the same variable.
-        intervals = [as_interval(item) for item in value.items]
-        if (
-            any(interval is None for interval in intervals)
-            or len({_bounded_variable(item) for item in value.items}) > 1
-        ):
+        members = tuple(filter(None, map(as_interval, value.items)))
+        if len(members) < len(value.items) or len({_bounded_variable(item) for item in value.items}) > 1:
             return None
-        members = tuple(interval for interval in intervals if interval is not None)
         return Value("union", value.parts, members, (r"\cup",))
 
     if value.kind == "relation" and value.ends == (r"\in",) and is_name(value.items[0]):

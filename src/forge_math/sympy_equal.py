@@ -146,9 +146,8 @@ def _agree_at_points(kind: str, answer: Expression, target: Expression, margin: 
     for point in range(POINTS if symbols else 1):
         values = {symbol: _point_coordinate(index, point) for index, symbol in enumerate(symbols)}
         answer_at, target_at = (side.subs(values).evalf(DIGITS + 15) for side in (answer, target))
-        if not (answer_at.is_finite and target_at.is_finite):
-            continue  # a pole
-        if are_real and not (answer_at.is_real or target_at.is_real):
+        is_pole = not (answer_at.is_finite and target_at.is_finite)
+        if is_pole or (are_real and not (answer_at.is_real or target_at.is_real)):
             continue  # neither is defined there
         if kind == "expression" and abs(answer_at - target_at) > margin * min(1, abs(target_at)):
             return False

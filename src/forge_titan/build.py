@@ -87,8 +87,7 @@ def build_titan(
             for layer in sizes.layers:
                 if layer.moe is not None:
                     by_expert = dict.fromkeys(("gate_up_proj", "down_proj"), expert_param_placement_sparse())
-                    experts = layer.moe.routed_experts.inner_experts
-                    experts.sharding_config = ShardingConfig(state_shardings=by_expert)
+                    layer.moe.routed_experts.inner_experts.sharding_config = ShardingConfig(state_shardings=by_expert)
 
             dims = ParallelDims.from_config(parallelism, ranks.world_size)
             parts = [

@@ -59,37 +59,38 @@ def check_layout(layout: Parallelism, config: PreTrainedConfig) -> None:
         ValueError: the model cannot be divided into stages, or its experts over ranks, or it has none.
     """
     degree, is_sparse = layout.expert_parallel_degree, bool(sparse_layers(config))
-    if layout.stages > 1:
-        for is_obstacle, reason in (
-            (config.tie_word_embeddings, "embedding and head of this model are one matrix: set it to 1"),
-            (is_sparse, "mixtures of experts have none: set expert_parallel_degree"),
-            (
-                config.num_hidden_layers < layout.stages,
-                f"the model's {config.num_hidden_layers} layers are too few for {layout.stages} stages: lower it",
-            ),
-        ):
-            if is_obstacle:
-                raise ValueError(f"parallelism.pipeline_parallel_degree = {layout.pipeline_parallel_degree}: {reason}")
-
-    if not is_sparse:
-        if degree == 1:
-            return
-        raise ValueError(f"parallelism.expert_parallel_degree needs a mixture of experts, this is {config.model_type}")
-
-    experts = config.num_experts
-    if experts % degree:
-        raise ValueError(
-            f"parallelism: the model's num_experts = {experts} is not a multiple of expert_parallel_degree = {degree}"
-        )
-
+    layers, experts = config.num_hidden_layers, config.num_experts if is_sparse else 0
     ranks = layout.data_parallel_shard_degree * layout.context_parallel_degree
     if degree == 1:  # TorchTitan counts the copies as well, and would divide within experts
         ranks *= layout.data_parallel_replicate_degree or 1
-    if ranks > experts:
-        raise ValueError(
-            f"parallelism: the model's {experts} experts cannot be divided over {ranks} ranks: "
-            + ("set expert_parallel_degree" if degree == 1 else "raise data_parallel_replicate_degree")
-        )
+    stages = f".pipeline_parallel_degree = {layout.pipeline_parallel_degree}"
+
+    for is_obstacle, reason in (
+        (
+            layout.stages > 1 and config.tie_word_embeddings,
+            f"{stages}: embedding and head of this model are one matrix: set it to 1",
+        ),
+        (layout.stages > 1 and is_sparse, f"{stages}: mixtures of experts have none: set expert_parallel_degree"),
+        (
+            1 < layout.stages > layers,
+            f"{stages}: the model's {layers} layers are too few for {layout.stages} stages: lower it",
+        ),
+        (
+            degree > 1 and not is_sparse,
+            f".expert_parallel_degree needs a mixture of experts, this is {config.model_type}",
+        ),
+        (
+            experts % degree,
+            f": the model's num_experts = {experts} is not a multiple of expert_parallel_degree = {degree}",
+        ),
+        (
+            is_sparse and ranks > experts,
+            f": the model's {experts} experts cannot be divided over {ranks} ranks: "
+            + ("set expert_parallel_degree" if degree == 1 else "raise data_parallel_replicate_degree"),
+        ),
+    ):
+        if is_obstacle:
+            raise ValueError(f"parallelism{reason}")
 
 
 def prepare_imports() -> None:

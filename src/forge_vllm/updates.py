@@ -73,8 +73,7 @@ class Orders:
         versions: list[int] = []
         identities = {}
         # The weights of a label drew the tokens until the first one of the next label.
-        span_ends = [first for _, first in spans[1:]] + [end]
-        for (label, first), span_end in zip(spans, span_ends, strict=True):
+        for (label, first), span_end in zip(spans, [first for _, first in spans[1:]] + [end], strict=True):
             count = min(span_end, end) - max(first, start)
             if count > 0:
                 version, identity = self.weights[label]

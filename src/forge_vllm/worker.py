@@ -41,22 +41,15 @@ class WorkerExtension:
         """Replace the model's weights by a `Handover`'s; the arguments are its attributes of these names."""
         from vllm.platforms import current_platform
 
-        if current_platform.is_cpu():
-            self._drop_kernels()
-        # vLLM's messages turn tuples into lists.
-        locations = [(name, tuple(shape), start) for name, shape, start in locations]
-        self.reload_weights(weights_iterator=read_handover(path, locations, dtype))  # type: ignore[attr-defined]
-
-    def _drop_kernels(self) -> None:
-        """Make vLLM set up the kernels of its experts again at the next load.
-
-        On a CPU these kernels read packed weights, and vLLM 0.32 packs reloaded weights only for a new kernel: an old
-        one would compute with unpacked weights, without an error.
-        """
-        for module in self.model_runner.get_model().modules():
+        # On a CPU the kernels of experts read packed weights, and vLLM 0.32 packs reloaded weights only for a new
+        # kernel: an old one would compute with unpacked weights, without an error.
+        for module in self.model_runner.get_model().modules() if current_platform.is_cpu() else ():
             method = getattr(module, "quant_method", None)
             if method is not None and hasattr(method, "moe_kernel"):
                 method.moe_kernel = None
+        # vLLM's messages turn tuples into lists.
+        locations = [(name, tuple(shape), start) for name, shape, start in locations]
+        self.reload_weights(weights_iterator=read_handover(path, locations, dtype))  # type: ignore[attr-defined]
 
     def forge_release(self) -> None:
         """Free the key-value cache on a CPU, where vLLM's sleep mode does nothing."""

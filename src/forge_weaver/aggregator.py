@@ -67,9 +67,11 @@ class FitReport:
 
         lines = [summary, *(f"alarm: {text}" for text in self.alarms), *(f"warning: {text}" for text in self.warnings)]
         lines += [f"left out: {name}, {reason}" for name, reason in self.dropped.items()]
-        for name, entry in self.verifiers.items():
-            if name not in self.dropped:
-                lines.append(f"{name}: {', '.join(f'{key} {value:.3f}' for key, value in entry.items())}")
+        lines += [
+            f"{name}: {', '.join(f'{key} {value:.3f}' for key, value in entry.items())}"
+            for name, entry in self.verifiers.items()
+            if name not in self.dropped
+        ]
         return "\n".join(lines)
 
     def grow(self, data: Data) -> None:
@@ -82,11 +84,15 @@ class FitReport:
         for name, coverage in zip(data.table.verifiers, scored.mean(0), strict=True):
             self.verifiers[name]["coverage"] += share * (float(coverage) - self.verifiers[name]["coverage"])
 
+    def describe(self, names: list[str], **values: np.ndarray) -> None:
+        """Add numbers to the entries of the verifiers `names`: of each value, [names], its element."""
+        for index, name in enumerate(names):
+            self.verifiers[name].update({key: float(numbers[index]) for key, numbers in values.items()})
+
     def to_dict(self) -> Json:
         """Return the fields as plain values for JSON, by name, with None instead of NaN."""
         text = json.dumps(dataclasses.asdict(self), default=lambda value: value.item())
-        plain: Json = json.loads(text, parse_constant=lambda _: None)
-        return plain
+        return json.loads(text, parse_constant=lambda _: None)
 
 
 AGGREGATOR = "aggregator.npz"  # in the folder of an ensemble

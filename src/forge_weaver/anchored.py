@@ -63,8 +63,7 @@ class AnchoredLogistic(Aggregator):
         weights = self.line[2:] + self.line[1] / len(data.columns)
         z, right = x[:, 2:], labels == 1
         separation = (z[right].mean(0) - z[~right].mean(0)) / (z.std(0) + 1e-12)
-        for name, weight, distance in zip(data.names, weights, separation, strict=True):
-            self.report.verifiers[name].update(weight=float(weight), separation=float(distance))
+        self.report.describe(data.names, weight=weights, separation=separation)
 
     def _cross_validate(self, x: np.ndarray, labels: np.ndarray, groups: np.ndarray) -> tuple[float, np.ndarray]:
         """Return the penalty with the least log loss on held-out problems, and that loss of each response, [responses].

@@ -82,9 +82,7 @@ class BinnedDawidSkene(Aggregator):
         self.report.details.update(steps=solution.steps, converged=solution.converged)
         # A verifier's weight is the mean absolute log ratio.
         shares = (self.right + self.wrong) / (self.right + self.wrong).sum(1, keepdims=True)
-        weights = (np.abs(self.ratios[:, :-1]) * shares).sum(1)
-        for name, weight in zip(data.names, weights, strict=True):
-            self.report.verifiers[name]["weight"] = float(weight)
+        self.report.describe(data.names, weight=(np.abs(self.ratios[:, :-1]) * shares).sum(1))
 
 
 def estimate_balance(x: np.ndarray, problem: np.ndarray) -> float:
@@ -117,8 +115,8 @@ class DawidSkene(BinnedDawidSkene):
 
     def _keep_solution(self, solution: Solution, data: Data) -> None:
         super()._keep_solution(solution, data)
-        for name, right, wrong in zip(data.names, self.right, self.wrong, strict=True):
-            self.report.verifiers[name].update(tpr=float(right[1] / right.sum()), tnr=float(wrong[0] / wrong.sum()))
+        rejected_wrong, accepted_right = self.wrong[:, 0] / self.wrong.sum(1), self.right[:, 1] / self.right.sum(1)
+        self.report.describe(data.names, tpr=accepted_right, tnr=rejected_wrong)
 
 
 # The constants of alarms are those of the test with a gamed policy (docs/weaver.md, "Measured: methods"): over 20

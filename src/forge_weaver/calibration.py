@@ -85,8 +85,7 @@ def ece(p: np.ndarray, labels: np.ndarray, bins: int = BINS) -> float:
     """
     p, labels = _drop_unknown(p, labels)
     bin_of = np.minimum((p * bins).astype(int), bins - 1)
-    gaps = np.bincount(bin_of, p, bins) - np.bincount(bin_of, labels, bins)
-    return float(np.abs(gaps).sum() / len(p))
+    return float(np.abs(np.bincount(bin_of, p, bins) - np.bincount(bin_of, labels, bins)).sum() / len(p))
 
 
 @dataclasses.dataclass

@@ -110,8 +110,7 @@ def _predict_table(args: argparse.Namespace) -> None:
 
     check_path(args.out)
     table, aggregator = _read_scores(args.scores), load(args.aggregator)
-    p = aggregator.predict_proba(table.select(aggregator.verifiers))
-    table.with_verifier(COLUMN, p).save(args.out)
+    table.with_verifier(COLUMN, aggregator.predict_proba(table.select(aggregator.verifiers))).save(args.out)
     print(f"written: {args.out}")
 
 

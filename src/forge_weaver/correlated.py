@@ -152,12 +152,9 @@ class CorrelatedMixture(Aggregator):
             r, _ = self._maximise_likelihood(x, problem, (r, Prior(prior.rates, prior.weights)), unscored)
 
         means, distance, covariance = self._model_moments()
-        separations = distance / np.sqrt(np.diag(covariance))
-        for name, weight, separation in zip(data.names, self.line, separations, strict=True):
-            self.report.verifiers[name].update(weight=float(weight), separation=float(separation))
+        self.report.describe(data.names, weight=self.line, separation=distance / np.sqrt(np.diag(covariance)))
 
-        residual = x - np.stack([r, 1 - r], axis=1) @ means
-        self.report.details["problem_effect"] = problem_correlation(residual, problem)
+        self.report.details["problem_effect"] = problem_correlation(x - np.stack([r, 1 - r], axis=1) @ means, problem)
 
     def _maximise_likelihood(
         self, x: np.ndarray, problem: np.ndarray, start: tuple[np.ndarray, Prior], unscored: np.ndarray

@@ -132,8 +132,7 @@ def count_bins(codes: np.ndarray, bins: int, r: np.ndarray) -> Counts:
     Counts(right=array([[0.25, 1.5 ]]), wrong=array([[0.75, 0.5 ]]))
     """
     right = np.stack([np.bincount(code, r, bins + 1)[:bins] for code in codes])
-    every = np.stack([np.bincount(code, minlength=bins + 1)[:bins] for code in codes])
-    return Counts(right, every - right)
+    return Counts(right, np.stack([np.bincount(code, minlength=bins + 1)[:bins] for code in codes]) - right)
 
 
 def log_ratios(counts: Counts, shrink: float, monotone: bool) -> np.ndarray:
@@ -173,8 +172,7 @@ def sum_evidence(codes: np.ndarray, ratios: np.ndarray) -> np.ndarray:
 def first_guess(rank_mean: np.ndarray, balance: float) -> np.ndarray:
     """Return initial probabilities of being right, [responses]: above 1/2 for the fraction `balance` with the highest
     rank means."""
-    threshold = np.quantile(rank_mean, 1 - balance)
-    return sigmoid(4 * (rank_mean - threshold) / (rank_mean.std() + 1e-9))
+    return sigmoid(4 * (rank_mean - np.quantile(rank_mean, 1 - balance)) / (rank_mean.std() + 1e-9))
 
 
 class Solution(NamedTuple):
@@ -289,8 +287,7 @@ def thin_problems(problem: np.ndarray) -> np.ndarray:
     Args:
         problem: [responses] index of each response's problem.
     """
-    number = np.unique(problem, return_inverse=True)[1]
-    return number % max(1, round(len(problem) / SAMPLE)) == 0
+    return np.unique(problem, return_inverse=True)[1] % max(1, round(len(problem) / SAMPLE)) == 0
 
 
 def log_likelihood(codes: np.ndarray, solution: Solution, problem: np.ndarray, shrink: float) -> float:

@@ -20,8 +20,7 @@ class NaiveMean(Aggregator):
     def learn(self, data: Data) -> None:
         """Record each verifier's lowest and highest score."""
         self.low, self.high = np.nanmin(data.x, axis=0), np.nanmax(data.x, axis=0)
-        for name in data.names:
-            self.report.verifiers[name]["weight"] = 1 / len(data.columns)
+        self.report.describe(data.names, weight=np.full(len(data.columns), 1 / len(data.columns)))
 
     def posterior(self, data: Data) -> np.ndarray:
         """Return each response's mean score, [responses], each verifier's scaled from its range to [0, 1]."""
@@ -60,8 +59,7 @@ def unheap_scores(data: Data, families: np.ndarray | None = None) -> np.ndarray:
 
     Otherwise a cluster of tied scores would look like a class of responses.
     """
-    every_nth = 1 + len(data.x) // SAMPLE
-    return rank_means(scatter_scores(data.x[::every_nth], data.names, 0), families)
+    return rank_means(scatter_scores(data.x[:: 1 + len(data.x) // SAMPLE], data.names, 0), families)
 
 
 def fitted_slope(u: np.ndarray, steps: int = 200) -> float:
@@ -141,8 +139,7 @@ class RankMean(Aggregator):
 
         # A verifier's weight: the larger its family, the smaller its part.
         sizes = np.ones(len(data.columns)) if self.families is None else np.bincount(self.families)[self.families]
-        for name, weight in zip(data.names, 1 / sizes, strict=True):
-            self.report.verifiers[name]["weight"] = float(weight / (1 / sizes).sum())
+        self.report.describe(data.names, weight=1 / sizes / (1 / sizes).sum())
 
     def posterior(self, data: Data) -> np.ndarray:
         """Return each response's probability of being right, [responses], from its mean normal score."""

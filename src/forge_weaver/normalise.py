@@ -79,14 +79,12 @@ def impute_scores(z: np.ndarray, precision: np.ndarray | None = None, rounds: in
         rounds: of imputation; one suffices to estimate the precision if nothing is missing.
     """
     missing = np.isnan(z)
-    x, used = np.where(missing, 0.0, z), precision
+    x, used = np.where(missing, 0.0, z), np.zeros(0) if precision is None else precision
     for _ in range(rounds if missing.any() else 1):
         if precision is None:
             # Regularised: identical columns make the covariance singular.
             used = np.linalg.inv(np.atleast_2d(np.cov(x.T)) + 0.05 * np.eye(x.shape[1]))
-        assert used is not None
         x = np.where(missing, x - (x @ used) / np.diag(used), x)
-    assert used is not None
     return x, used
 
 

@@ -73,8 +73,7 @@ async def score_table(panel: Verifier, problems: Sequence[Problem], *, concurren
             try:
                 return await panel.score(problem.prompt, problem.responses, problem.target)
             except Exception as error:
-                reason = f"{type(error).__name__}: {error}"
-                return Scores.none(len(problem.responses), len(panel.names), reason)
+                return Scores.none(len(problem.responses), len(panel.names), f"{type(error).__name__}: {error}")
 
     scored = await asyncio.gather(*map(score_problem, problems))
 

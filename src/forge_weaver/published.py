@@ -86,9 +86,8 @@ class PublishedWeaver(Aggregator):
 
         names = [name for name, used in zip(data.names, self.used, strict=True) if used]
         if_rejects, if_accepts = self._log_ratios()
-        weights = if_accepts - if_rejects
-        for name, tpr, tnr, weight in zip(names, self.mu[1::2, 1], self.mu[0::2, 0], weights, strict=True):
-            self.report.verifiers[name].update(weight=float(weight), tpr=float(tpr), tnr=float(tnr))
+        rates = {"tpr": self.mu[1::2, 1], "tnr": self.mu[0::2, 0]}
+        self.report.describe(names, weight=if_accepts - if_rejects, **rates)
 
     def posterior(self, data: Data) -> np.ndarray:
         """Return each response's probability of being right, [responses], by Bayes' rule from its verdicts."""

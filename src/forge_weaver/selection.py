@@ -13,8 +13,7 @@ def best_of(p: np.ndarray) -> np.ndarray:
     >>> best_of(np.array([[0.2, 0.9, np.nan], [np.nan, np.nan, np.nan]]))
     array([ 1, -1])
     """
-    filled = np.where(np.isnan(p), -np.inf, p)
-    return np.where(np.isnan(p).all(1), -1, filled.argmax(1))
+    return np.where(np.isnan(p).all(1), -1, np.where(np.isnan(p), -np.inf, p).argmax(1))
 
 
 def selection_accuracy(p: np.ndarray, labels: np.ndarray) -> float:

@@ -121,9 +121,7 @@ class ScoreTable:
 
     def labelled_problems(self) -> np.ndarray:
         """Return the indices of the problems with at least one known label."""
-        if self.labels is None:
-            return np.zeros(0, dtype=int)
-        return np.flatnonzero(~np.isnan(self.labels).all(1))
+        return np.flatnonzero([] if self.labels is None else ~np.isnan(self.labels).all(1))
 
     def take(self, problems: Sequence[int] | np.ndarray) -> ScoreTable:
         """Return a table of the problems selected by indices (in that order) or by a mask."""

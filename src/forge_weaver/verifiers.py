@@ -172,8 +172,9 @@ class Ensemble:
             raise ValueError(f"the panel lacks {', '.join(missing)}: it has {', '.join(panel.names)}")
         self.panel, self.aggregator = panel, aggregator
         # The columns of each role in the panel's scores.
-        groups = (aggregator.verifiers, self._veto, self._decide)
-        self._columns, self._vetoing, self._deciding = ([panel.names.index(name) for name in names] for names in groups)
+        self._columns, self._vetoing, self._deciding = (
+            [panel.names.index(name) for name in names] for names in (aggregator.verifiers, self._veto, self._decide)
+        )
 
     @property
     def progress(self) -> float:
@@ -310,8 +311,7 @@ class Distilled:
     def _read_settings(self) -> dict[str, Any]:
         """Return how the model reads texts. FileNotFoundError: not the folder of a distilled verifier."""
         self.check()
-        reading: dict[str, Any] = json.loads((self.path / DISTILLED).read_text())["reading"]
-        return reading
+        return json.loads((self.path / DISTILLED).read_text())["reading"]
 
     @property
     def progress(self) -> float:

@@ -59,8 +59,7 @@ class DatasetActor(ForgeActor):
 
     def setup(self) -> None:
         """Open the tokenizer and the data; raises the errors of `forge.data.load.load_data`."""
-        tokenizer = open_tokenizer(self.tokenizer_path)
-        self.dataset: Data = load_data(tokenizer, kind=self.kind, **self.settings)
+        self.dataset: Data = load_data(open_tokenizer(self.tokenizer_path), kind=self.kind, **self.settings)
 
     def on_respawn(self) -> None:
         """Raise Unrecoverable: the position in the data was lost with the process."""

@@ -132,7 +132,9 @@ class ReplayBuffer(ForgeActor):
                 self.seen.add(index)
                 # Also those of dropped groups: a prompt that all answers solve has no signal, but an outcome.
                 if self.keep_outcomes:
-                    self.outcomes[index] = _item_outcomes(item)
+                    # 1.0 for a right episode, 0.0 for a wrong one; the reward where `info` does not judge it.
+                    known = (each.info.get("correct", each.outcome) for each in getattr(item, "episodes", [item]))
+                    self.outcomes[index] = [float(outcome) for outcome in known if outcome is not None]
 
             if reason is not None:
                 self.replaced += reason == "no_signal"
@@ -306,15 +308,6 @@ class ReplayBuffer(ForgeActor):
 
 def _item_index(item: Item) -> int | None:
     return item.index if isinstance(item, Group) and item.index >= 0 else None
-
-
-def _item_outcomes(item: Item) -> list[float]:
-    """Return 1.0 for each right episode and 0.0 for each wrong one; the reward where `info` does not judge it.
-
-    Episodes whose outcome is unknown are left out.
-    """
-    outcomes = (each.info.get("correct", each.outcome) for each in getattr(item, "episodes", [item]))
-    return [float(outcome) for outcome in outcomes if outcome is not None]
 
 
 def _keep_scored(item: Item) -> Item | None:

@@ -143,11 +143,15 @@ class Trainer(ForgeActor):
         self.store = connect_store(self.store_ref)
         self.identities = None if self.store is None else Identities(self.store, self.weights_key)
         context = self.context
-        cpu_offload = self.settings.get("cpu_offload", False)
         in_bfloat16 = self.settings.get("dtype") == "bfloat16" and torch.accelerator.is_available()
         store = process_store(context.rendezvous, context.world_size, context.rank)
         ranks = join_ranks(
-            context.rank, context.world_size, store, self.layout, cpu_offload=cpu_offload, mesh=in_bfloat16
+            context.rank,
+            context.world_size,
+            store,
+            self.layout,
+            cpu_offload=self.settings.get("cpu_offload", False),
+            mesh=in_bfloat16,
         )
 
         with self._on_device():
@@ -223,8 +227,10 @@ class Trainer(ForgeActor):
             with self._on_device():
                 results = self.trainer.train_step(batch, self.loss, same_step=same_step)
 
-        # 3: a forward and a backward pass cost three forward passes.
-        results["flops"] = 3 * self.trainer.passes.epochs * forward_flops(self.architecture, *_count_work(batch))
+        # Of all tokens, attended tokens and predicted tokens. 3: both passes together cost three forward passes.
+        lengths = batch.lengths.astype(float)
+        work = float(lengths.sum()), float((lengths * (lengths + 1) / 2).sum()), float(batch.mask.sum())
+        results["flops"] = 3 * self.trainer.passes.epochs * forward_flops(self.architecture, *work)
         metrics = {f"{self.report}/{name}": value for name, value in results.items()}
 
         # Recorded after the step, not before it: a batch that kills the trainer must not kill its replacements as well.
@@ -297,8 +303,8 @@ class Trainer(ForgeActor):
             return self.ledger.answer
         with phase("checkpoint") if self.context.rank == 0 else nullcontext():
             self._settle_write()
-            published = self.identities
-            recent = published.recent(self.trainer.step, self.staleness.max_policy_age) if published else {}
+            age = self.staleness.max_policy_age
+            recent = self.identities.recent(self.trainer.step, age) if self.identities else {}
             write = Write(folder, {**(extra or {}), IDENTITIES: recent}, keep)
             if not wait:
                 path = self._begin_write(write)
@@ -339,17 +345,9 @@ class Trainer(ForgeActor):
         """Within the block use the device; afterwards, also after an error, a colocated trainer leaves it."""
         try:
             yield
-        except BaseException as error:
-            try:
-                self._leave_device()
-            except Exception as second_error:  # the first error says what happened
-                error.add_note(f"then the trainer could not leave the device: {second_error!r}")
-            raise
-        self._leave_device()
-
-    def _leave_device(self) -> None:
-        if self.colocated and hasattr(self, "trainer"):
-            self.trainer.offload()
+        finally:
+            if self.colocated and hasattr(self, "trainer"):
+                self.trainer.offload()
 
     def _begin_write(self, write: Write) -> str:
         """Copy the state in memory, and start to write the copy while training continues; return the path."""
@@ -393,9 +391,3 @@ class Trainer(ForgeActor):
                     raise ValueError("an episode without a reward cannot be trained on: drop it, or score it first")
                 episode.advantage = episode.outcome
         return pack(episodes, **settings)
-
-
-def _count_work(batch: Batch) -> tuple[float, float, float]:
-    """Return the numbers of tokens, of attended tokens and of predicted tokens of a forward pass over a batch."""
-    lengths = batch.lengths.astype(float)
-    return float(lengths.sum()), float((lengths * (lengths + 1) / 2).sum()), float(batch.mask.sum())

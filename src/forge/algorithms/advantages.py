@@ -78,8 +78,7 @@ def against_batch(groups: Sequence[Sequence[float]]) -> list[list[float]]:
 def _subtract_mean(rewards: Sequence[float]) -> list[float]:
     if len(rewards) < 2:
         raise ValueError(f"group-relative advantages need at least 2 samples of a prompt, got {len(rewards)}")
-    mean = _exact_mean(rewards)
-    return [reward - mean for reward in rewards]
+    return against_batch([rewards])[0]
 
 
 def _exact_mean(rewards: Sequence[float]) -> float:

@@ -179,8 +179,7 @@ class Algorithm:
 
         per_token = self.token_loss(**{name: tensors[name] for name in self._parameter_names})
         if self.correction is not None:
-            importance = self.correction.ratio(old, behaviour, weights, sequences)
-            per_token = per_token * self.correction.bounded(importance)
+            per_token = per_token * self.correction.bounded(self.correction.ratio(old, behaviour, weights, sequences))
 
         # Two additional terms, each with its weight.
         if self.beta and self.kl_in == "loss":

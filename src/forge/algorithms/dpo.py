@@ -78,5 +78,4 @@ class DPOLoss:
     def _implicit_rewards(
         self, logprobs: Tensor, ref_logprobs: Tensor, weights: Tensor, sequences: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        logs = where_trained(log_ratio(logprobs, ref_logprobs), weights)
-        return sum_pairs(self.beta * logs, sequences)
+        return sum_pairs(self.beta * where_trained(log_ratio(logprobs, ref_logprobs), weights), sequences)

@@ -8,8 +8,7 @@ from .subparsers import Subparsers
 def add_to(commands: Subparsers) -> None:
     """Add the command `forge clean` to the parser."""
     text = "remove shared memory and temporary folders of this user's dead processes on this host"
-    parser = commands.add_parser("clean", help=text, description=text, epilog="example: forge clean")
-    parser.set_defaults(run=run)
+    commands.add_parser("clean", help=text, description=text, epilog="example: forge clean").set_defaults(run=run)
 
 
 def run(_: argparse.Namespace) -> None:

@@ -48,8 +48,7 @@ def explain_names(names: Sequence[str], python: bool = False) -> str:
         names: of the settings.
         python: whether they were arguments of `forge.train` or a similar function, which take keys without a section.
     """
-    explanations = (point.load()(names, python) for point in entry_points(group=SETTING_NAMES))
-    return next(filter(None, explanations), "")
+    return next(filter(None, (point.load()(names, python) for point in entry_points(group=SETTING_NAMES))), "")
 
 
 def resolve(name: str, kind: str, home: str | None = None) -> Object:

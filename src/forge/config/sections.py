@@ -237,8 +237,7 @@ def _describe_error(cls: Type, errors: ValidationError, key: str = "") -> str:
     unknown = [error for error in errors.errors() if error["type"] in UNKNOWN]
     foreign: list[str] = []
     for error in unknown:
-        location = ".".join(filter(None, (key, *map(str, error["loc"]))))
-        foreign += _leaf_names(location, error["input"])
+        foreign += _leaf_names(".".join(filter(None, (key, *map(str, error["loc"])))), error["input"])
     explanation = explain_names(foreign) if foreign else ""
     if explanation:
         return f"unknown key{'s' if len(foreign) > 1 else f' {foreign[0]!r}'}: {explanation}"

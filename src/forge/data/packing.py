@@ -105,8 +105,7 @@ def _advantages_of_tokens(
     # Most sequences have one number; all of these are repeated at once.
     numbers = [0.0 if isinstance(advantage, Sequence) else advantage for advantage in advantages]
     flat = np.repeat(np.array(numbers, np.float32), lengths) * mask
-    starts = np.cumsum(lengths) - lengths
-    for start, length, advantage in zip(starts, lengths, advantages, strict=True):
+    for start, length, advantage in zip(np.cumsum(lengths) - lengths, lengths, advantages, strict=True):
         if isinstance(advantage, Sequence):
             sequence = slice(start, start + length)
             flat[sequence][mask[sequence]] = advantage

@@ -86,8 +86,7 @@ def find_prefixes(tokens: np.ndarray, lengths: np.ndarray, saved: int = SAVED) -
     rows = [tokens[start:end] for start, end in zip(starts, ends, strict=True)]
 
     # Big-endian bytes sort as the tokens do, a prefix before what continues it.
-    keys = [row.astype(">u4").tobytes() for row in rows]
-    order = sorted(range(len(rows)), key=keys.__getitem__)
+    order = sorted(range(len(rows)), key=lambda number: rows[number].astype(">u4").tobytes())
     # common[i] is the length of the prefix that sequences order[i] and order[i + 1] share.
     common = np.array([_common_length(rows[a], rows[b]) for a, b in itertools.pairwise(order)], np.int64)
     runs: list[tuple[list[int], int, int, int]] = []  # (its sequences, first position, end position, parent)

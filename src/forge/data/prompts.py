@@ -233,12 +233,6 @@ class PromptFormat:
             messages = with_system(messages, self.system_prompt)
         return messages, chat
 
-    def rendered(self, messages: Sequence[Message], chat: ChatFormat) -> tuple[str, tuple[int, ...]]:
-        """Return the text and the token ids of a conversation with its generation prompt, after which the policy
-        answers."""
-        text = chat.render(messages, add_generation_prompt=True)
-        return text, tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
     def answered(self, row: Row, answer: str | list[Message]) -> tuple[list[int], list[bool]]:
         """Return the token ids of a row's prompt with an answer to it, and a mask that is True on the answer and on the
         tokens that end it: eos, or with a chat template the tokens that end a turn. ValueError: there are none."""
@@ -301,7 +295,8 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
             prompt = Prompt(question, tuple(encode_prompt(question, self.tokenizer)), index, columns)
         else:
             messages, chat = dialogue
-            text, ids = self._format.rendered(messages, chat)
+            text = chat.render(messages, add_generation_prompt=True)
+            ids = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
             fields = {name: row[name] for name in ("tools", OPTIONS) if row.get(name)}
             listed = self._format.is_conversation(row)
             fields |= {"question": messages} if listed else {m["role"]: m["content"] for m in messages[:-1]}

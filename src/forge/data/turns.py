@@ -255,17 +255,14 @@ class Turns:
 
     def tail(self, conversation: Sequence[Message], turn: int) -> str:
         """Return the text that the template writes after the words of message `turn`, when it is the last message."""
-        marked = self._writer.marked(conversation[turn])
-        return after_mark(self._render([*conversation[:turn], marked]))
+        return after_mark(self._render([*conversation[:turn], self._writer.marked(conversation[turn])]))
 
     def ending(self, conversation: Sequence[Message], turn: int) -> tuple[str, str]:
         """Return the token that ends message `turn` when it is the last message, and the text after that token; ("",
         "") if no special token ends it."""
         tail = self.tail(conversation, turn)
         span = self.end(tail)
-        if span is None:
-            return "", ""
-        return tail[span[0] : span[1]], tail[span[1] :]
+        return ("", "") if span is None else (tail[span[0] : span[1]], tail[span[1] :])
 
     def between(self, conversation: Sequence[Message], turn: int, later: Sequence[Message], continued: bool) -> str:
         """Return the text from the token that ends message `turn`, which is included, to the end of the later messages.

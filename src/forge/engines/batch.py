@@ -33,7 +33,7 @@ from .requests import (
 )
 from .restrictions import Words
 from .rows import RowState
-from .sampling import keep_allowed, top_logprobs
+from .sampling import keep_allowed, keep_top, top_logprobs
 from .weights import Weights
 
 # A prompt waits a step for another that is being computed if they share that many tokens more than the cache has: fewer
@@ -155,8 +155,7 @@ class RunningBatch:
         # A long prompt has its piece first; then samples get rows, as the plan says.
         self._max_length = max((row.max_length for row in self.rows), default=0)
         free = self.free_rows + list(range(len(self.rows), self.slots))
-        version = self.history.current.version
-        ready = (request for request in waiting if request.startable(version))
+        ready = (request for request in waiting if request.startable(self.history.current.version))
         queue: Iterator[EngineRequest | RunningSample] = chain(self.preempted, ready)
         spent_tokens = 0
         if free and (first := next(queue, None)):
@@ -209,11 +208,13 @@ class RunningBatch:
                 blocks = self.prefill.cache.find(context)
                 missing = len(context) - TOKENS * len(blocks)
                 beginning = tuple(context[: TOKENS * len(blocks) + MIN_SHARED_TOKENS])
-                # The next step finds in the cache what this one computes.
-                if beginning in pending:
-                    break
-                # A long prompt runs once the prefill row has all of it; others, as long as this step has time.
-                if self.prefill.item is item or spent_tokens + missing > self.prefill.max_tokens:
+                # The next step finds in the cache what this one computes. A long prompt runs once the prefill row has
+                # all of it; others, as long as this step has time.
+                if (
+                    beginning in pending
+                    or self.prefill.item is item
+                    or spent_tokens + missing > self.prefill.max_tokens
+                ):
                     break
                 spent_tokens += missing
                 is_stored = len(context) * self.decoder.cache.token_bytes <= self.prefill.cache.limit
@@ -326,8 +327,7 @@ class RunningBatch:
         rows = len(self.rows)
         state = self.state
         cache = self.decoder.cache
-        last_position = self._max_offset + self.steps
-        length = min(round_up(last_position + 1, self.decoder.granule), cache.longest)
+        length = min(round_up((self._max_offset + self.steps) + 1, self.decoder.granule), cache.longest)
         cache.reserve(length, rows, self._max_length)
 
         # At least two rows: other kernels multiply a single one, and round differently.
@@ -372,7 +372,7 @@ class RunningBatch:
             logits = self.decoder.decode(self.state.tokens[:width], self.state.positions[:width], length)
             logits /= self.state.temperature[:width, None]
             if restricted:
-                logits = self.restrictions.bound_all(logits)
+                logits = keep_top(logits, self.restrictions.top_k[:width], self.restrictions.top_p[:width])
             return self.state.draw(logits, self.decoder.row_ids[:width] < self.count)
 
         self.count.fill_(rows)

@@ -149,8 +149,7 @@ class Decoder:
                 return
 
             attend = partial(F.scaled_dot_product_attention, scale=self.scale, enable_gqa=True)
-            attended = self._attend_blocks(blocks, i, kind, q, attend)
-            self._finish_layer(layer, x, attended.flatten(1), choices)
+            self._finish_layer(layer, x, self._attend_blocks(blocks, i, kind, q, attend).flatten(1), choices)
 
     def _biases_at(self, positions: Tensor, length: int) -> list[Tensor]:
         """Return the attention bias (B * K, 1, length) of decoding at these positions, for each kind of attention."""

@@ -163,8 +163,7 @@ class WeightHistory:
 
     def ended(self, step: int) -> list[tuple[WeightSpan, int]]:
         """Return each span with the step at which it ends (not included), which is `step` for the current one."""
-        ends = [span.start for span in self.spans[1:]] + [step]
-        return list(zip(self.spans, ends, strict=True))
+        return list(zip(self.spans, [*(span.start for span in self.spans[1:]), step], strict=True))
 
     def of_steps(self, start: int, end: int) -> tuple[list[int], dict[int, str]]:
         """Return the version that drew in each step from `start` to `end` - 1, and the identity of each version.

@@ -52,8 +52,7 @@ class Words:
         """Return whether the last of these tokens completed one of the texts `stops`."""
         # Only the last tokens are decoded: earlier texts were found when their tokens were the last.
         longest = max(len(stop.encode()) for stop in stops)
-        last_tokens = tokens[-(longest * MAX_BYTES + MAX_SPECIAL) :]
-        text = self._open_tokenizer.decode(last_tokens, skip_special_tokens=True)
+        text = self._open_tokenizer.decode(tokens[-(longest * MAX_BYTES + MAX_SPECIAL) :], skip_special_tokens=True)
         return any(stop in text for stop in stops)
 
 
@@ -160,11 +159,6 @@ class Restrictions:
         """Return whether a CUDA graph may capture a step with these rows: the host reads nothing, and the operations
         are the same whichever rows are restricted."""
         return self._penalised is None and self._policy is None and not self.watched
-
-    def bound_all(self, logits: Tensor) -> Tensor:
-        """Return logits (B, V) of the first B rows after top-k and top-p; rows without these settings are unchanged."""
-        rows = len(logits)
-        return keep_top(logits, self.top_k[:rows], self.top_p[:rows])
 
     def bound(self, logits: Tensor) -> None:
         """Apply top-k and top-p to logits (B, V), in place."""

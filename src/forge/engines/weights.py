@@ -283,8 +283,7 @@ def by_group(heads: Tensor, config: PreTrainedConfig) -> Tensor:
     H = config.num_attention_heads
     K = config.num_key_value_heads
     queries = heads[:H].unflatten(0, (K, -1))
-    keys_values = heads[H:].unflatten(0, (-1, K)).transpose(0, 1)
-    return torch.cat([queries, keys_values], 1)
+    return torch.cat([queries, heads[H:].unflatten(0, (-1, K)).transpose(0, 1)], 1)
 
 
 def checked_parts(

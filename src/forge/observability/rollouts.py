@@ -330,8 +330,7 @@ def texts_by_group(batch: pyarrow.RecordBatch) -> list[Row]:
     """Return a dict for each group of a batch that trained: its prompt, its first response, the target, all rewards and
     the oldest version that sampled it."""
     groups: dict[int, Row] = {}
-    names = ["step", "group", "branch", "version", *TEXT, "reward", "dropped"]
-    for row in batch.select(names).to_pylist():
+    for row in batch.select(["step", "group", "branch", "version", *TEXT, "reward", "dropped"]).to_pylist():
         if row["branch"] or row["dropped"] not in (None, IDLE):
             continue
         first = {"step": row["step"], "index": row["group"], **{name: row[name] for name in ("version", *TEXT)}}

@@ -106,8 +106,7 @@ class Run:
         self._trackers: Any = None
         metrics = config.get("metrics", {})
         if any(map(metrics.get, ("tensorboard", "wandb", "tracker"))):
-            make_delivery = resolve("forge_trackers:Delivery", "metrics")
-            self._trackers = make_delivery(self.folder, metrics, config, start)
+            self._trackers = resolve("forge_trackers:Delivery", "metrics")(self.folder, metrics, config, start)
         configure_logging()
 
         self._progress = Progress(name, steps, start)
@@ -222,8 +221,8 @@ class Run:
         # it.
         seconds = {"train": row.get("seconds/train"), "generator": row["seconds/step"]}
         devices = {
-            "train": self._count_devices("trainer", "procs"),
-            "generator": self._count_devices("generator", "num_replicas"),
+            "train": self._settings.get("services.trainer.procs") or 1,
+            "generator": self._settings.get("services.generator.num_replicas") or 1,
         }
         for name, spent in seconds.items():
             if spent and row.get(f"{name}/flops"):
@@ -232,9 +231,6 @@ class Run:
                     metrics[f"{name}/mfu"] = metrics[f"{name}/tflops"] / (self.peak * devices[name])
 
         return metrics
-
-    def _count_devices(self, service: str, key: str) -> float:
-        return self._settings.get(f"services.{service}.{key}") or 1
 
     def keep_evaluation(self, samples: Sequence[Sample], episodes: Sequence[Episode], name: str = "") -> None:
         """Keep the answers to held-out problems until `log` writes them with the row of their step.

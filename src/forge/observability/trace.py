@@ -42,28 +42,29 @@ class Trace:
         """
         new_events: list[Row] = []
         spans = {(span.pid, span.process) for span in snapshot.spans}
-        processes = spans | {(use.pid, use.process) for use in snapshot.usage}
 
         # The event with a process's name comes before its first span.
-        for pid, name in sorted(processes):
+        for pid, name in sorted(spans | {(use.pid, use.process) for use in snapshot.usage}):
             if pid not in self._named:
                 self._named.add(pid)
                 new_events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}})
 
         # Kinds of events in Chrome's format: X is a span, C a counter, i a mark, M a name.
-        for span in snapshot.spans:
-            timing = {"pid": span.pid, "tid": 0, "ts": round(span.start * 1e6), "dur": round(span.duration * 1e6)}
-            new_events.append({"ph": "X", "name": span.name, **timing})
-
+        new_events += [
+            {
+                **{"ph": "X", "name": span.name, "pid": span.pid, "tid": 0},
+                **{"ts": round(span.start * 1e6), "dur": round(span.duration * 1e6)},
+            }
+            for span in snapshot.spans
+        ]
         for use in snapshot.usage:
             timing = {"pid": use.pid, "ts": round(use.time * 1e6)}
             new_events.append({"ph": "C", "name": "cores", **timing, "args": {"cores": round(use.cores, 3)}})
             new_events.append({"ph": "C", "name": "memory_mb", **timing, "args": {"MB": round(use.memory / 1e6, 1)}})
 
         mark = {"ph": "i", "s": "g", "pid": os.getpid(), "tid": 0, "ts": round(time.time() * 1e6)}
-        for name in row:
-            if name.startswith("restarts/"):
-                new_events.append({**mark, "name": f"restart of {name.removeprefix('restarts/')}"})
+        restarted = [name.removeprefix("restarts/") for name in row if name.startswith("restarts/")]
+        new_events += [{**mark, "name": f"restart of {name}"} for name in restarted]
         numbers = {name: round(row[name], 4) for name in STEP_METRICS if name in row}
         new_events.append({**mark, "name": f"step {step}", "args": {"step": step, **numbers}})
 

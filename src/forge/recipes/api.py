@@ -180,8 +180,7 @@ def evaluate(
         from ..actors import RewardActor
         from ..envs.group import SingleTurnEnv
 
-        service = await RewardActor.as_service(functions)
-        env = SingleTurnEnv(service, with_tokens=scoring.reads_tokens)
+        env = SingleTurnEnv(await RewardActor.as_service(functions), with_tokens=scoring.reads_tokens)
         return await env.evaluate(policy, samples, **sampling)
 
     return _with_policy(folder, generator, evaluate_policy)
@@ -274,8 +273,7 @@ def _run_recipe(
         own_faults = [fault for key, fault in faults.items() if key in AMBIGUOUS or not explain_names([key])]
         raise ConfigError("; ".join(filter(None, [*own_faults, explain_names([*faults], python=True)])))
 
-    cfg = build(config_type, values)
-    return Result(_run_anywhere(partial(run_recipe, recipe, cfg, resume=resume, hooks=hooks)))
+    return Result(_run_anywhere(partial(run_recipe, recipe, build(config_type, values), resume=resume, hooks=hooks)))
 
 
 def _recipe_of(recipe: Any) -> Callable[..., Any]:

@@ -122,8 +122,7 @@ class Job(NamedTuple):
         for step in range(self.record.start + 1, cfg.training.steps + 1):
             if is_ended:
                 break
-            metrics = await train_step(step)
-            is_ended = await self.end_step(cfg, state, step, metrics, evaluate)
+            is_ended = await self.end_step(cfg, state, step, await train_step(step), evaluate)
 
         await state.trainer.export_model.call(self.record.model)
 

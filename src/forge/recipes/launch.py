@@ -158,13 +158,9 @@ def run_recipe(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None
                 log.info("%s is finished: it ended after step %d", folder, start.step)
                 return folder
             model, held_out, sets, record = prepare_run(cfg, start)
-        except (ValueError, OSError, ImportError) as error:
-            raise BadInput(str(error)) from error
-
-        closing.callback(record.close)
-        try:
+            closing.callback(record.close)
             try_tokenizer(Path(model))
-        except ValueError as error:
+        except (ValueError, OSError, ImportError) as error:
             raise BadInput(str(error)) from error
 
         # Everything is checked. From here on there are processes and shared memory, which are closed in reverse order.
@@ -259,8 +255,7 @@ def user_frames(error: BaseException) -> list[str]:
     cause: BaseException | None = error
     while cause is not None:
         text = cause.text if isinstance(cause, RemoteTraceback) else "".join(traceback.format_tb(cause.__traceback__))
-        users = [match[0].rstrip("\n") for match in _FRAME.finditer(text) if _is_users(match["file"])]
-        frames = users + frames
+        frames = [match[0].rstrip("\n") for match in _FRAME.finditer(text) if _is_users(match["file"])] + frames
         cause = cause.__cause__
     return frames
 
@@ -268,6 +263,5 @@ def user_frames(error: BaseException) -> list[str]:
 def _is_users(file: str) -> bool:
     """Return whether a file of a frame is the user's own code."""
     # Functions that were sent to another process by value have the file <dynamic-code>.
-    if file.startswith("<") and file != "<dynamic-code>":
-        return False
-    return not any(Path(file).is_relative_to(library) for library in _LIBRARIES)
+    is_internal = file.startswith("<") and file != "<dynamic-code>"
+    return not is_internal and not any(Path(file).is_relative_to(library) for library in _LIBRARIES)

@@ -81,6 +81,5 @@ class Preemption:
         # Another step and its checkpoint, each at twice its longest time so far.
         margin = 2 * max(self._steps) + 2 * max(self._saves, default=0.0) + RESERVE
         if self._deadline is not None and time.time() + margin > self._deadline:
-            remaining = max(0.0, self._deadline - time.time())
-            return f"the time limit, {remaining:.0f} s from now"
+            return f"the time limit, {max(0.0, self._deadline - time.time()):.0f} s from now"
         return None

@@ -155,8 +155,7 @@ def find_start(cfg: TrainingRecipe, resume: str | None) -> Start:
         )
 
     # Settings that would make it another run are an error; the others take effect from here on.
-    before = _read_previous(folder)
-    changed = find_changes(before, cfg)
+    changed = find_changes(_read_previous(folder), cfg)
     forbidden = next((change for change in changed if not change[0].startswith(MAY_CHANGE)), None)
     if forbidden is not None:
         # If the user sets `model`, from_scratch changes as well: the message then names the model.
@@ -172,8 +171,7 @@ def find_start(cfg: TrainingRecipe, resume: str | None) -> Start:
 
     # A finished run resumes only if a changed setting gives it more to do.
     has_new_goal = any(name in GOALS for name, _, _ in changed)
-    has_model = (folder / "model" / "config.json").exists()
-    finished = (folder / FINISHED).exists() and has_model and not has_new_goal
+    finished = (folder / FINISHED).exists() and (folder / "model" / "config.json").exists() and not has_new_goal
     for path, fault in damaged.items():
         renamed = checkpoint.set_aside(path)
         log.warning("--resume %s: %s; it is now %s, resuming from %s", folder, fault, renamed.name, newest.name)
@@ -186,13 +184,12 @@ def _find_damage(checkpoint: Path) -> str | None:
     in one line; None if nothing is."""
     from ..training.checkpoint import list_checkpoints, step_of
 
-    step = step_of(checkpoint)
     critic = checkpoint.parent / "critic"
     try:
         check_files(checkpoint)
         if critic.is_dir():
             critics = {step_of(path): path for path in list_checkpoints(critic)}
-            check_files(critics.get(step, critic / checkpoint.name))
+            check_files(critics.get(step_of(checkpoint), critic / checkpoint.name))
     except DamagedFile as error:
         return str(error)
     return None

@@ -72,8 +72,7 @@ async def train(cfg: RewardModelConfig, job: Job) -> None:
         return evaluate_pairs(loss, pairs, values=await trainer.predict.route(pairs))
 
     async def train_step(step: int) -> dict[str, float]:
-        pairs = await dataset.pairs.route(cfg.training.batch_size)
-        batch = pack(pairs, aggregation="sequence_mean", unit=2)
+        batch = pack(await dataset.pairs.route(cfg.training.batch_size), aggregation="sequence_mean", unit=2)
         return cast(dict[str, float], await trainer.train_step.route(batch))
 
     await job.run_steps(cfg, state, train_step, evaluate)

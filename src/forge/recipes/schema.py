@@ -306,8 +306,7 @@ class RecipeConfig(TrainingRecipe):
         """Return the placement options of a service; with `colocated` they put it into the trainer's processes."""
         options = super().placement(name)
         if self.colocated and name in TAKING_TURNS:
-            procs = super().placement("trainer")["procs"]
-            return options | {"share": "device", "share_procs": procs}
+            return options | {"share": "device", "share_procs": super().placement("trainer")["procs"]}
         return options
 
     @property

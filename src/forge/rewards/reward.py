@@ -177,8 +177,7 @@ def part_names(verifiers: Sequence[Verifier], names: Sequence[str] | None = None
     equal, the later ones end with a number, as length_2."""
     parts: list[str] = []
     for number, verifier in enumerate(verifiers):
-        is_function = isinstance(verifier, FunctionVerifier)
-        name = verifier.names[0] if is_function else type(verifier).__name__
+        name = verifier.names[0] if isinstance(verifier, FunctionVerifier) else type(verifier).__name__
         if names and number < len(names):
             name = names[number]
         # Numbered, so that two lambdas have two metrics, and not one with their sum.

@@ -120,5 +120,4 @@ def meshes_of(state: object) -> Mapping[str, HostMesh]:
     kind = type(state)
     if kind.__name__ != "JobState" or not kind.__module__.startswith("monarch."):
         return {}
-    meshes: Mapping[str, HostMesh] = vars(state)["_hosts"]
-    return meshes
+    return vars(state)["_hosts"]

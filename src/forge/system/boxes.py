@@ -71,8 +71,7 @@ def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
 
     A process that has not imported the class has no DTensor.
     """
-    module = sys.modules.get("torch.distributed.tensor")
-    return isinstance(tensor, getattr(module, "DTensor", ()))
+    return isinstance(tensor, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
 
 
 def local_boxes(tensor: Tensor) -> list[tuple[Box, Tensor]]:

@@ -89,12 +89,17 @@ def mask_secrets(text: str) -> str:
     >>> mask_secrets("https://user:secret@host/x")
     'https://***@host/x'
     """
-    for value in _environment_secrets():
+    # Values of this process's environment variables that are secrets by their names, longest first.
+    values = [value for name, value in os.environ.items() if len(value) >= MIN_VALUE and is_secret(name)]
+    for value in sorted(values, key=len, reverse=True):
         text = text.replace(value, MASK)
-    text = _PEM.sub(rf"\1{MASK}\2", text)
-    text = _USER.sub(f"{MASK}@", text)
-    text = _BEARER.sub(rf"\1\2{MASK}", text)
-    text = _HEADER.sub(rf"\1\2{MASK}", text)
+    for pattern, masked in (
+        (_PEM, rf"\1{MASK}\2"),
+        (_USER, f"{MASK}@"),
+        (_BEARER, rf"\1\2{MASK}"),
+        (_HEADER, rf"\1\2{MASK}"),
+    ):
+        text = pattern.sub(masked, text)
     text = _without_assigned(text)
     return _KNOWN.sub(lambda match: f"{match[match.lastindex or 0]}{MASK}", text)
 
@@ -136,12 +141,6 @@ def masked_names(values: Json, name: str = "") -> Iterator[str]:
 
 def _is_place(name: str) -> bool:
     return _PLACES.fullmatch("_".join(word.lower() for word in _WORDS.findall(name))) is not None
-
-
-def _environment_secrets() -> list[str]:
-    """Return the values of this process's environment variables that are secrets by their names, longest first."""
-    values = [value for name, value in os.environ.items() if len(value) >= MIN_VALUE and is_secret(name)]
-    return sorted(values, key=len, reverse=True)
 
 
 def _without_assigned(text: str) -> str:

@@ -64,8 +64,7 @@ class PackedLayout:
         """
         if type_of(torch.device(device)) != "cpu":
             runs = Runs.from_lengths(lengths, parents or [-1] * len(lengths))
-            columns = {name: column.to(device) for name, column in runs.columns().items()}
-            return cls.masked(TreeMask(runs, **columns))
+            return cls.masked(TreeMask(runs, **{name: column.to(device) for name, column in runs.columns().items()}))
 
         # Each run's first token in the pack, and the tokens of its context.
         starts = [0, *accumulate(lengths)]

@@ -88,8 +88,7 @@ class CheckpointPart:
             state["device"] = torch.get_device_module(device).get_rng_state()
         values = {f"rank_{rank}.pt": state} | ({"extra.pt": extra or {}} if rank == 0 else {})
         files = {name: dump_plain(value, name) for name, value in values.items()}
-        final = Path(folder) / f"step_{trainer.step:06d}"
-        return cls(trainer.ranks, final, _trained_state(trainer), files)
+        return cls(trainer.ranks, Path(folder) / f"step_{trainer.step:06d}", _trained_state(trainer), files)
 
     @property
     def size(self) -> int:

@@ -162,8 +162,7 @@ def give_advantage(episode: Episode, advantage: float | Sequence[float]) -> None
         raise ValueError(f"advantages has {len(advantage)} numbers for {sum(counts)} trained tokens of an episode")
     if not np.isfinite(advantage).all():
         raise ValueError("advantages has a number that is not finite")
-    ends = np.cumsum(counts)
-    for branch, end, count in zip(branches, ends, counts, strict=True):
+    for branch, end, count in zip(branches, np.cumsum(counts), counts, strict=True):
         branch.advantage = [float(value) for value in advantage[end - count : end]]
 
 

@@ -129,7 +129,6 @@ def load_metrics(load: Tensor, layers: list[int], k: int) -> dict[str, float]:
     shares = load[0] / load[0].sum(1, keepdim=True)
     metrics = {"router_aux_loss": float(balance_loss(load, load, k))}
     largest = shares.amax(1).tolist()
-    entropies = torch.special.entr(shares).sum(1).tolist()
-    for layer, share, entropy in zip(layers, largest, entropies, strict=True):
+    for layer, share, entropy in zip(layers, largest, torch.special.entr(shares).sum(1).tolist(), strict=True):
         metrics |= {f"experts/max_share_{layer}": share * k, f"experts/entropy_{layer}": entropy}
     return metrics

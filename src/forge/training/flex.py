@@ -241,8 +241,7 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, blocks: BlockMas
     """Return the same as `tree_attention`, by FlexAttention."""
     attend: Any = flex_attention if query.device.type == "cpu" else _compiled_attention()
     has_groups = query.shape[1] != key.shape[1]
-    attended = attend(query, key, value, block_mask=blocks, scale=scale, enable_gqa=has_groups)
-    return attended[0].transpose(0, 1)
+    return attend(query, key, value, block_mask=blocks, scale=scale, enable_gqa=has_groups)[0].transpose(0, 1)
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float | None) -> Tensor:

@@ -88,9 +88,7 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 def rows_of_chunk(device: torch.device, vocabulary: int) -> int:
     """Return the number of rows of logits to compute at a time: on a CPU 256, else as many as take half a gigabyte."""
-    if type_of(device) == "cpu":
-        return CHUNK
-    return max(CHUNK, CHUNK_BYTES // (4 * vocabulary) // ROWS * ROWS)
+    return CHUNK if type_of(device) == "cpu" else max(CHUNK, CHUNK_BYTES // (4 * vocabulary) // ROWS * ROWS)
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
@@ -178,8 +176,7 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_weight = None
         if ctx.needs_input_grad[1]:
             # Accumulated in float32: thousands of small bf16 additions would be lost.
-            wide = torch.promote_types(weight.dtype, torch.float32)
-            grad_weight = torch.zeros_like(weight, dtype=wide)
+            grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
 
         rows = (x.split(ctx.chunk) for x in (hidden, labels, normaliser, entropy, grad_logprobs, grad_entropy))
         start = 0

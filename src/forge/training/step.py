@@ -105,8 +105,7 @@ def trained_positions(mask: np.ndarray, sequences: np.ndarray) -> np.ndarray:
     """
     trained_before = np.cumsum(mask) - mask  # in the whole batch
     first_tokens = np.searchsorted(sequences, np.unique(sequences))
-    lengths = np.diff([*first_tokens, len(mask)])
-    return trained_before - np.repeat(trained_before[first_tokens], lengths)
+    return trained_before - np.repeat(trained_before[first_tokens], np.diff([*first_tokens, len(mask)]))
 
 
 def parameters_of(loss: Callable[..., object]) -> dict[str, inspect.Parameter]:
@@ -115,8 +114,7 @@ def parameters_of(loss: Callable[..., object]) -> dict[str, inspect.Parameter]:
     named = {n: p for n, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     if len(named) == len(parameters) or not isinstance(loss, Algorithm):
         return named
-    additional = {n: inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in loss.further if n not in named}
-    return named | additional
+    return named | {n: inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in loss.further if n not in named}
 
 
 def call_by_name(loss: Callable[..., A], inputs: Inputs) -> A:
@@ -287,8 +285,7 @@ class TokenRecord:
     def reduce(self, ranks: Ranks, updates: int) -> dict[str, np.ndarray]:
         """Return the numbers by name, [recorded tokens] each, after a step of `updates` optimiser updates. Every rank
         must call this."""
-        sums = ranks.sum(torch.stack(list(self._sums.values()))).cpu().numpy()
-        record = dict(zip(self._sums, sums, strict=True))
+        record = dict(zip(self._sums, ranks.sum(torch.stack(list(self._sums.values()))).cpu().numpy(), strict=True))
         times = record.pop("times")
         for name in self.MEANS:
             record[name] /= np.maximum(times, 1)

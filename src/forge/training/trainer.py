@@ -353,8 +353,7 @@ def sampled_by(version: int, batch: Batch) -> dict[str, np.ndarray]:
     "current_sequences", the tokens of sequences that it sampled from beginning to end."""
     current = batch.versions == version
     sampled_earlier = batch.mask & ~current
-    first_tokens = np.cumsum(batch.lengths) - batch.lengths
-    began_earlier = np.add.reduceat(sampled_earlier, first_tokens) > 0
+    began_earlier = np.add.reduceat(sampled_earlier, np.cumsum(batch.lengths) - batch.lengths) > 0
     return {"current": current, "current_sequences": ~np.repeat(began_earlier, batch.lengths)}
 
 

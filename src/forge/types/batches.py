@@ -82,8 +82,7 @@ class Batch:
         if self.episodes is None:
             return counts
         # Branches of an episode are neighbours: add the counts from each first branch to the next one.
-        first_branches = np.flatnonzero(np.diff(self.episodes, prepend=self.episodes[0] - 1))
-        return np.add.reduceat(counts, first_branches)
+        return np.add.reduceat(counts, np.flatnonzero(np.diff(self.episodes, prepend=self.episodes[0] - 1)))
 
 
 class Pair(NamedTuple):

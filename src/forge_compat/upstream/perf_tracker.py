@@ -76,11 +76,9 @@ class Tracer:
         return time.perf_counter()
 
     def _record_seconds(self, name: str, seconds: float) -> None:
-        if not self.records:
-            return
-        mean, longest = f"{name}_avg_s", f"{name}_max_s"
-        record_metric(mean, seconds, Reduce.MEAN)
-        record_metric(longest, seconds, Reduce.MAX)
+        if self.records:
+            record_metric(f"{name}_avg_s", seconds, Reduce.MEAN)
+            record_metric(f"{name}_max_s", seconds, Reduce.MAX)
 
 
 class trace:

@@ -30,8 +30,7 @@ def run(args: argparse.Namespace) -> None:
     from forge.runtime.controller import forked_processes
 
     # The given model replaces the configuration's, which may have been made from scratch.
-    options = ["--config", args.suite, "--model", args.model, "--from_scratch", "null", *args.overrides]
-    cfg = load(RLConfig, options)
+    cfg = load(RLConfig, ["--config", args.suite, "--model", args.model, "--from_scratch", "null", *args.overrides])
     if args.answers is not None:
         args.answers.touch()  # before the work, which may take an hour
 

@@ -58,12 +58,10 @@ def plan_file(config: str, overrides: list[str], gpus: str | None) -> tuple[Any,
     from forge.config.arguments import find_bundled, load, read_file
     from forge.system.extras import run_elsewhere
 
-    path = find_bundled(Path(config))
-    sections = read_file(path)
+    sections = read_file(find_bundled(Path(config)))
     if "collect" in sections:
         raise ValueError(f"{config} collects answers and trains nothing: there is no plan of it")
-    recipe = next((name for section, name in SECTIONS.items() if section in sections), "sft")
-    module, kind, _ = RECIPES[recipe]
+    module, kind, _ = RECIPES[next((name for section, name in SECTIONS.items() if section in sections), "sft")]
     models = (sections.get("models") or {}).values()
     if any(isinstance(model, dict) and (model.get("trains") or model.get("seat_of")) for model in models):
         module, kind = "forge_agents.several", "SeveralPoliciesConfig"

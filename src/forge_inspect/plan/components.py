@@ -317,5 +317,4 @@ def scoring_memory(settings: ModelSettings, folder: Path, length: int) -> tuple[
     with measure_block(weights) as meter, torch.no_grad():
         model(input_ids=ids, attention_mask=torch.ones_like(ids))
 
-    held = sum(weight.nbytes for weight in weights.values())
-    return held, max(most for _, most in meter.peaks.values())
+    return sum(weight.nbytes for weight in weights.values()), max(most for _, most in meter.peaks.values())

@@ -123,12 +123,16 @@ PUBLIC |= {f"{name}-Instruct": PUBLIC[name] for name in list(PUBLIC) if name.sta
 PUBLIC |= {
     name.replace("2.5-", "2.5-Coder-"): PUBLIC[name] for name in list(PUBLIC) if re.search(r"2\.5-(?!72B)", name)
 }
-PUBLIC["mistralai/Mistral-7B-Instruct-v0.3"] = PUBLIC["mistralai/Mistral-7B-v0.3"]
-PUBLIC["mistralai/Mistral-Nemo-Instruct-2407"] = PUBLIC["mistralai/Mistral-Nemo-Base-2407"]
-PUBLIC["mistralai/Mistral-Small-24B-Instruct-2501"] = PUBLIC["mistralai/Mistral-Small-24B-Base-2501"]
-for _name in ("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-235B-A22B"):
-    PUBLIC[f"{_name}-Instruct-2507"] = {**PUBLIC[_name], "max_position_embeddings": 262144}
-PUBLIC["meta-llama/Llama-3.1-8B"] = PUBLIC["meta-llama/Llama-3.1-8B-Instruct"]
+PUBLIC |= {
+    "mistralai/Mistral-7B-Instruct-v0.3": PUBLIC["mistralai/Mistral-7B-v0.3"],
+    "mistralai/Mistral-Nemo-Instruct-2407": PUBLIC["mistralai/Mistral-Nemo-Base-2407"],
+    "mistralai/Mistral-Small-24B-Instruct-2501": PUBLIC["mistralai/Mistral-Small-24B-Base-2501"],
+    "meta-llama/Llama-3.1-8B": PUBLIC["meta-llama/Llama-3.1-8B-Instruct"],
+    **{
+        f"{name}-Instruct-2507": {**PUBLIC[name], "max_position_embeddings": 262144}
+        for name in ("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-235B-A22B")
+    },
+}
 
 
 def shape_folder(model: str, scratch: Path) -> Path:

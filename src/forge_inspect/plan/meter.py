@@ -130,7 +130,7 @@ def measure_block(weights: Mapping[str, nn.Parameter]) -> Iterator[Meter]:
     # On the meta device torch computes these by many operators, for which devices have one kernel.
     kernels: list[tuple[Any, str, Any]] = [
         (F, "scaled_dot_product_attention", _plan_attention),
-        (F, "rms_norm", _rms_norm),
+        (F, "rms_norm", lambda x, shape, weight, eps: _Norm.apply(x, weight)),
         (flex, "_compiled_attention", lambda: _plan_attention),
         (linear, "_compile_function", meter.fused),
     ]
@@ -153,8 +153,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         # The result has the layout of tokens before heads, as the kernels of a CPU and of a GPU return it.
         result = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
-        normaliser = query.new_empty(query.shape[:3], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, result, normaliser)
+        ctx.save_for_backward(query, key, value, result, query.new_empty(query.shape[:3], dtype=torch.float32))
         return result
 
     @staticmethod
@@ -175,10 +174,6 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
         x, weight, _ = ctx.saved_tensors
         return torch.empty_like(x), torch.empty_like(weight)
-
-
-def _rms_norm(x: Tensor, _shape: Any, weight: Tensor, _eps: float) -> Tensor:
-    return _Norm.apply(x, weight)
 
 
 def _plan_attention(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:

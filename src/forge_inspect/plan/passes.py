@@ -301,22 +301,17 @@ def trainer_memory(
         )
         if complete_layers and not current:
             summed = FLOAT * learned_layer * (1 + gloo) + copied * sharded_layer // parts
-            whole = size * learned_layer
-            moments.append(
-                TrainerMemory(
-                    weights, reduced + whole + moment.root, state, first, gathered + summed, "sum of gradients"
-                )
-            )
+            undivided = reduced + size * learned_layer + moment.root
+            moments.append(TrainerMemory(weights, undivided, state, first, gathered + summed, "sum of gradients"))
 
     # Gradients of weights in no layer, embedding and head, are summed after the backward pass. They are the largest.
     if shards is not None and trained:
         root = learned - learned_inner
         last = min(first for first, _ in passes.peaks.values())
         summed = FLOAT * root * (1 + gloo) + copied * root // parts
-        whole = size * root
-        gathered = size * (elements - inner)
+        gathered = size * (elements - inner) + summed
         moments.append(
-            TrainerMemory(weights, gradients + whole, state, last, gathered + summed, "sum of the last gradients")
+            TrainerMemory(weights, gradients + size * root, state, last, gathered, "sum of the last gradients")
         )
 
     return max(moments, key=lambda moment: moment.total)

@@ -62,11 +62,6 @@ class Examination:
     wrong: float | None = None
     seconds: list[float] = field(default_factory=list)
 
-    @property
-    def has_fault(self) -> bool:
-        """Return whether a finding fails the examination."""
-        return any(finding.severity == "fault" for finding in self.findings)
-
 
 def examine_reward(args: argparse.Namespace) -> None:
     """Examine a reward and print the findings, for the command `forge doctor reward`; exit with 1 if one is a fault."""
@@ -86,7 +81,7 @@ def examine_reward(args: argparse.Namespace) -> None:
     if result.seconds:
         print(f"a call takes {1000 * median(result.seconds):.1f} ms, the slowest {max(result.seconds):.2f} s")
     print("\n".join(finding.line for finding in result.findings) or "nothing was found")
-    if result.has_fault:
+    if any(finding.severity == "fault" for finding in result.findings):
         raise SystemExit(1)
 
 
@@ -215,9 +210,12 @@ class _Examiner:
         # The median: partial credit for a few lucky ones must not hide what most earn.
         self.typical = median(earned.reward for earned in wrongs) if wrongs else 0.0
         if right is not None and wrong is not None and not self._separates_answers():
-            text = f"right answers earn {right:.3f} on average and answers of other rows {wrong:.3f}: it does not "
-            text += "tell them apart, or expects a form that was not tried"
-            self.add("fault" if right < wrong else "doubt", "blind", text)
+            self.add(
+                "fault" if right < wrong else "doubt",
+                "blind",
+                f"right answers earn {right:.3f} on average and answers of other rows {wrong:.3f}: it does not tell "
+                "them apart, or expects a form that was not tried",
+            )
 
         if not self._separates_answers():
             return

@@ -57,7 +57,9 @@ def write_report(folder: Path, state: str | None = None) -> None:
     }
 
     # One file without requests: it can be sent, and opened without a server.
-    scripts = "\n".join(_inline_script(name) for name in SCRIPTS)
+    scripts = "\n".join((PAGE / name).read_text() for name in SCRIPTS)
+    # Without imports and exports, as all scripts are joined into one.
+    scripts = re.sub(r"^import .*\n|^export (?=(?:async )?(?:function|const|let) )", "", scripts, flags=re.MULTILINE)
     styles = "\n".join((PAGE / name).read_text() for name in STYLES)
     page = (PAGE / "index.html").read_text()
     body = page[page.index("<body>") : page.index("</body>")]
@@ -81,17 +83,10 @@ def _sample_rollouts(view: RunView) -> list[Fields]:
     """Return up to `MAX_ROLLOUTS` rollouts: whole groups, at even distances in the run."""
     count = view.rollouts({"page": "0"})["all"]
     rows: dict[int, Fields] = {}
-    starts = range(0, count, max(1, count // 12)) if count else ()
-    for start in starts:
+    for start in range(0, count, max(1, count // 12)):
         group = view.group(start)
         if len(rows) + len(group) > MAX_ROLLOUTS and rows:
             break
         for row in group:
             rows[row["row"]] = {k: v[:MAX_LENGTH] if isinstance(v, str | list) else v for k, v in row.items()}
     return [rows[number] for number in sorted(rows)]
-
-
-def _inline_script(name: str) -> str:
-    """Return the text of a script without imports and exports, as all scripts are joined into one."""
-    text = (PAGE / name).read_text()
-    return re.sub(r"^import .*\n|^export (?=(?:async )?(?:function|const|let) )", "", text, flags=re.MULTILINE)

@@ -61,9 +61,7 @@ class RunView:
             self._firsts: list[int] = [0]  # number of the first row of each batch
             self._read: dict[int, pyarrow.RecordBatch] = {}
 
-        for row in map(finite_numbers, self._metrics.read()):
-            if "step" in row:
-                self.rows.append(row)
+        self.rows += [row for row in map(finite_numbers, self._metrics.read()) if "step" in row]
         self.events += self._trace.read()
         self.answers.refresh()
         self._index_batches()
@@ -115,9 +113,8 @@ class RunView:
         If there are more than `max_events`, the last ones are returned, after all events that name processes.
         """
         events = self.events[after:]
-        names: list[Fields] = []
-        if len(events) > max_events:
-            names = [event for event in self.events if event.get("ph") == "M"]  # metadata, in Chrome's trace format
+        is_cut = len(events) > max_events
+        names = [event for event in self.events if is_cut and event.get("ph") == "M"]  # metadata, in Chrome's format
         found = to_json_value([*names, *events[-max_events:]])
         return {"version": self.version, "events": len(self.events), "found": found}
 

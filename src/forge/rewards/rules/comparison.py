@@ -63,8 +63,7 @@ class Helper:
         verdict = self._ask(question)
         # If the target is fast by itself, the answer is what is slow. It counts as wrong, or a policy could avoid wrong
         # answers by slow ones.
-        is_slow_answer = verdict is None and self._cached_ask(of_itself) is not None
-        return False if is_slow_answer else verdict
+        return False if verdict is None and self._cached_ask(of_itself) is not None else verdict
 
     def _ask(self, question: str) -> bool | None:
         """Return the helper process's verdict on a question in JSON; None if it takes too much CPU time."""
@@ -80,8 +79,7 @@ class Helper:
                         env={**os.environ, "PYTHONHASHSEED": "0"},
                     )
 
-                assert self.process.stdin
-                assert self.process.stdout
+                assert self.process.stdin and self.process.stdout
                 try:
                     self.process.stdin.write(question + "\n")
                     self.process.stdin.flush()
@@ -160,8 +158,7 @@ def parse_number(text: str) -> tuple[Fraction, bool] | None:
     figure = _NUMBER.fullmatch(plain.rpartition("=")[2])
     if figure is None or not any(map(str.isdigit, figure[1])) or figure[2] == "0":
         return None
-    value = Fraction(figure[1].replace(",", ""))
-    return value / int(figure[2] or 1), figure[3] is not None
+    return Fraction(figure[1].replace(",", "")) / int(figure[2] or 1), figure[3] is not None
 
 
 def are_equal(answer: str, target: str, tolerance: float) -> bool | None:

@@ -108,8 +108,7 @@ def find_boxed(text: str) -> str | None:
 
     if _TAKEN_BACK.search(text[max(0, box_start - 30) : box_start]):
         return f"not {text[start:end]}"
-    line_after = text[end + 1 : end + 100].partition("\n")[0]
-    if _INSTEAD.match(line_after):
+    if _INSTEAD.match(text[end + 1 : end + 100].partition("\n")[0]):
         return text[box_start : end + 100].partition("\n")[0]
     return text[start:end].strip()
 
@@ -263,10 +262,8 @@ class MathReward:
         if later and letter and not split_choice(answer or "")[0]:
             answer = later[-1]
 
-        if answer is None:
-            return False
         # An answer after the box that is another letter or number contradicts it.
-        if letter and any(split_choice(text)[0] not in ("", letter) for text in later):
+        if answer is None or (letter and any(split_choice(text)[0] not in ("", letter) for text in later)):
             return False
         right = are_equal(answer, expected, self.tolerance)
         if right and (value := parse_number(expected)) is not None:

@@ -201,8 +201,7 @@ class Local(Handle):
         if inspect.iscoroutinefunction(method):
             return await method(*args, **kwargs)
         # The thread sees the caller's context, as an `async def` endpoint does.
-        context = contextvars.copy_context()
-        work = partial(context.run, _without_stop, method, *args, **kwargs)
+        work = partial(contextvars.copy_context().run, _without_stop, method, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _end_session(self, session: str) -> None:

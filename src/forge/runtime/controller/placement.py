@@ -11,9 +11,8 @@ from .errors import ForgeError
 from .hosts import Hosts, LoopbackHosts
 from .options import Options
 from .replica import Component
-from .user_meshes import UserPlacement
+from .user_meshes import ReplicaKey, UserPlacement
 
-ReplicaKey = tuple[str, int]  # a component and an index, or a shared group
 MACHINES = "forge.machines"  # group of entry points: modules that find other machines, such as `forge_cluster.attach`
 
 
@@ -70,7 +69,7 @@ class Placement:
         self.hosts: dict[str, list[LoopbackHosts]] = {}
         self._user = UserPlacement()
         self._free_gpus: list[str] | None = None
-        self._gpus: dict[ReplicaKey, list[str]] = {}
+        self._gpus: dict[ReplicaKey, list[str]] = {}  # also by the name of a share, with the index 0
 
     async def attach(self, hosts: str | Sequence[str], wait: float) -> None:
         """Use other machines for the replicas that are placed from now on.

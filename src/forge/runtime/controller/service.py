@@ -6,7 +6,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from ...observability.metrics import Reduce, on_the_clock, record_metric
 from .balance import LoadBalancer
@@ -16,7 +15,7 @@ from .remote_service import RemoteService, relay_for
 from .replica import Component, Replica
 from .routers import resolve_router
 from .supervisor import Supervisor
-from .types import Call, Pending, RankValues, Request, Value, new_id
+from .types import Call, Pending, RankValues, ReplicaStatus, Request, ServiceStatus, Value, new_id
 
 # Seconds in which a replica that `scale` removes may finish its calls.
 DRAIN_PATIENCE = 30.0
@@ -24,56 +23,6 @@ DRAIN_PATIENCE = 30.0
 # moment: otherwise the request could be sent to one of them, and be blamed for both deaths.
 RETRY_DELAY = 0.1
 RATE_WINDOW = 60.0  # seconds that a replica's rate of answers is taken over
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaStatus:
-    """The state of one replica at one moment.
-
-    Attributes:
-        state: "starting", "up", "restarting", "failed" or "stopped".
-        served: number of calls that returned a value.
-        errors: number of calls that raised, or had no answer in time.
-        rate: values a second in the last minute, of which the last 512 are counted.
-        sessions: number of sessions whose calls it gets.
-        latency_mean: of its last 512 calls that returned a value, in milliseconds; NaN before the first.
-        latency_p50: their median.
-        latency_p99: their 99th percentile.
-        error: why it was lost last; empty if it never was.
-    """
-
-    name: str
-    state: str
-    pids: list[int]
-    in_flight: int
-    served: int
-    errors: int
-    rate: float
-    sessions: int
-    restarts: int
-    latency_mean: float
-    latency_p50: float
-    latency_p99: float
-    error: str
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceStatus:
-    """The state of a service at one moment.
-
-    Attributes:
-        queued: number of calls that wait for a replica.
-        restarts: number of replicas that were replaced.
-        retried: number of times that a call was sent again because its replica was lost.
-        quarantined: the calls that raised PoisonRequest, described with endpoint, request and caller.
-    """
-
-    name: str
-    replicas: list[ReplicaStatus]
-    queued: int
-    restarts: int
-    retried: int
-    quarantined: list[str]
 
 
 class Service(Handle):
@@ -371,15 +320,14 @@ class Service(Handle):
     @contextmanager
     def waiting_for_host(self, index: int) -> Iterator[None]:
         """Within the block, fanouts exclude replica `index`: it waits for a host, which may take hours."""
-        supervisor = next((supervisor for supervisor in self._supervisors if supervisor.index == index), None)
-        if supervisor is None:
-            yield
-            return
-        supervisor.waits_for_host = True
+        waiting = [supervisor for supervisor in self._supervisors if supervisor.index == index]
+        for supervisor in waiting:
+            supervisor.waits_for_host = True
         try:
             yield
         finally:
-            supervisor.waits_for_host = False
+            for supervisor in waiting:
+                supervisor.waits_for_host = False
 
     def is_only_replica(self, index: int) -> bool:
         """Return whether no replica but `index` serves, or whether this one is starting for the first time."""

@@ -1,4 +1,4 @@
-"""The messages between callers, services and replicas: a `Call`, and the `Request` that a service makes of it.
+"""The messages between callers, services and replicas: a `Call`, the `Request` that a service makes of it, its status.
 
 A dead process may have served many requests, and one of them may have killed it: all requests that it was working on
 are suspects. They are sent again in groups of an eighth, so that the next death has fewer suspects. A request that is
@@ -169,3 +169,53 @@ def request_id() -> str | None:
     store the id together with its effect.
     """
     return _request.get()
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """The state of one replica at one moment.
+
+    Attributes:
+        state: "starting", "up", "restarting", "failed" or "stopped".
+        served: number of calls that returned a value.
+        errors: number of calls that raised, or had no answer in time.
+        rate: values a second in the last minute, of which the last 512 are counted.
+        sessions: number of sessions whose calls it gets.
+        latency_mean: of its last 512 calls that returned a value, in milliseconds; NaN before the first.
+        latency_p50: their median.
+        latency_p99: their 99th percentile.
+        error: why it was lost last; empty if it never was.
+    """
+
+    name: str
+    state: str
+    pids: list[int]
+    in_flight: int
+    served: int
+    errors: int
+    rate: float
+    sessions: int
+    restarts: int
+    latency_mean: float
+    latency_p50: float
+    latency_p99: float
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceStatus:
+    """The state of a service at one moment.
+
+    Attributes:
+        queued: number of calls that wait for a replica.
+        restarts: number of replicas that were replaced.
+        retried: number of times that a call was sent again because its replica was lost.
+        quarantined: the calls that raised PoisonRequest, described with endpoint, request and caller.
+    """
+
+    name: str
+    replicas: list[ReplicaStatus]
+    queued: int
+    restarts: int
+    retried: int
+    quarantined: list[str]

@@ -215,6 +215,4 @@ def _slice_mesh(mesh: Mesh, number: int, size: int) -> Mesh:
     """Return part `number` of a mesh that is divided into parts of `size` ranks each, in the order of its ranks."""
     if mesh.size() == size:
         return mesh
-    flat: Mesh = mesh.flatten("part")
-    part: Mesh = flat.slice(part=slice(number * size, (number + 1) * size))
-    return part
+    return mesh.flatten("part").slice(part=slice(number * size, (number + 1) * size))

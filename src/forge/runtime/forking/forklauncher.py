@@ -29,8 +29,7 @@ def ask_server(connection: socket.socket, address: str, program: str) -> int:
     # Read back by `forkserver.read_request`: the length, with four open files, then fields that are separated by 0
     # bytes.
     limits = b",".join(b"%d:%d:%d" % (number, *resource.getrlimit(number)) for number in LIMITS)
-    variables = (name + b"=" + value for name, value in os.environb.items())
-    request = b"\0".join([program.encode(), limits, *variables])
+    request = b"\0".join([program.encode(), limits, *(name + b"=" + value for name, value in os.environb.items())])
     try:
         folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY)
         connection.connect(address)

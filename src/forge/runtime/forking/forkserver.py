@@ -145,8 +145,7 @@ class ForkServer:
             self._process.stdin.flush()
 
     def _close_server(self) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
+        assert self._process.stdin is not None and self._process.stdout is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
         self._process.stdout.close()

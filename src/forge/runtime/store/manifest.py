@@ -45,8 +45,7 @@ class Shard:
     def view(self, segment: Tensor) -> Tensor:
         """Return the block's values, [*box.size], as a view of its segment's bytes, uint8."""
         dtype: torch.dtype = getattr(torch, self.dtype)
-        values = segment[self.start : self.start + self.box.numel * dtype.itemsize]
-        return values.view(dtype).view(self.box.size)
+        return segment[self.start : self.start + self.box.numel * dtype.itemsize].view(dtype).view(self.box.size)
 
 
 @dataclass(frozen=True)

@@ -191,8 +191,7 @@ class RankPart:
             shard = replace(shard, segment=segment)
             return replace(shard, checksum=copy_and_hash(values, shard.view(memory)))
 
-        shards = in_threads(write_block, self.blocks, self.size)
-        return Manifest(self.key, self.version, self.single, tuple(shards))
+        return Manifest(self.key, self.version, self.single, tuple(in_threads(write_block, self.blocks, self.size)))
 
 
 def publish_together(
@@ -245,8 +244,7 @@ def publish_together(
     send_result(ranks.rank, lambda: write().to_json())
     if ranks.rank == 0:
         send_result(outcome, lambda: publish([Manifest.from_json(receive_result(rank)) for rank in range(ranks.world)]))
-    version: int = receive_result(outcome)
-    return version
+    return receive_result(outcome)
 
 
 @dataclass
@@ -361,8 +359,7 @@ class OpenVersion:
             for name in names:
                 shards = self.manifest.by_name[name]
                 is_view = len(shards) == 1 and shards[0].segment and not copies
-                dtype = getattr(torch, shards[0].dtype)
-                yield name, None if is_view else torch.empty(shards[0].shape, dtype=dtype)
+                yield name, None if is_view else torch.empty(shards[0].shape, dtype=getattr(torch, shards[0].dtype))
 
         def read_target(target: tuple[str, Tensor | None]) -> Tensor:
             name, tensor = target

@@ -202,8 +202,7 @@ class VersionStore(Store):
             raise self._missing_error(key, None)
         with self._hold_lock():
             # The folder is renamed first: no reader may see a key that is removed in part.
-            removed = self._key_folder(key).rename(self.root / f"deleted-{uuid4().hex}")
-            shutil.rmtree(removed)
+            shutil.rmtree(self._key_folder(key).rename(self.root / f"deleted-{uuid4().hex}"))
             self.segments.reclaim(self._referenced_segments())
 
     def wait(self, key: str, min_version: int = 0, *, timeout: float) -> int:
