@@ -62,7 +62,8 @@ class _Finder:
         own_specs = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not _Finder)
         if not is_in_alias and (own_spec := next(filter(None, own_specs), None)) is not None:
             return own_spec
-        return next(filter(None, (point.load()(fullname) for point in entry_points(group="forge.modules"))), None)
+        alias_specs = (point.load()(fullname) for point in entry_points(group="forge.modules"))
+        return next(filter(None, alias_specs), None)
 
 
 if not any(getattr(finder, "__qualname__", "") == _Finder.__qualname__ for finder in sys.meta_path):

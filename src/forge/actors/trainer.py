@@ -345,9 +345,17 @@ class Trainer(ForgeActor):
         """Within the block use the device; afterwards, also after an error, a colocated trainer leaves it."""
         try:
             yield
-        finally:
-            if self.colocated and hasattr(self, "trainer"):
-                self.trainer.offload()
+        except BaseException as error:
+            try:
+                self._leave_device()
+            except Exception as second_error:  # the first error says what happened
+                error.add_note(f"then the trainer could not leave the device: {second_error!r}")
+            raise
+        self._leave_device()
+
+    def _leave_device(self) -> None:
+        if self.colocated and hasattr(self, "trainer"):
+            self.trainer.offload()
 
     def _begin_write(self, write: Write) -> str:
         """Copy the state in memory, and start to write the copy while training continues; return the path."""

@@ -48,7 +48,8 @@ def explain_names(names: Sequence[str], python: bool = False) -> str:
         names: of the settings.
         python: whether they were arguments of `forge.train` or a similar function, which take keys without a section.
     """
-    return next(filter(None, (point.load()(names, python) for point in entry_points(group=SETTING_NAMES))), "")
+    explanations = (point.load()(names, python) for point in entry_points(group=SETTING_NAMES))
+    return next(filter(None, explanations), "")
 
 
 def resolve(name: str, kind: str, home: str | None = None) -> Object:

@@ -42,7 +42,8 @@ def keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(logits.shape[-1], device=logits.device)
-    ordered = ordered.masked_fill(ranks >= torch.where(top_k > 0, top_k, logits.shape[-1])[:, None], -torch.inf)
+    limit = torch.where(top_k > 0, top_k, logits.shape[-1])
+    ordered = ordered.masked_fill(ranks >= limit[:, None], -torch.inf)
     probs = ordered.softmax(-1)
     # A token stays if the sum of those before it does not reach top_p; the first always stays, also where top_p is 0 in
     # 32 bits. top_p = 1 keeps all, however the sum is rounded.

@@ -58,7 +58,8 @@ def read_rows(path: Path) -> list[Row]:
 def last_rows(path: Path) -> Iterator[Row]:
     """Yield the rows in the last MiB of a file, the last row first; each is parsed when it is asked for."""
     size = path.stat().st_size if path.is_file() else 0
-    return filter(None, map(parse_line, reversed([line for _, line in appended_lines(path, max(0, size - TAIL))])))
+    lines = [line for _, line in appended_lines(path, max(0, size - TAIL))]
+    return filter(None, map(parse_line, reversed(lines)))
 
 
 def parse_line(line: bytes) -> Row | None:

@@ -50,13 +50,9 @@ class Trace:
                 new_events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}})
 
         # Kinds of events in Chrome's format: X is a span, C a counter, i a mark, M a name.
-        new_events += [
-            {
-                **{"ph": "X", "name": span.name, "pid": span.pid, "tid": 0},
-                **{"ts": round(span.start * 1e6), "dur": round(span.duration * 1e6)},
-            }
-            for span in snapshot.spans
-        ]
+        for span in snapshot.spans:
+            timing = {"pid": span.pid, "tid": 0, "ts": round(span.start * 1e6), "dur": round(span.duration * 1e6)}
+            new_events.append({"ph": "X", "name": span.name, **timing})
         for use in snapshot.usage:
             timing = {"pid": use.pid, "ts": round(use.time * 1e6)}
             new_events.append({"ph": "C", "name": "cores", **timing, "args": {"cores": round(use.cores, 3)}})

@@ -273,7 +273,8 @@ def _run_recipe(
         own_faults = [fault for key, fault in faults.items() if key in AMBIGUOUS or not explain_names([key])]
         raise ConfigError("; ".join(filter(None, [*own_faults, explain_names([*faults], python=True)])))
 
-    return Result(_run_anywhere(partial(run_recipe, recipe, build(config_type, values), resume=resume, hooks=hooks)))
+    cfg = build(config_type, values)
+    return Result(_run_anywhere(partial(run_recipe, recipe, cfg, resume=resume, hooks=hooks)))
 
 
 def _recipe_of(recipe: Any) -> Callable[..., Any]:

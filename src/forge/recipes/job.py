@@ -122,7 +122,8 @@ class Job(NamedTuple):
         for step in range(self.record.start + 1, cfg.training.steps + 1):
             if is_ended:
                 break
-            is_ended = await self.end_step(cfg, state, step, await train_step(step), evaluate)
+            metrics = await train_step(step)
+            is_ended = await self.end_step(cfg, state, step, metrics, evaluate)
 
         await state.trainer.export_model.call(self.record.model)
 

@@ -255,7 +255,8 @@ def user_frames(error: BaseException) -> list[str]:
     cause: BaseException | None = error
     while cause is not None:
         text = cause.text if isinstance(cause, RemoteTraceback) else "".join(traceback.format_tb(cause.__traceback__))
-        frames = [match[0].rstrip("\n") for match in _FRAME.finditer(text) if _is_users(match["file"])] + frames
+        users = [match[0].rstrip("\n") for match in _FRAME.finditer(text) if _is_users(match["file"])]
+        frames = users + frames
         cause = cause.__cause__
     return frames
 

@@ -171,7 +171,8 @@ def find_start(cfg: TrainingRecipe, resume: str | None) -> Start:
 
     # A finished run resumes only if a changed setting gives it more to do.
     has_new_goal = any(name in GOALS for name, _, _ in changed)
-    finished = (folder / FINISHED).exists() and (folder / "model" / "config.json").exists() and not has_new_goal
+    has_model = (folder / "model" / "config.json").exists()
+    finished = (folder / FINISHED).exists() and has_model and not has_new_goal
     for path, fault in damaged.items():
         renamed = checkpoint.set_aside(path)
         log.warning("--resume %s: %s; it is now %s, resuming from %s", folder, fault, renamed.name, newest.name)

@@ -102,9 +102,8 @@ class Loop:
         """
         parts = parts or self.parts
         overlong_penalty(groups, self.cfg.grpo.max_tokens, self.cfg.grpo.overlong_buffer)
-        batch = credit.make_batch(
-            groups, self.algorithm, version, recorded_groups, **self.cfg.shares(self.algorithm)
-        )  # advantages, packing
+        shares = self.cfg.shares(self.algorithm)
+        batch = credit.make_batch(groups, self.algorithm, version, recorded_groups, **shares)  # advantages, packing
         if self.cfg.colocated:
             await self.parts.policy.release.fanout()
         if parts.reference is not None:
@@ -160,4 +159,5 @@ async def train(cfg: RLConfig, job: Job, make_env: MakeEnv | None = None, loop: 
     by_hand = [name for name, value in passed.items() if value is not None]
     job.record.begin_schedule(f"{loop.__module__}:{loop.__qualname__}", by_hand)
 
-    await loop(cfg, job, await start_rl(cfg, job, cfg.load_algorithm(), make_env)).run()
+    parts = await start_rl(cfg, job, cfg.load_algorithm(), make_env)
+    await loop(cfg, job, parts).run()

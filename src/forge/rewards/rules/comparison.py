@@ -63,7 +63,8 @@ class Helper:
         verdict = self._ask(question)
         # If the target is fast by itself, the answer is what is slow. It counts as wrong, or a policy could avoid wrong
         # answers by slow ones.
-        return False if verdict is None and self._cached_ask(of_itself) is not None else verdict
+        is_slow_answer = verdict is None and self._cached_ask(of_itself) is not None
+        return False if is_slow_answer else verdict
 
     def _ask(self, question: str) -> bool | None:
         """Return the helper process's verdict on a question in JSON; None if it takes too much CPU time."""
