@@ -143,15 +143,11 @@ class Trainer(ForgeActor):
         self.store = connect_store(self.store_ref)
         self.identities = None if self.store is None else Identities(self.store, self.weights_key)
         context = self.context
+        cpu_offload = self.settings.get("cpu_offload", False)
         in_bfloat16 = self.settings.get("dtype") == "bfloat16" and torch.accelerator.is_available()
         store = process_store(context.rendezvous, context.world_size, context.rank)
         ranks = join_ranks(
-            context.rank,
-            context.world_size,
-            store,
-            self.layout,
-            cpu_offload=self.settings.get("cpu_offload", False),
-            mesh=in_bfloat16,
+            context.rank, context.world_size, store, self.layout, cpu_offload=cpu_offload, mesh=in_bfloat16
         )
 
         with self._on_device():

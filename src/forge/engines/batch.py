@@ -327,8 +327,7 @@ class RunningBatch:
         rows = len(self.rows)
         state = self.state
         cache = self.decoder.cache
-        last_position = self._max_offset + self.steps
-        length = min(round_up(last_position + 1, self.decoder.granule), cache.longest)
+        length = min(round_up(self._max_offset + self.steps + 1, self.decoder.granule), cache.longest)
         cache.reserve(length, rows, self._max_length)
 
         # At least two rows: other kernels multiply a single one, and round differently.
