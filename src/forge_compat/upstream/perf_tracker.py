@@ -76,9 +76,10 @@ class Tracer:
         return time.perf_counter()
 
     def _record_seconds(self, name: str, seconds: float) -> None:
+        mean, longest = f"{name}_avg_s", f"{name}_max_s"
         if self.records:
-            record_metric(f"{name}_avg_s", seconds, Reduce.MEAN)
-            record_metric(f"{name}_max_s", seconds, Reduce.MAX)
+            record_metric(mean, seconds, Reduce.MEAN)
+            record_metric(longest, seconds, Reduce.MAX)
 
 
 class trace:
