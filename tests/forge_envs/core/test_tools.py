@@ -143,5 +143,5 @@ def test_results_in_json_keep_their_letters():
     assert message["content"] == '{"城市": ["東京", "Zürich"]}'
     assert text_of({"structuredContent": look()}) == message["content"]
     reply = Reply({"fields": look(), "id": 1}, None, False, {})
-    assert "東京" in OpenEnvEnvironment._default_messages(SimpleNamespace(_shorten_text=str), reply)[0]["content"]
+    assert "東京" in OpenEnvEnvironment._default_messages(SimpleNamespace(_max_chars=1000), reply)[0]["content"]
     assert _result_text(reply) == '{"fields": {"城市": ["東京", "Zürich"]}, "id": 1}'
