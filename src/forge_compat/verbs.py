@@ -85,11 +85,7 @@ class ServiceMetrics:
     total_request_rate: float
     avg_queue_depth: float
     avg_capacity_utilization: float
-
-    @property
-    def sessions_per_replica(self) -> float:
-        """Return the mean number of sessions of a replica."""
-        return self.total_sessions / max(1, self.total_replicas)
+    sessions_per_replica: float
 
     def get_total_request_rate(self) -> float:
         """Return the values a second of all replicas in the last minute."""
@@ -106,8 +102,9 @@ async def get_metrics(service: Callee) -> ServiceMetrics:
     status = getattr(type(service), "status", None)
     if status is None:
         raise TypeError(f"{service._name}.get_metrics is for the controller, which started the service: call it there")
-    rows = status(service).replicas
-    capacity = service._options.max_in_flight
+    state = status(service)
+    rows = state.replicas
+    total_sessions = sum(row.sessions for row in rows)
 
     replicas = {
         index: ReplicaMetrics(
@@ -119,7 +116,7 @@ async def get_metrics(service: Callee) -> ServiceMetrics:
             active_requests=row.in_flight,
             queue_depth=0,
             assigned_sessions=row.sessions,
-            capacity_utilization=row.in_flight / capacity,
+            capacity_utilization=row.in_flight / service._options.max_in_flight,
         )
         for index, row in enumerate(rows)
     }
@@ -128,12 +125,13 @@ async def get_metrics(service: Callee) -> ServiceMetrics:
 
     return ServiceMetrics(
         replica_metrics=replicas,
-        total_sessions=sum(row.sessions for row in rows),
+        total_sessions=total_sessions,
         healthy_replicas=len(healthy),
         total_replicas=len(rows),
         total_request_rate=sum(row.rate for row in rows),
-        avg_queue_depth=status(service).queued / divisor,
+        avg_queue_depth=state.queued / divisor,
         avg_capacity_utilization=sum(metrics.capacity_utilization for metrics in healthy) / divisor,
+        sessions_per_replica=total_sessions / max(1, len(rows)),
     )
 
 
@@ -142,7 +140,6 @@ async def get_metrics_summary(service: Callee) -> dict[str, dict[Any, Any]]:
     `summary["replicas"][0]["failed_requests"]`."""
     metrics = await get_metrics(service)
     totals = {name: value for name, value in asdict(metrics).items() if name != "replica_metrics"}
-    totals["sessions_per_replica"] = metrics.sessions_per_replica
     return {"service": totals, "replicas": {index: asdict(row) for index, row in metrics.replica_metrics.items()}}
 
 
@@ -166,7 +163,7 @@ class Mesh:
         self.stop = service.stop
 
 
-def component(cls: type, arguments: Kwargs) -> tuple[type, Kwargs]:
+def convert_component(cls: type, arguments: Kwargs) -> tuple[type, Kwargs]:
     """Return the class and arguments of a component that is started with torchforge's arguments.
 
     Those of this library are returned as they are. Sections and names that only torchforge has, such as `engine_args`,

@@ -189,8 +189,8 @@ class _Auditor:
         steps = Counter(group for group, _ in {(row["group"], row["step"]) for row in self.trained})
         self.fault_if([group for group, count in steps.items() if count > 1], "groups were trained in several steps")
         for column, value, kind in (("reward", None, "without a reward"), ("finish", "infrastructure", "that failed")):
-            found = [(row["group"], row["sample"]) for row in self.trained if row[column] == value]
-            self.fault_if(found, f"episodes {kind} were trained (group, sample)")
+            untrainable = [(row["group"], row["sample"]) for row in self.trained if row[column] == value]
+            self.fault_if(untrainable, f"episodes {kind} were trained (group, sample)")
 
     def check_prompts(self) -> None:
         """Check that each prompt was trained, was dropped for a counted reason, or was in flight at the end."""

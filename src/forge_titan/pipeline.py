@@ -116,10 +116,10 @@ class StagedPolicy(TitanPolicy):
         self._parts, self._dtype, self.placement = tuple(parts), dtype, placement
 
         # The rank in the pipeline, and the shape, of each weight.
-        own = [(name, tuple(parameter.shape)) for name, parameter in self.named_weights()]
-        by_rank = [own] * ranks.pipeline.size
-        dist.all_gather_object(by_rank, own, group=ranks.pipeline.group)
-        self._owners = {name: (rank, shape) for rank, names in enumerate(by_rank) for name, shape in names}
+        own_shapes = [(name, tuple(parameter.shape)) for name, parameter in self.named_weights()]
+        shapes_by_rank = [own_shapes] * ranks.pipeline.size
+        dist.all_gather_object(shapes_by_rank, own_shapes, group=ranks.pipeline.group)
+        self._owners = {name: (rank, shape) for rank, shapes in enumerate(shapes_by_rank) for name, shape in shapes}
 
     def run_stages(
         self,
@@ -168,7 +168,7 @@ class StagedPolicy(TitanPolicy):
 
         errors: list[Any] = []
 
-        def loss_of(output: tuple[Tensor, Tensor], number: Tensor) -> Tensor:
+        def compute_stage_loss(output: tuple[Tensor, Tensor], number: Tensor) -> Tensor:
             try:
                 if compute_loss is not None and number < len(micro_batches):
                     return compute_loss(int(number), TokenScores(*output))
@@ -176,7 +176,11 @@ class StagedPolicy(TitanPolicy):
                 errors.append(error)
             return output[0].sum()
 
-        options: Any = {"n_microbatches": count, "loss_fn": loss_of if learns else None, "scale_grads": False}
+        options: Any = {
+            "n_microbatches": count,
+            "loss_fn": compute_stage_loss if learns else None,
+            "scale_grads": False,
+        }
         schedule: Any = (
             Schedule1F1B(stages[0], **options) if len(stages) == 1 else ScheduleInterleaved1F1B(stages, **options)
         )
@@ -187,14 +191,14 @@ class StagedPolicy(TitanPolicy):
             return_outputs=False,
         )
 
-        first = [*errors, None][:1]
+        first_error = [*errors, None][:1]
         if learns:
-            dist.broadcast_object_list(first, group=pipeline.group, group_src=pipeline.size - 1)
-        if first[0] is not None:
-            raise first[0]
+            dist.broadcast_object_list(first_error, group=pipeline.group, group_src=pipeline.size - 1)
+        if first_error[0] is not None:
+            raise first_error[0]
         return [scores[turn] for turn in range(len(micro_batches))]
 
-    def join_stages(self, own: Iterator[tuple[str, Tensor]], meta: bool) -> Iterator[tuple[str, Tensor]]:
+    def join_stages(self, own_weights: Iterator[tuple[str, Tensor]], meta: bool) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, whole tensor) of the weights of all stages, given those of this rank's stages in their order.
 
         Every rank must iterate; with `meta` tensors have no values, and a single rank may.
@@ -202,7 +206,9 @@ class StagedPolicy(TitanPolicy):
         for name, (rank, shape) in self._owners.items():
             device = "meta" if meta else self.ranks.device
             tensor = (
-                next(own)[1].contiguous() if rank == self.ranks.pipeline.rank else torch.empty(shape, device=device)
+                next(own_weights)[1].contiguous()
+                if rank == self.ranks.pipeline.rank
+                else torch.empty(shape, device=device)
             )
             if not meta:
                 dist.broadcast(tensor, group=self.ranks.pipeline.group, group_src=rank)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from forge.data_models.completion import Completion
 from forge.observability.metric_actors import get_or_create_metric_logger
 from forge.util.config import parse
 from forge.util.ops import compute_logprobs
@@ -98,7 +97,12 @@ async def test_program_of_torchforge_samples_trains_and_updates(model):
     engine = {"model": str(model), "tensor_parallel_size": 1, "enforce_eager": False}
     generator, trainer, reference = await asyncio.gather(
         Generator.options(procs=1).as_service(engine_args=engine, sampling_params={"n": 4, "max_tokens": 4}),
-        TitanTrainer.as_actor(model=section, training={"seq_len": 64}, loss=logits_loss),
+        TitanTrainer.as_actor(
+            model=section,
+            training={"seq_len": 64},
+            optimizer={"name": "AdamW", "lr": 1e-2, "max_grad_norm": 0},
+            loss=logits_loss,
+        ),
         NativeReference.as_service(model=section, training={"seq_len": 64, "dtype": "float32"}),
     )
     await trainer.setup.call()
@@ -110,18 +114,23 @@ async def test_program_of_torchforge_samples_trains_and_updates(model):
     tokens = torch.cat([completions[0].prompt_ids.repeat(4, 1), response], dim=1)
 
     ref_logprobs = await reference.forward.route(tokens, tokens.shape[1] - 4, return_logprobs=True)
-    mask = response != 0
-    advantages = torch.tensor([[1.0], [-1.0], [0.5], [-0.5]])
-    target = {"response": response, "advantages": advantages, "padding_mask": mask, "ref_logprobs": ref_logprobs}
-    expected = logits_loss(policy(tokens).logits, **target).item()
-    losses = await trainer.train_step.call([{"tokens": tokens}], [target])
-    assert [rank for rank, _ in losses.items()] == [0]
-    assert [*losses.values()] == pytest.approx([expected], abs=1e-6)
+    # Advantages without the mean 0 and another reference, so that loss and gradient are not 0.
+    advantages = torch.tensor([[1.0], [-0.5], [2.0], [0.25]])
+    target = {
+        **{"response": response, "advantages": advantages, "padding_mask": response != 0},
+        "ref_logprobs": ref_logprobs - 0.5,
+    }
+    loss = logits_loss(policy(tokens).logits, **target)
+    loss.backward()
+    torch.optim.AdamW(policy.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0).step()
+    expected = [loss.item(), logits_loss(policy(tokens).logits, **target).item()]
+    steps = [await trainer.train_step.call([{"tokens": tokens}], [target]) for _ in range(2)]
+    assert [[*step.items()] for step in steps] == [[(0, pytest.approx(number, abs=1e-5))] for number in expected]
+    assert min(abs(expected[0]), abs(expected[1] - expected[0])) > 1e-3  # a hundred times what they may differ by
 
     await trainer.push_weights.call(policy_version=1)
     assert await generator.update_weights.fanout(policy_version=1) == [1]
-    completion: Completion = (await generator.generate.route("abc>", n=1))[0]
-    assert completion.generator_version == 1
+    assert [completion.generator_version for completion in await generator.generate.route("abc>", n=1)] == [1]
     await trainer.mesh.stop()
     with pytest.raises(ServiceStopped):
         await trainer.push_weights.call(2)

@@ -133,8 +133,8 @@ class ReplayBuffer(ForgeActor):
                 # Also those of dropped groups: a prompt that all answers solve has no signal, but an outcome.
                 if self.keep_outcomes:
                     # 1.0 for a right episode, 0.0 for a wrong one; the reward where `info` does not judge it.
-                    known = (each.info.get("correct", each.outcome) for each in getattr(item, "episodes", [item]))
-                    self.outcomes[index] = [float(outcome) for outcome in known if outcome is not None]
+                    outcomes = (each.info.get("correct", each.outcome) for each in getattr(item, "episodes", [item]))
+                    self.outcomes[index] = [float(outcome) for outcome in outcomes if outcome is not None]
 
             if reason is not None:
                 self.replaced += reason == "no_signal"

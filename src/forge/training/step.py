@@ -188,10 +188,10 @@ def score_tokens(
     starts = np.concatenate([[0], np.cumsum(batch.lengths)])
     scores = np.zeros(len(batch.tokens), dtype=np.float32)
     # A rank without a run repeats the last one: every rank takes part in every collective.
-    own = [runs[min(turn + rank, len(runs) - 1)] for turn in range(0, len(runs), world_size)]
-    micro_batches = [batch.select(np.array(run)) for run in own]
+    own_runs = [runs[min(turn + rank, len(runs) - 1)] for turn in range(0, len(runs), world_size)]
+    micro_batches = [batch.select(np.array(run)) for run in own_runs]
     for turn, (micro, numbers) in enumerate(zip(micro_batches, forward(micro_batches), strict=True)):
-        run = own[turn]
+        run = own_runs[turn]
         if turn * world_size + rank < len(runs):
             scores[starts[run[0]] : starts[run[-1] + 1]][micro.mask] = numbers.float().cpu().numpy()
 

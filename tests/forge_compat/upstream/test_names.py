@@ -15,7 +15,6 @@ import describe_names
 
 def test_names_of_torchforge_are_what_table_says():
     rows = describe_names.read_table()
-    assert len(rows) > 200
     assert {row["status"] for row in rows} == {"works", "differs", "raises"}
     said = [(row["status"], row["here"]) for row in rows]
     assert [describe_names.status_of(row["module"], row["name"], row["methods"]) for row in rows] == said

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.processes
 
 # Prints what it finds, then does what its standard input says.
 PROGRAM = """
-import json, os, resource, signal, sys, threading
+import json, os, resource, signal, sys, threading, time
 
 ignored = [number for number in signal.Signals if signal.getsignal(number) == signal.SIG_IGN]
 found = {
@@ -139,7 +139,9 @@ def test_signal_reaches_forked_process(server: ForkServer):
     process, *_ = launch(server)
     assert process.stdin is not None
     assert process.stdout is not None
-    act = "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(5)); print('ready', flush=True); signal.pause()"
+    # Not signal.pause(): a signal that arrives just before it would never end it.
+    act = "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(5)); print('ready', flush=True)"
+    act += "; any(time.sleep(0.05) for _ in iter(int, 1))"
     process.stdin.write(f"{act}\n")
     process.stdin.flush()
     assert process.stdout.readline() == "ready\n"

@@ -83,7 +83,9 @@ def follow_process(connection: socket.socket, pid: int) -> int:
         process = os.pidfd_open(pid)
         for number in FORWARDED:
             signal.signal(number, lambda number, frame: signal.pidfd_send_signal(process, number))
-        select.select([process], [], [])
+        # A signal that arrives just before the call does not interrupt it: its handler runs when the time is over.
+        while not select.select([process], [], [], 1.0)[0]:
+            continue
         connection.setblocking(False)  # a child of the process may keep the other end of the connection open
         status = receive_bytes(connection, 4)
         if len(status) == 4:
