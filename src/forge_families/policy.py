@@ -71,6 +71,7 @@ class FamilyPolicy(Policy):
     def _score_rows(self, batch: Batch, temperature: float, ranks: Ranks) -> TokenScores:
         """Return the scores by transformers' own attention, over rows of similar length padded on the right."""
         starts = np.cumsum(batch.lengths) - batch.lengths
+        targets = batch.tokens if batch.targets is None else batch.targets
         # Each rank makes as many forward passes as the others, which sharded weights ask for.
         scores, indices = [], []
         for rows in split_rows(batch.lengths, FILL if ranks.mesh is None else 0.0):
@@ -85,7 +86,7 @@ class FamilyPolicy(Policy):
                 "attention_mask": torch.from_numpy(is_real.astype(np.int64)),
                 "row": torch.from_numpy(row),
                 "position": torch.from_numpy(position - 1),  # of the state that predicts the token
-                "labels": torch.from_numpy(batch.tokens[trained]),
+                "labels": torch.from_numpy(targets[trained]),
             }
             inputs = to_device(columns, ranks.device)
             where = inputs.pop("row"), inputs.pop("position")

@@ -88,7 +88,11 @@ def bearer_key(request: web.Request) -> str:
 
 
 def guard_requests(
-    host: str, key: str | None, second_key: str | None = None, key_of: Callable[[web.Request], str] = bearer_key
+    host: str,
+    key: str | None,
+    second_key: str | None = None,
+    key_of: Callable[[web.Request], str] = bearer_key,
+    content_types: tuple[str, ...] = ("application/json",),
 ) -> Middleware:
     """Return middleware that rejects requests of callers without the key or, without a key, of web pages.
 
@@ -100,6 +104,7 @@ def guard_requests(
         key: the API key; None: callers need none.
         second_key: another key that is accepted.
         key_of: returns the API key of a request.
+        content_types: of bodies; a page cannot send any of these to another origin without a preflight request.
     """
     names = {*LOOPBACK, host} if is_loopback(host) else {host}
 
@@ -122,8 +127,8 @@ def guard_requests(
                 raise web.HTTPForbidden(reason="requests from pages of other origins are not allowed")
 
         if request.can_read_body:
-            if request.content_type != "application/json":
-                raise web.HTTPUnsupportedMediaType(reason="the body must be application/json")
+            if request.content_type not in content_types:
+                raise web.HTTPUnsupportedMediaType(reason=f"the body must be {' or '.join(content_types)}")
             if request.headers.get("Content-Encoding", "identity") != "identity":
                 raise web.HTTPUnsupportedMediaType(reason="the body must not be compressed")
             try:

@@ -35,6 +35,7 @@ from .decoupled_ppo import DecoupledPPO
 from .distill import Distill
 from .dpo import DPOLoss
 from .dr_grpo import DrGRPO
+from .dro import DRO
 from .gae import gae
 from .grpo import GRPO, SimpleGRPOLoss
 from .gspo import GSPO
@@ -50,6 +51,7 @@ __all__ = [
     "ALGORITHMS",
     "CISPO",
     "DAPO",
+    "DRO",
     "GRPO",
     "GSPO",
     "PPO",

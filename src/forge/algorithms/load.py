@@ -12,6 +12,7 @@ from .dapo import DAPO
 from .decoupled_ppo import DecoupledPPO
 from .distill import Distill
 from .dr_grpo import DrGRPO
+from .dro import DRO
 from .grpo import GRPO
 from .gspo import GSPO
 from .ppo import PPO
@@ -26,6 +27,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "dapo": DAPO,
     "gspo": GSPO,
     "cispo": CISPO,
+    "dro": DRO,
     "sapo": SAPO,
     "rloo": RLOO,
     "reinforce": Reinforce,

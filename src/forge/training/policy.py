@@ -107,7 +107,7 @@ def rank_tokens(batch: Batch, lag: int, ranks: Ranks) -> RankTokens:
         "gathered": tokens.chunk(context.size)[context.rank],
         "positions": positions.chunk(context.size)[context.rank],
         "state_indices": state_indices[local_reads] - first_index,
-        "labels": torch.from_numpy(batch.tokens[trained])[local_reads],
+        "labels": torch.from_numpy((batch.tokens if batch.targets is None else batch.targets)[trained])[local_reads],
         "order": torch.empty_like(by_rank).scatter_(0, by_rank, torch.arange(len(by_rank))),  # the inverse of by_rank
     }
 

@@ -24,6 +24,7 @@ class Batch:
     Others are [tokens] or None. `rewards`, if all sequences are scored, has what each trained token earned: the reward
     of a step or a turn at its last token, an episode's at its end. `ref_logprobs` are a reference model's.
     `proximal_logprobs` are of the policy that a step of several updates starts from; the trainer adds them.
+    `targets` are the tokens that a policy scores instead of `tokens`, which it reads.
     `values` are a critic's, `returns` their targets. `experts`, [tokens, layers, k], are those that the engine took,
     `UNKNOWN_EXPERT` if that is not known; a policy in training takes them instead of its routers' own. `recorded`
     numbers from 0 the tokens for which a trainer records what it computes; it is -1 for other tokens.
@@ -45,6 +46,7 @@ class Batch:
     ref_logprobs: np.ndarray | None = None
     proximal_logprobs: np.ndarray | None = None
     rewards: np.ndarray | None = None
+    targets: np.ndarray | None = None
     values: np.ndarray | None = None
     returns: np.ndarray | None = None
     experts: np.ndarray | None = None
@@ -58,7 +60,7 @@ class Batch:
     PER_SEQUENCE: ClassVar[tuple[str, ...]] = ("groups", "episodes", "branch_shares")
     PER_TOKEN: ClassVar[tuple[str, ...]] = (
         *("tokens", "mask", "logprobs", "versions", "advantages", "weights"),
-        *("ref_logprobs", "proximal_logprobs", "rewards", "values", "returns", "experts", "recorded"),
+        *("ref_logprobs", "proximal_logprobs", "rewards", "targets", "values", "returns", "experts", "recorded"),
     )
 
     def __len__(self) -> int:

@@ -1,0 +1,87 @@
+"""`forge tinker --model MODEL`: serve the Tinker protocol until interrupted."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+from pathlib import Path
+from typing import Any
+
+
+def add_to(commands: Any) -> None:
+    """Add the command `forge tinker` to the subparsers `commands`."""
+    parser = commands.add_parser(
+        "tinker",
+        help="serve the Tinker protocol",
+        description="Serve the Tinker protocol: programs of its SDK and cookbook train adapters of one model here. "
+        "What clients have saved and asked for survives a kill of the server: start it again with the same folder.",
+        epilog="example: forge tinker --model runs/quickstart/model, then TINKER_BASE_URL=http://127.0.0.1:8000 "
+        "TINKER_API_KEY=tml-local python program.py",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--model", required=True, help="folder or hub id of the base model")
+    parser.add_argument("--name", help="what clients call the model; by default --model")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
+    parser.add_argument("--folder", default="runs/tinker", help="where models, checkpoints and the journal are kept")
+    parser.add_argument("--config", help="YAML file with `tenants` and `engine`, see docs/tinker.md")
+    parser.set_defaults(run=serve_protocol)
+
+
+def serve_protocol(args: argparse.Namespace) -> None:
+    """Load the model, then serve until interrupted.
+
+    Raises:
+        SystemExit: an option or the model is invalid; the message is one line.
+    """
+    try:
+        from forge_http.web import bind_socket, is_loopback  # isort: skip (it names a missing package with its fix)
+        from forge.config.yaml_files import read_yaml
+        from forge.models.find import check_family, resolve_model
+        from forge.models.tokenizer import open_tokenizer
+
+        from .server import TinkerSettings
+        from .wire import protocol  # noqa: F401  (names the package that is missing)
+
+        content = {} if args.config is None else read_yaml(Path(args.config))
+        settings = TinkerSettings.model_validate(content)
+        if not settings.tenants and not is_loopback(args.host):
+            raise ValueError(f"other machines reach {args.host}: give --config a file with `tenants`")
+        check_family(args.model)
+        model = resolve_model(args.model)
+        open_tokenizer(model)
+        with bind_socket(args.host, args.port) as listener:
+            folder = Path(args.folder).resolve()
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            asyncio.run(_serve(args, str(Path(model).resolve()), folder, settings, listener))
+    except (ValueError, OSError, ImportError) as error:
+        raise SystemExit(f"error: {' '.join(str(error).split())}") from None
+
+
+async def _serve(args: argparse.Namespace, model: str, folder: Path, settings: Any, listener: Any) -> None:
+    from forge_http.web import serve_application
+
+    from .journal import Journal
+    from .learner import Learner, open_base
+    from .requests import Requests
+    from .sampler import Sampler
+    from .server import REFUSED, TinkerServer
+
+    name = args.name or args.model
+    base = open_base(model, folder)
+    journal, learner = Journal(folder), Learner(base)
+    sampler = Sampler(base, **settings.engine)
+    requests = Requests(folder, name, journal, learner, sampler)
+    server = TinkerServer(requests, model, sampler.engine.max_seq_len, settings.tenants)
+    requests.resume()
+
+    stopped = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    async with serve_application(server.make_application(args.host), listener) as url:
+        print(f"{name} is served at {url}: TINKER_BASE_URL={url}, TINKER_API_KEY=tml-...", flush=True)
+        print(f"not served: {'; '.join(REFUSED.values())}; images; full weights; optimisers but AdamW", flush=True)
+        await stopped.wait()
+    sampler.close()
+    journal.close()

@@ -1,0 +1,108 @@
+"""What survives a kill of the server: sessions, models, samplers, checkpoints, and every request with its result.
+
+SQLite holds all of it: a request is written before it is accepted, its result before it is answered.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS sessions (
+    id TEXT PRIMARY KEY, owner TEXT, project TEXT, name TEXT, metadata TEXT, created REAL, status TEXT);
+CREATE TABLE IF NOT EXISTS models (
+    id TEXT PRIMARY KEY, session TEXT, owner TEXT, project TEXT, config TEXT, metadata TEXT, created REAL,
+    touched REAL, applied INTEGER DEFAULT -1);
+CREATE TABLE IF NOT EXISTS samplers (
+    id TEXT PRIMARY KEY, session TEXT, owner TEXT, model TEXT, kind TEXT, model_path TEXT, folder TEXT,
+    clients INTEGER DEFAULT 0);
+CREATE TABLE IF NOT EXISTS checkpoints (
+    path TEXT PRIMARY KEY, model TEXT, kind TEXT, owner TEXT, config TEXT, metadata TEXT, created REAL, expires REAL,
+    public INTEGER DEFAULT 0, bytes INTEGER);
+CREATE TABLE IF NOT EXISTS requests (
+    id TEXT PRIMARY KEY, owner TEXT, subject TEXT, seq INTEGER, kind TEXT, body BLOB, result BLOB, error TEXT,
+    created REAL);
+CREATE INDEX IF NOT EXISTS requests_of ON requests (subject, seq);
+CREATE TABLE IF NOT EXISTS sequences (id TEXT PRIMARY KEY, session TEXT, logprobs BLOB, created REAL);
+"""
+KEPT = 24 * 3600.0  # seconds for which results and recorded sequences are kept
+
+
+class Journal:
+    """The tables of a server's folder. All methods must be called from one thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self._tables = sqlite3.connect(folder / "journal.sqlite", isolation_level=None)
+        self._tables.row_factory = sqlite3.Row
+        # A killed process loses nothing that was written; only a power failure may lose the last requests.
+        self._tables.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;" + SCHEMA)
+        self.remove_old()
+
+    def add(self, table: str, **columns: Any) -> bool:
+        """Insert a row, and return whether it is new: a row of the same key stays as it is."""
+        marks = ", ".join("?" * len(columns))
+        values = [to_column(value) for value in columns.values()]
+        statement = f"INSERT OR IGNORE INTO {table} ({', '.join(columns)}) VALUES ({marks})"
+        return self._tables.execute(statement, values).rowcount == 1
+
+    def change(self, table: str, key: str, **columns: Any) -> None:
+        """Set columns of the row with this key."""
+        name = "path" if table == "checkpoints" else "id"
+        changes = ", ".join(f"{column} = ?" for column in columns)
+        values = [to_column(value) for value in columns.values()]
+        self._tables.execute(f"UPDATE {table} SET {changes} WHERE {name} = ?", [*values, key])
+
+    def find(self, table: str, **columns: Any) -> sqlite3.Row | None:
+        """Return the first row with these values; None if there is none."""
+        return next(iter(self.select(table, **columns)), None)
+
+    def select(self, table: str, order: str = "rowid", **columns: Any) -> list[sqlite3.Row]:
+        """Return the rows with these values, in the order of a column."""
+        conditions = " AND ".join(f"{column} IS ?" for column in columns) or "1"
+        statement = f"SELECT * FROM {table} WHERE {conditions} ORDER BY {order}"
+        return self._tables.execute(statement, list(columns.values())).fetchall()
+
+    def remove(self, table: str, **columns: Any) -> None:
+        """Delete the rows with these values."""
+        conditions = " AND ".join(f"{column} IS ?" for column in columns)
+        self._tables.execute(f"DELETE FROM {table} WHERE {conditions}", list(columns.values()))
+
+    def total(self, statement: str, *values: Any) -> Any:
+        """Return the number that a SELECT of one number gives."""
+        return self._tables.execute(statement, values).fetchone()[0]
+
+    def forget_bodies(self, model: str, applied: int) -> None:
+        """Record that a snapshot has all requests of a model up to number `applied`: their bodies are not needed."""
+        self._tables.execute("BEGIN")
+        self._tables.execute("UPDATE models SET applied = ? WHERE id = ?", [applied, model])
+        self._tables.execute("UPDATE requests SET body = NULL WHERE subject = ? AND seq <= ?", [model, applied])
+        self._tables.execute("COMMIT")
+
+    def remove_old(self) -> None:
+        """Delete results, recorded sequences and samplers' requests that are older than a day."""
+        oldest = time.time() - KEPT
+        self._tables.execute("DELETE FROM requests WHERE created < ? AND body IS NULL", [oldest])
+        self._tables.execute("DELETE FROM sequences WHERE created < ?", [oldest])
+
+    def close(self) -> None:
+        """Close the file."""
+        self._tables.close()
+
+
+def to_column(value: Any) -> Any:
+    """Return a value as SQLite stores it: mappings and lists as JSON.
+
+    >>> to_column({"rank": 8})
+    '{"rank": 8}'
+    """
+    return json.dumps(value) if isinstance(value, Mapping | list) else value
+
+
+def from_json(text: str | None) -> Any:
+    """Return the value of a JSON column; None if it is empty."""
+    return None if text is None else json.loads(text)

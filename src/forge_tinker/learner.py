@@ -1,0 +1,422 @@
+"""One frozen model, and the adapters that are trained on it: one request at a time, each a function of its inputs."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from forge.system.devices import find_accelerator
+from forge.training.attention import NAME
+from forge.training.linear import FastLinear, at_least_float32
+from forge.training.lora import LoraLinear
+from forge.training.policy import Policy
+from forge.types import Batch
+
+from .losses import LOSSES, Tokens, check_loss
+from .wire import NO_LOGPROB, Datum, PassRequest, Scores, write_pass_result
+
+ALPHA = 32.0  # an update is scaled by ALPHA / rank, as in the hosted service
+MICRO_TOKENS = 8192  # most tokens of a forward pass, unless one datum has more
+ROWS = 256  # of logits at a time
+OPENED = 4  # adapters of samplers whose prompts are scored
+WEIGHTS, OPTIMIZER = "adapter_model.safetensors", "optimizer.safetensors"
+HEAD = "lm_head"
+
+
+class AdaptedHead(FastLinear):
+    """An output head whose `weight`, which losses read, includes the adapter of its input."""
+
+    lora_A: nn.Linear
+    lora_B: nn.Linear
+    scaling: float
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """Return W + scaling * B A."""
+        base: Any = self._parameters["weight"]
+        return torch.addmm(base, self.lora_B.weight, self.lora_A.weight, alpha=self.scaling)
+
+
+class Adapter:
+    """The factors of a tenant's model, with their optimiser.
+
+    Args:
+        factors: A (rank, in) and B (out, rank) of each adapted layer, by its path.
+        rank: of all of them.
+    """
+
+    def __init__(self, factors: Mapping[str, tuple[Tensor, Tensor]], rank: int) -> None:
+        self.factors = {path: (nn.Parameter(a), nn.Parameter(b)) for path, (a, b) in factors.items()}
+        self.rank = rank
+        self.optimizer = torch.optim.AdamW(self.parameters)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Return all factors in order."""
+        return [factor for pair in self.factors.values() for factor in pair]
+
+    def step(self, settings: Mapping[str, float]) -> dict[str, float]:
+        """Apply the accumulated gradient by AdamW with the settings of the protocol's `AdamParams`; return metrics.
+
+        Raises:
+            ValueError: the gradient is not finite; it is dropped, and nothing changes.
+        """
+        limit = settings["grad_clip_norm"]
+        norm = float(nn.utils.clip_grad_norm_(self.parameters, limit if limit > 0 else float("inf")))
+        if norm != norm or norm == float("inf"):
+            self.optimizer.zero_grad()
+            raise ValueError(f"the gradient's norm is {norm}: the step was not applied, and its gradient is dropped")
+        self.optimizer.param_groups[0].update(
+            lr=settings["learning_rate"],
+            betas=(settings["beta1"], settings["beta2"]),
+            eps=settings["eps"],
+            weight_decay=settings["weight_decay"],
+        )
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return {"grad_norm:mean": norm}
+
+    def save(self, folder: Path, base: str, *, optimizer: bool) -> int:
+        """Write the adapter as a folder of peft's format, atomically, and return its bytes.
+
+        Args:
+            base: name of the base model.
+            optimizer: write the optimiser's state as well.
+        """
+        unfinished = folder.with_name(folder.name + ".unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        tensors = {}
+        for path, pair in self.factors.items():
+            for letter, factor in zip("AB", pair, strict=True):
+                tensors[f"base_model.model.{path}.lora_{letter}.weight"] = factor.detach().cpu()
+        save_file(tensors, unfinished / WEIGHTS)
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base,
+            "r": self.rank,
+            "lora_alpha": ALPHA,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "target_modules": [*self.factors],
+        }
+        (unfinished / "adapter_config.json").write_text(json.dumps(config, indent=2))
+
+        if optimizer:
+            state = self.optimizer.state_dict()["state"]
+            moments = {f"{index}.{name}": value for index, values in state.items() for name, value in values.items()}
+            save_file(moments, unfinished / OPTIMIZER)
+        size = sum(path.stat().st_size for path in unfinished.iterdir())
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
+        return size
+
+    def load(self, folder: Path, *, optimizer: bool) -> None:
+        """Read the factors of a folder that `save` wrote, and the optimiser's state or a new one.
+
+        Raises:
+            ValueError: the folder's adapter has other layers or another rank, or no optimiser state.
+        """
+        tensors = read_factors(folder)
+        if {path: len(a) for path, (a, _) in tensors.items()} != dict.fromkeys(self.factors, self.rank):
+            raise ValueError("the checkpoint's adapter has other layers or another rank than this model's")
+        for path, pair in tensors.items():
+            for parameter, value in zip(self.factors[path], pair, strict=True):
+                parameter.data.copy_(value)
+
+        self.optimizer = torch.optim.AdamW(self.parameters)
+        for parameter in self.parameters:
+            parameter.grad = None
+        if not optimizer:
+            return
+        if not (folder / OPTIMIZER).exists():
+            raise ValueError("the checkpoint has no optimiser state: it was saved for sampling; load its weights only")
+        state: dict[int, dict[str, Tensor]] = {}
+        for key, value in load_file(folder / OPTIMIZER).items():
+            index, name = key.split(".")
+            state.setdefault(int(index), {})[name] = value
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def read_factors(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return the factors A and B of each layer, by its path, of a folder that `Adapter.save` wrote."""
+    tensors = load_file(folder / WEIGHTS)
+    ends = {letter: f".lora_{letter}.weight" for letter in "AB"}
+    factors = {}
+    for name in tensors:
+        if name.endswith(ends["A"]):
+            path = name.removesuffix(ends["A"])
+            factors[path.removeprefix("base_model.model.")] = tensors[name], tensors[path + ends["B"]]
+    return factors
+
+
+class Learner:
+    """The frozen model. All methods must be called from one thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self.policy = Policy.from_pretrained(folder).to(torch.device(find_accelerator() or "cpu"))
+        self.policy.requires_grad_(False)
+        self.policy.train()
+        self.layers = {path: module for path, module in self.policy.model.named_modules() if type(module) is FastLinear}
+        self._vocabulary = self.policy.model.config.get_text_config().vocab_size
+        self._installed: Adapter | None = None
+        self._opened: dict[Path, Adapter] = {}
+
+    def create(self, config: Mapping[str, Any]) -> Adapter:
+        """Return a new adapter, whose outputs are the base model's at first.
+
+        Args:
+            config: fields of the protocol's `LoraConfig`; equal seeds draw equal factors.
+
+        Raises:
+            ValueError: the rank is not positive, or no layer is chosen.
+        """
+        rank, factors = config["rank"], {}
+        if rank < 1:
+            raise ValueError(f"lora_config.rank must be at least 1, got {rank}")
+        for path, module in self.layers.items():
+            if not config[f"train_{kind_of(path)}"]:
+                continue
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{config['seed']} {path}".encode()))
+            a = torch.empty(rank, module.in_features)
+            nn.init.kaiming_uniform_(a, 5**0.5, generator=generator)
+            device = module._parameters["weight"].device  # type: ignore[union-attr]
+            factors[path] = a.to(device), torch.zeros(module.out_features, rank, device=device)
+        if not factors:
+            raise ValueError("lora_config chooses no layer of this model: set train_mlp, train_attn or train_unembed")
+        return Adapter(factors, rank)
+
+    def open(self, folder: Path) -> Adapter:
+        """Return the adapter of a folder; the last few stay in memory."""
+        if folder not in self._opened:
+            factors = read_factors(folder)
+            self._opened[folder] = Adapter(factors, len(next(iter(factors.values()))[0]))
+            if len(self._opened) > OPENED:
+                del self._opened[next(iter(self._opened))]
+        return self._opened[folder]
+
+    def forget(self, folder: Path) -> None:
+        """Read a folder again when it is opened next: it was overwritten."""
+        self._opened.pop(folder, None)
+
+    def install(self, adapter: Adapter | None) -> None:
+        """Compute with an adapter from now on; None: with the base model."""
+        if adapter is self._installed:
+            return
+        for path, module in self.layers.items():
+            pair = adapter.factors.get(path) if adapter else None
+            if adapter is None or pair is None:
+                module.__class__ = FastLinear
+                continue
+            if not hasattr(module, "lora_A"):
+                module.lora_A, module.lora_B = (nn.utils.skip_init(FastLinear, 1, 1, bias=False) for _ in pair)
+            adapted: Any = module
+            adapted.lora_A.weight, adapted.lora_B.weight = pair
+            module.__class__ = AdaptedHead if path == HEAD else LoraLinear
+            adapted.scaling = ALPHA / adapter.rank
+        self._installed = adapter
+
+    def run_pass(self, adapter: Adapter, request: PassRequest) -> bytes:
+        """Compute a loss and, unless `forward_only`, add its gradient to the adapter's; return the result's bytes.
+
+        Raises:
+            ValueError: an invalid loss, setting or tensor.
+        """
+        config = check_loss(request.loss_fn, request.config)
+        for number, datum in enumerate(request.data):
+            self.check_tokens(datum.tokens, f"data[{number}].model_input")
+            self.check_tokens(datum.inputs["target_tokens"].ravel(), f"data[{number}]: target_tokens")
+        names = set.intersection(*(set(datum.inputs) for datum in request.data)) - {"target_tokens"}
+
+        self.install(adapter)
+        outputs, total = [], 0.0
+        with torch.set_grad_enabled(not request.forward_only):
+            for rows in split_data(request.data):
+                logprobs = self._score_targets(rows)
+                inputs = {name: to_tensor([row.inputs[name] for row in rows], logprobs.device) for name in names}
+                lengths = torch.tensor([len(row.tokens) for row in rows])
+                sequences = torch.arange(len(rows)).repeat_interleave(lengths).to(logprobs.device)
+                losses = LOSSES[request.loss_fn](Tokens(logprobs, inputs, config, sequences))
+                loss = losses.sum()
+                if not request.forward_only:
+                    loss.backward()
+                total += float(loss)
+                columns = (values.detach().cpu().split(lengths.tolist()) for values in (logprobs, losses))
+                for of_tokens, of_losses in zip(*columns, strict=True):
+                    outputs.append({"logprobs": of_tokens.numpy(), "elementwise_loss": of_losses.numpy()})
+        return write_pass_result(outputs, {"loss:sum": total})
+
+    def _score_targets(self, rows: Sequence[Datum]) -> Tensor:
+        """Return the targets' log-probabilities, of the shape of all targets in a row."""
+        targets = np.concatenate([row.inputs["target_tokens"] for row in rows])
+        columns = targets.reshape(len(targets), -1).T
+        scored = [self.policy(make_batch([row.tokens for row in rows], column)).logprobs for column in columns]
+        return torch.stack(scored, -1).view(targets.shape)
+
+    @torch.no_grad()
+    def score_prompt(
+        self,
+        adapter: Adapter | None,
+        tokens: Sequence[int],
+        *,
+        logprobs: bool = False,
+        last: int | None = None,
+        top_k: int = 0,
+        targets: np.ndarray | None = None,
+        draws: int = 0,
+        temperature: float = 1.0,
+        seed: int = 0,
+    ) -> Scores:
+        """Return scores of a prompt's tokens.
+
+        Args:
+            adapter: None: the base model's scores.
+            last: score only this many tokens; None: all but the first.
+            top_k: most probable tokens of each position.
+            targets: [length - 1, k], tokens to score at each position but the first; -1 for none.
+            draws: tokens to draw at each position but the first, at `temperature`, by `seed`.
+        """
+        self.install(adapter)
+        scores = Scores()
+        if logprobs:
+            scored = self.policy(make_batch([tokens[:-1]], np.asarray(tokens[1:]))).logprobs.cpu().numpy()
+            scores.logprobs = np.concatenate([[np.nan], scored])
+            scores.logprobs[: len(tokens) - (last or len(tokens))] = np.nan
+        if not (top_k or targets is not None or draws):
+            return scores
+
+        generator = torch.Generator().manual_seed(seed)
+        pieces: dict[str, list[np.ndarray]] = {name: [] for name in ("top", "top_ids", "targets", "drawn", "drawn_ids")}
+        for start, rows in self._iterate_logprobs(tokens):
+            if top_k:
+                values, ids = rows.topk(top_k)
+                pieces["top"].append(values.numpy())
+                pieces["top_ids"].append(ids.numpy())
+            if targets is not None:
+                wanted = torch.from_numpy(targets[start : start + len(rows)].copy())
+                chosen = rows.gather(1, wanted.clamp(min=0)).masked_fill(wanted < 0, torch.nan)
+                pieces["targets"].append(chosen.numpy())
+            if draws:
+                weights = (rows / max(temperature, 1e-6)).softmax(-1)
+                ids = torch.multinomial(weights, draws, replacement=True, generator=generator)
+                pieces["drawn"].append(rows.gather(1, ids).numpy())
+                pieces["drawn_ids"].append(ids.numpy())
+
+        joined = {name: np.concatenate(parts) for name, parts in pieces.items() if parts}
+        if top_k:
+            # The first token has no score, nor have those before the last `last`.
+            top_ids, top = (np.concatenate([joined[name][:1], joined[name]]) for name in ("top_ids", "top"))
+            unscored = max(1, len(tokens) - (last or len(tokens)))
+            top_ids[:unscored], top[:unscored] = 0, NO_LOGPROB
+            scores.top = top_ids, top
+        scores.targets = joined.get("targets")
+        if draws:
+            scores.drawn = joined["drawn_ids"], joined["drawn"]
+        return scores
+
+    def _iterate_logprobs(self, tokens: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        """Yield (start, log-probabilities [rows, vocabulary]) of the tokens after each but the last, in pieces."""
+        model: Any = self.policy.model
+        traits = getattr(self.policy, "traits", None)
+        if traits is not None and (traits.attention != NAME or traits.scale is None):
+            logits = model(input_ids=torch.tensor([tokens], device=model.device), use_cache=False).logits[0, :-1]
+            yield 0, at_least_float32(logits).log_softmax(-1).cpu()
+            return
+        states, local, _ = self.policy.states(make_batch([tokens[:-1]], np.asarray(tokens[1:])), lag=1)
+        weight = model.get_output_embeddings().weight * (1.0 if traits is None else traits.scale)
+        for number, piece in enumerate(states[local.order].split(ROWS)):
+            yield number * ROWS, at_least_float32(piece @ weight.T).log_softmax(-1).cpu()
+
+    def check_tokens(self, tokens: Any, name: str) -> None:
+        """Raise a ValueError if there is no token, or one outside the vocabulary."""
+        if not len(tokens):
+            raise ValueError(f"{name} is empty")
+        if min(tokens) < 0 or max(tokens) >= self._vocabulary:
+            found = f"{min(tokens)} to {max(tokens)}"
+            raise ValueError(f"{name}: token ids must be 0 to {self._vocabulary - 1}, got {found}")
+
+
+def open_base(model: str, folder: Path) -> Path:
+    """Return the folder of the base model, with a head of its own: where head and embedding share weights, a copy.
+
+    Args:
+        model: folder of the model.
+        folder: where the copy is kept.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    if not AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config().tie_word_embeddings:
+        return Path(model)
+    untied = folder / "base"
+    if untied.exists():
+        return untied
+    loaded = AutoModelForCausalLM.from_pretrained(model, trust_remote_code=False, use_safetensors=True)
+    head = loaded.get_output_embeddings()
+    head.weight = nn.Parameter(head.weight.detach().clone())
+    loaded.config.get_text_config().tie_word_embeddings = False
+    loaded.config.tie_word_embeddings = False
+    unfinished = folder / "base.unfinished"
+    loaded.save_pretrained(unfinished)
+    AutoTokenizer.from_pretrained(model, trust_remote_code=False).save_pretrained(unfinished)
+    unfinished.rename(untied)
+    return untied
+
+
+def kind_of(path: str) -> str:
+    """Return to which part of a model a layer belongs: attn, mlp or unembed.
+
+    >>> kind_of("model.layers.0.mlp.up_proj"), kind_of("model.layers.0.self_attn.q_proj"), kind_of("lm_head")
+    ('mlp', 'attn', 'unembed')
+    """
+    if path == HEAD:
+        return "unembed"
+    return "mlp" if re.search(r"mlp|feed|ffn|expert", path) else "attn"
+
+
+def split_data(data: Sequence[Datum]) -> Iterator[list[Datum]]:
+    """Yield the data in groups of at most MICRO_TOKENS tokens, in order; a longer datum is a group of one."""
+    group: list[Datum] = []
+    tokens = 0
+    for datum in data:
+        if group and tokens + len(datum.tokens) > MICRO_TOKENS:
+            yield group
+            group, tokens = [], 0
+        group.append(datum)
+        tokens += len(datum.tokens)
+    yield group
+
+
+def make_batch(inputs: Sequence[Sequence[int]], targets: np.ndarray) -> Batch:
+    """Return a batch that scores a target after each input token.
+
+    Args:
+        inputs: tokens of each sequence.
+        targets: of all sequences in a row, [tokens].
+    """
+    lengths = np.array([len(tokens) + 1 for tokens in inputs])
+    count = int(lengths.sum())
+    mask = np.ones(count, bool)
+    mask[np.cumsum(lengths) - lengths] = False
+    # The token after each sequence's last one is not read by any state that is scored.
+    tokens = np.concatenate([np.append(tokens, tokens[-1]) for tokens in inputs]).astype(np.int64)
+    scored = np.zeros(count, np.int64)
+    scored[mask] = targets
+    zeros = np.zeros(count, np.float32)
+    return Batch(tokens, lengths, mask, zeros, np.zeros(count, np.int64), zeros, zeros, targets=scored)
+
+
+def to_tensor(parts: Sequence[np.ndarray], device: torch.device) -> Tensor:
+    """Return arrays of several data, one after the other, as a float32 tensor."""
+    return torch.from_numpy(np.concatenate(parts).astype(np.float32)).to(device)

@@ -1,0 +1,410 @@
+"""Requests of the protocol that compute: accepted in any order, executed in the order of each model, never twice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import shutil
+import time
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tinker import types
+
+from forge.types import Sampling
+
+from .checkpoints import Checkpoints
+from .journal import Journal, from_json
+from .learner import Adapter, Learner
+from .sampler import Sampler
+from .wire import Datum, read_pass_request, write_samples
+
+log = logging.getLogger(__name__)
+STEPS = 8  # optimiser steps between two snapshots of a model: a restarted server computes the requests since again
+ACTIVE = '{"type": "active"}'  # status of a session
+BINARY = ("pass", "sample")  # kinds of requests whose results are protobuf messages
+
+
+class Requests:
+    """The models of all tenants, and what they are asked to compute.
+
+    Args:
+        folder: of the server; what is in it survives.
+        name: of the base model.
+    """
+
+    def __init__(self, folder: Path, name: str, journal: Journal, learner: Learner, sampler: Sampler) -> None:
+        self.folder, self.name = folder, name
+        self.journal, self.learner, self.sampler = journal, learner, sampler
+        self.checkpoints = Checkpoints(folder, name, journal)
+        self.thread = ThreadPoolExecutor(1, "forge-tinker")
+        self.adapters: dict[str, Adapter] = {}
+        self._next: dict[str, int] = {}  # of each model, the number of the request to execute next
+        self._steps: dict[str, int] = {}  # of each model, optimiser steps since its snapshot
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._finished = asyncio.Condition()
+
+    def resume(self) -> None:
+        """Continue with what a killed server had accepted."""
+        for session in self.journal.select("sessions", status=ACTIVE):
+            for model in self.journal.select("models", session=session["id"]):
+                self._start_model(model["id"])
+        for request in self.journal.select("requests", kind="sample", result=None, error=None):
+            self._start_sample(request["id"])
+
+    def count_models(self, owner: str) -> int:
+        """Return the number of a tenant's models in sessions that have not finished."""
+        statement = (
+            "SELECT COUNT(*) FROM models JOIN sessions ON models.session = sessions.id "
+            "WHERE models.owner = ? AND sessions.status = ?"
+        )
+        return self.journal.total(statement, owner, ACTIVE)
+
+    def count_open(self, owner: str) -> int:
+        """Return the number of a tenant's requests that have not finished."""
+        statement = "SELECT COUNT(*) FROM requests WHERE owner = ? AND result IS NULL AND error IS NULL"
+        return self.journal.total(statement, owner)
+
+    def close_session(self, session: str) -> None:
+        """Free what only a session uses: its models' memory, and weights of samplers that have no name."""
+        for model in self.journal.select("models", session=session):
+            self.adapters.pop(model["id"], None)
+        for folder in (self.folder / "samplers").glob(f"{session}-*"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def accept(self, kind: str, owner: str, subject: str, seq: int, body: bytes) -> str:
+        """Accept request number `seq` of a model or a sampler, and return its id. A repeated one is the same request.
+
+        Args:
+            kind: create, load, pass, step, save, sampler, external or sample.
+            subject: id of the model or sampler.
+        """
+        name = f"{subject}:{seq}"
+        row = {"id": name, "owner": owner, "subject": subject, "seq": seq, "kind": kind, "body": body}
+        if self.journal.add("requests", **row, created=time.time()):
+            if kind == "sample":
+                self._start_sample(name)
+            else:
+                self.journal.change("models", subject, touched=time.time())
+                self._start_model(subject)
+        return name
+
+    async def wait(self, name: str, owner: str, seconds: float) -> Any:
+        """Return the row of a finished request; None if it is not finished within this time.
+
+        Raises:
+            KeyError: this owner has no such request.
+        """
+        deadline = asyncio.get_running_loop().time() + seconds
+        async with self._finished:
+            while True:
+                row = self.journal.find("requests", id=name, owner=owner)
+                if row is None:
+                    raise KeyError(name)
+                if row["result"] is not None or row["error"] is not None:
+                    return row
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        await self._finished.wait()
+                except TimeoutError:
+                    return None
+
+    async def _finish(self, name: str, result: bytes | None, error: BaseException | None = None) -> None:
+        if error is None:
+            self.journal.change("requests", name, result=result)
+        else:
+            is_user = isinstance(error, ValueError | OSError)
+            if not is_user:
+                log.error("request %s failed", name, exc_info=error)
+            text = " ".join(str(error).split()) if is_user else f"{type(error).__name__}: {error}"
+            failure = {"error": text, "category": "user" if is_user else "server"}
+            self.journal.change("requests", name, error=failure)
+        async with self._finished:
+            self._finished.notify_all()
+
+    def _start_model(self, model: str) -> None:
+        if model not in self._running or self._running[model].done():
+            self._running[model] = asyncio.get_running_loop().create_task(self._run_model(model))
+
+    async def _run_model(self, model: str) -> None:
+        """Execute a model's requests in order, as far as they have arrived."""
+        loop = asyncio.get_running_loop()
+        if model not in self._next:
+            self._next[model] = await loop.run_in_executor(self.thread, self._restore, *self._snapshot_of(model))
+        while (row := self.journal.find("requests", subject=model, seq=self._next[model])) is not None:
+            is_finished = row["result"] is not None or row["error"] is not None
+            # What changed the model before a restart is computed again; its result is known.
+            if not is_finished or row["kind"] in ("create", "load", "pass", "step"):
+                result, error = None, None
+                try:
+                    result = await self._execute(row)
+                except Exception as raised:
+                    error = raised
+                if not is_finished:
+                    await self._finish(row["id"], result, error)
+                await self._take_snapshot(row)
+            self._next[model] = row["seq"] + 1
+
+    def _snapshot_of(self, model: str) -> tuple[str, dict[str, Any], int]:
+        row = self.journal.find("models", id=model)
+        assert row is not None
+        return model, from_json(row["config"]), row["applied"]
+
+    def _restore(self, model: str, config: dict[str, Any], applied: int) -> int:
+        """Read a model's snapshot, if there is one, and return the number of the request to execute next."""
+        if applied >= 0:
+            self.adapters[model] = self.learner.create(config)
+            self.adapters[model].load(self._snapshot_folder(model, applied), optimizer=True)
+        return applied + 1
+
+    def _snapshot_folder(self, model: str, seq: int) -> Path:
+        return self.folder / "models" / model.replace(":", "-") / f"snapshot-{seq}"
+
+    async def _take_snapshot(self, row: Any) -> None:
+        """Write a snapshot after every few steps and after a load; gradients are 0 at both."""
+        model, seq = row["subject"], row["seq"]
+        if row["kind"] == "step":
+            self._steps[model] = self._steps.get(model, 0) + 1
+        is_due = row["kind"] == "load" or (row["kind"] == "step" and self._steps[model] >= STEPS)
+        if not is_due or model not in self.adapters:
+            return
+
+        folder = self._snapshot_folder(model, seq)
+        adapter = self.adapters[model]
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self.thread, lambda: adapter.save(folder, self.name, optimizer=True))
+        self.journal.forget_bodies(model, seq)
+        self._steps[model] = 0
+        for other in folder.parent.glob("snapshot-*"):
+            if other != folder:
+                shutil.rmtree(other, ignore_errors=True)
+
+    async def _execute(self, row: Any) -> bytes:
+        """Execute a request of a model, and return the result's bytes."""
+        model, owner = row["subject"], row["owner"]
+        loop = asyncio.get_running_loop()
+        if row["kind"] == "pass":
+            request = read_pass_request(row["body"])
+            if request.loss_fn == "stable_reinforce":
+                for datum in request.data:
+                    self._add_recorded(datum, model.partition(":")[0])
+            adapter = self._adapter_of(model)
+            return await loop.run_in_executor(self.thread, self.learner.run_pass, adapter, request)
+
+        body = json.loads(row["body"])
+        if row["kind"] == "create":
+            _, config, _ = self._snapshot_of(model)
+            self.adapters[model] = await loop.run_in_executor(self.thread, self.learner.create, config)
+            return dump(types.CreateModelResponse(model_id=model))
+        if row["kind"] == "step":
+            adapter = self._adapter_of(model)
+            metrics = await loop.run_in_executor(self.thread, adapter.step, read_adam(body))
+            return dump(types.OptimStepResponse(metrics=metrics))
+        if row["kind"] == "load":
+            return await self._load(model, owner, body)
+        return await self._save(row["kind"], model, owner, body)
+
+    def _adapter_of(self, model: str) -> Adapter:
+        if model not in self.adapters:
+            raise ValueError(f"model {model} could not be created: see the error of its first request")
+        return self.adapters[model]
+
+    async def _load(self, model: str, owner: str, body: dict[str, Any]) -> bytes:
+        request = types.LoadWeightsRequest.model_validate(body)
+        checkpoint = self.checkpoints.find(request.path, owner)
+        if model not in self.adapters:
+            config = from_json(checkpoint["config"])
+            self.journal.change("models", model, config=config)
+            self.adapters[model] = self.learner.create(config)
+        adapter = self.adapters[model]
+        folder = self.checkpoints.folder_of(request.path)
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self.thread, lambda: adapter.load(folder, optimizer=request.optimizer))
+        return dump(types.LoadWeightsResponse(path=request.path, model_id=model))
+
+    async def _save(self, kind: str, model: str, owner: str, body: dict[str, Any]) -> bytes:
+        adapter = self._adapter_of(model)
+        _, config, _ = self._snapshot_of(model)
+        loop = asyncio.get_running_loop()
+        name = body.get("path")
+        # A sampler without a name has a folder of its own, and no path.
+        if kind == "sampler" and name is None:
+            sampler = f"{model.partition(':')[0]}:sample:{body['sampling_session_seq_id']}"
+            folder = self.folder / "samplers" / sampler.replace(":", "-")
+            await loop.run_in_executor(self.thread, lambda: adapter.save(folder, self.name, optimizer=False))
+            session = model.partition(":")[0]
+            mode = {"model": model, "kind": body.get("kind", "snapshot")}
+            self.journal.add("samplers", id=sampler, session=session, owner=owner, folder=str(folder), **mode)
+            # All samplers in flight of a model draw by its newest weights.
+            for other in self.journal.select("samplers", **mode) if mode["kind"] == "inflight" else ():
+                self.journal.change("samplers", other["id"], folder=str(folder))
+            return dump(types.SaveWeightsForSamplerResponseInternal(sampling_session_id=sampler))
+
+        path = self.checkpoints.make_path(model, kind, str(name), overwrite=bool(body.get("overwrite")))
+        folder = self.checkpoints.folder_of(path)
+        size = await loop.run_in_executor(
+            self.thread, lambda: adapter.save(folder, self.name, optimizer=kind == "save")
+        )
+        self.checkpoints.record(path, model, owner, config, size, body)
+        self.learner.forget(folder)
+        self.sampler.forget(folder)
+        if kind == "save":
+            return dump(types.SaveWeightsResponse(path=path))
+        return json.dumps({"path": path}).encode()
+
+    def _add_recorded(self, datum: Datum, session: str) -> None:
+        """Add what was recorded when the targets of a datum were sampled: their log-probabilities, and which are.
+
+        Raises:
+            ValueError: the datum has no provenance, or names a sequence that this session has not recorded.
+        """
+        if not datum.spans:
+            raise ValueError("stable_reinforce needs data with provenance: Datum.with_provenance")
+        logprobs, sampled = [], []
+        for sequence, offset, length in datum.spans:
+            values = np.zeros(length, np.float32)
+            if sequence:
+                row = self.journal.find("sequences", id=sequence, session=session)
+                if row is None:
+                    raise ValueError(
+                        f"sequence {sequence} was not recorded in this session within a day: sample with "
+                        "record_stability_info=True"
+                    )
+                recorded = np.frombuffer(row["logprobs"], np.float32)[offset : offset + length]
+                values[: len(recorded)] = recorded
+            logprobs.append(values)
+            sampled.append(np.full(length, float(bool(sequence)), np.float32))
+        datum.inputs["logprobs"], datum.inputs["sampled"] = np.concatenate(logprobs), np.concatenate(sampled)
+        if len(datum.inputs["sampled"]) != len(datum.tokens):
+            raise ValueError("the provenance of loss_fn_inputs does not cover all targets")
+
+    def _start_sample(self, name: str) -> None:
+        task = asyncio.get_running_loop().create_task(self._run_sample(name))
+        self._running[name] = task
+        task.add_done_callback(lambda _: self._running.pop(name, None))
+
+    async def _run_sample(self, name: str) -> None:
+        row = self.journal.find("requests", id=name)
+        assert row is not None
+        try:
+            result = await self._sample(row)
+        except Exception as error:
+            await self._finish(name, None, error)
+        else:
+            await self._finish(name, result)
+
+    async def _sample(self, row: Any) -> bytes:
+        request = types.SampleRequest.model_validate_json(row["body"])
+        sampler = self.journal.find("samplers", id=row["subject"])
+        assert sampler is not None
+        folder = None if sampler["folder"] is None else Path(sampler["folder"])
+        prompt = [token for chunk in request.prompt.chunks for token in read_chunk(chunk)]
+        self.learner.check_tokens(prompt, "prompt")
+        # The same request draws the same tokens again after a restart.
+        seed = request.sampling_params.seed
+        seed = zlib.crc32(row["id"].encode()) if seed is None else seed % 2**63
+        sampling = make_sampling(request, seed, self.sampler.engine.max_seq_len - len(prompt))
+        completions = await self.sampler.sample(folder, prompt, sampling)
+
+        wanted = request.target_prompt_logprobs
+        targets = None if wanted is None else read_targets(wanted, len(prompt))
+        loop = asyncio.get_running_loop()
+        scores = await loop.run_in_executor(
+            self.thread,
+            lambda: self.learner.score_prompt(
+                None if folder is None else self.learner.open(folder),
+                prompt,
+                logprobs=bool(request.prompt_logprobs) and len(prompt) > 1,
+                last=request.prompt_logprobs_last_n,
+                top_k=request.topk_prompt_logprobs,
+                targets=targets,
+                draws=request.prompt_alt_tokens_k,
+                temperature=request.sampling_params.temperature,
+                seed=seed,
+            ),
+        )
+
+        if request.record_stability_info:
+            for number, completion in enumerate(completions):
+                recorded = np.asarray(completion.logprobs, np.float32).tobytes()
+                key = {"id": f"{row['id']}:{number}", "session": sampler["session"]}
+                self.journal.add("sequences", **key, logprobs=recorded, created=time.time())
+        return write_samples(completions, scores, request.topk_sample_logprobs)
+
+
+def dump(response: Any) -> bytes:
+    """Return a response of the protocol as JSON."""
+    return response.model_dump_json(exclude_none=True).encode()
+
+
+def read_adam(body: dict[str, Any]) -> dict[str, float]:
+    """Return the settings of AdamW in an `optim_step` request.
+
+    Raises:
+        ValueError: they are of another optimiser.
+    """
+    if "adam_params" not in body:
+        raise ValueError("only AdamW is served: pass AdamParams to optim_step")
+    return types.AdamParams.model_validate(body["adam_params"]).model_dump()
+
+
+def read_chunk(chunk: Any) -> list[int]:
+    """Return the tokens of a part of a prompt; ValueError if it is no text."""
+    if not isinstance(chunk, types.EncodedTextChunk):
+        raise ValueError(f"the prompt has a chunk of type {chunk.type}: only text is served")
+    return list(chunk.tokens)
+
+
+def read_targets(tensor: Any, length: int) -> np.ndarray:
+    """Return the tokens that `target_prompt_logprobs` names, [length - 1, k], -1 where it names none.
+
+    Raises:
+        ValueError: it has another shape.
+    """
+    shape = tuple(tensor.shape or ())
+    if len(shape) != 2 or shape[0] != length - 1:
+        raise ValueError(f"target_prompt_logprobs must be [{length - 1}, K] for this prompt, got {list(shape)}")
+    if tensor.sparse_crow_indices is None:
+        return np.asarray(tensor.data, np.int64).reshape(shape)
+    tokens = np.full(shape, -1, np.int64)
+    rows = np.repeat(np.arange(shape[0]), np.diff(tensor.sparse_crow_indices))
+    tokens[rows, tensor.sparse_col_indices] = tensor.data
+    return tokens
+
+
+def make_sampling(request: Any, seed: int, room: int) -> Sampling:
+    """Return the engine's settings of a `sample` request.
+
+    Args:
+        room: tokens that fit after the prompt.
+
+    Raises:
+        ValueError: a setting that the engine does not have.
+    """
+    params = request.sampling_params
+    stop = params.stop
+    if stop is not None and not len(stop):
+        raise ValueError("stop=[] is not served: an answer always ends at the model's end-of-sequence token")
+    stops = [stop] if isinstance(stop, str) else list(stop or ())
+    return Sampling(
+        n=request.num_samples,
+        max_tokens=max(1, room) if params.max_tokens is None else params.max_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=max(params.top_k, 0),
+        stop=tuple(text for text in stops if isinstance(text, str)),
+        stop_token_ids=tuple(token for token in stops if isinstance(token, int)),
+        seed=seed,
+        top_logprobs=request.topk_sample_logprobs,
+        logprobs_of="policy",
+    )
+
+
+def draw_seed() -> int:
+    """Return a random seed of 31 bits."""
+    return secrets.randbits(31)
