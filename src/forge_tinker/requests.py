@@ -16,13 +16,12 @@ from typing import Any
 import numpy as np
 from tinker import types
 
-from forge.types import Sampling
-
+from .adapters import Adapter
 from .checkpoints import Checkpoints
 from .journal import Journal, from_json
-from .learner import Adapter, Learner
+from .learner import Learner
 from .sampler import Sampler
-from .wire import Datum, read_pass_request, write_samples
+from .wire import Datum, make_sampling, read_adam, read_chunk, read_pass_request, read_targets, write_samples
 
 log = logging.getLogger(__name__)
 STEPS = 8  # optimiser steps between two snapshots of a model: a restarted server computes the requests since again
@@ -340,69 +339,6 @@ class Requests:
 def dump(response: Any) -> bytes:
     """Return a response of the protocol as JSON."""
     return response.model_dump_json(exclude_none=True).encode()
-
-
-def read_adam(body: dict[str, Any]) -> dict[str, float]:
-    """Return the settings of AdamW in an `optim_step` request.
-
-    Raises:
-        ValueError: they are of another optimiser.
-    """
-    if "adam_params" not in body:
-        raise ValueError("only AdamW is served: pass AdamParams to optim_step")
-    return types.AdamParams.model_validate(body["adam_params"]).model_dump()
-
-
-def read_chunk(chunk: Any) -> list[int]:
-    """Return the tokens of a part of a prompt; ValueError if it is no text."""
-    if not isinstance(chunk, types.EncodedTextChunk):
-        raise ValueError(f"the prompt has a chunk of type {chunk.type}: only text is served")
-    return list(chunk.tokens)
-
-
-def read_targets(tensor: Any, length: int) -> np.ndarray:
-    """Return the tokens that `target_prompt_logprobs` names, [length - 1, k], -1 where it names none.
-
-    Raises:
-        ValueError: it has another shape.
-    """
-    shape = tuple(tensor.shape or ())
-    if len(shape) != 2 or shape[0] != length - 1:
-        raise ValueError(f"target_prompt_logprobs must be [{length - 1}, K] for this prompt, got {list(shape)}")
-    if tensor.sparse_crow_indices is None:
-        return np.asarray(tensor.data, np.int64).reshape(shape)
-    tokens = np.full(shape, -1, np.int64)
-    rows = np.repeat(np.arange(shape[0]), np.diff(tensor.sparse_crow_indices))
-    tokens[rows, tensor.sparse_col_indices] = tensor.data
-    return tokens
-
-
-def make_sampling(request: Any, seed: int, room: int) -> Sampling:
-    """Return the engine's settings of a `sample` request.
-
-    Args:
-        room: tokens that fit after the prompt.
-
-    Raises:
-        ValueError: a setting that the engine does not have.
-    """
-    params = request.sampling_params
-    stop = params.stop
-    if stop is not None and not len(stop):
-        raise ValueError("stop=[] is not served: an answer always ends at the model's end-of-sequence token")
-    stops = [stop] if isinstance(stop, str) else list(stop or ())
-    return Sampling(
-        n=request.num_samples,
-        max_tokens=max(1, room) if params.max_tokens is None else params.max_tokens,
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=max(params.top_k, 0),
-        stop=tuple(text for text in stops if isinstance(text, str)),
-        stop_token_ids=tuple(token for token in stops if isinstance(token, int)),
-        seed=seed,
-        top_logprobs=request.topk_sample_logprobs,
-        logprobs_of="policy",
-    )
 
 
 def draw_seed() -> int:

@@ -13,7 +13,7 @@ from forge.engines.weights import read_checkpoint
 from forge.models.weight_layouts import merge_adapters
 from forge.types import Completion, Sampling
 
-from .learner import ALPHA, read_factors
+from .adapters import ALPHA, read_factors
 
 Waiting = tuple[Sequence[int], Sampling, "asyncio.Future[list[Completion]]"]
 
