@@ -98,9 +98,8 @@ class Checkpoints:
 
     def remove_expired(self) -> None:
         """Delete the checkpoints whose time is over."""
-        for row in self.journal.select("checkpoints"):
-            if row["expires"] is not None and row["expires"] < time.time():
-                self.remove(row["path"])
+        for path in self.journal.expired_checkpoints():
+            self.remove(path)
 
 
 def describe_checkpoint(row: Any) -> dict[str, Any]:

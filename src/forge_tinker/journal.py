@@ -28,6 +28,7 @@ CREATE TABLE IF NOT EXISTS requests (
     id TEXT PRIMARY KEY, owner TEXT, subject TEXT, seq INTEGER, kind TEXT, body BLOB, result BLOB, error TEXT,
     created REAL);
 CREATE INDEX IF NOT EXISTS requests_of ON requests (subject, seq);
+CREATE INDEX IF NOT EXISTS requests_open ON requests (owner) WHERE result IS NULL AND error IS NULL;
 CREATE TABLE IF NOT EXISTS sequences (id TEXT PRIMARY KEY, session TEXT, logprobs BLOB, created REAL);
 """
 KEPT = 24 * 3600.0  # seconds for which results and recorded sequences are kept
@@ -82,6 +83,11 @@ class Journal:
         self._tables.execute("UPDATE models SET applied = ? WHERE id = ?", [applied, model])
         self._tables.execute("UPDATE requests SET body = NULL WHERE subject = ? AND seq <= ?", [model, applied])
         self._tables.execute("COMMIT")
+
+    def expired_checkpoints(self) -> list[str]:
+        """Return the paths of the checkpoints whose time is over."""
+        statement = "SELECT path FROM checkpoints WHERE expires < ?"
+        return [row["path"] for row in self._tables.execute(statement, [time.time()])]
 
     def remove_old(self) -> None:
         """Delete results, recorded sequences and samplers' requests that are older than a day."""

@@ -122,6 +122,22 @@ class Learner:
         names = set.intersection(*(set(datum.inputs) for datum in request.data)) - {"target_tokens"}
 
         self.install(adapter)
+        # A request that fails leaves the gradient as it was.
+        gradients = [parameter.grad for parameter in adapter.parameters]
+        for parameter in adapter.parameters:
+            parameter.grad = None
+        try:
+            return self._run_pass(request, names, config)
+        except BaseException:
+            for parameter in adapter.parameters:
+                parameter.grad = None
+            raise
+        finally:
+            for parameter, gradient in zip(adapter.parameters, gradients, strict=True):
+                if gradient is not None:
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+    def _run_pass(self, request: PassRequest, names: set[str], config: Mapping[str, float]) -> bytes:
         outputs, total = [], 0.0
         with torch.set_grad_enabled(not request.forward_only):
             for rows in split_data(request.data):

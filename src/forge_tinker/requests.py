@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import secrets
 import shutil
 import time
@@ -25,6 +26,7 @@ from .wire import Datum, make_sampling, read_adam, read_chunk, read_pass_request
 
 log = logging.getLogger(__name__)
 STEPS = 8  # optimiser steps between two snapshots of a model: a restarted server computes the requests since again
+SAMPLERS = 32  # samplers without a name whose weights a session keeps
 ACTIVE = '{"type": "active"}'  # status of a session
 BINARY = ("pass", "sample")  # kinds of requests whose results are protobuf messages
 
@@ -46,15 +48,15 @@ class Requests:
         self._next: dict[str, int] = {}  # of each model, the number of the request to execute next
         self._steps: dict[str, int] = {}  # of each model, optimiser steps since its snapshot
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._finished = asyncio.Condition()
+        self._finished: dict[str, asyncio.Event] = {}  # of each request that somebody waits for
 
     def resume(self) -> None:
         """Continue with what a killed server had accepted."""
-        for session in self.journal.select("sessions", status=ACTIVE):
-            for model in self.journal.select("models", session=session["id"]):
-                self._start_model(model["id"])
-        for request in self.journal.select("requests", kind="sample", result=None, error=None):
-            self._start_sample(request["id"])
+        for request in self.journal.select("requests", result=None, error=None):
+            if request["kind"] == "sample":
+                self._start_sample(request["id"])
+            else:
+                self._start_model(request["subject"])
 
     def count_models(self, owner: str) -> int:
         """Return the number of a tenant's models in sessions that have not finished."""
@@ -99,21 +101,21 @@ class Requests:
         Raises:
             KeyError: this owner has no such request.
         """
-        deadline = asyncio.get_running_loop().time() + seconds
-        async with self._finished:
-            while True:
-                row = self.journal.find("requests", id=name, owner=owner)
-                if row is None:
-                    raise KeyError(name)
-                if row["result"] is not None or row["error"] is not None:
-                    return row
-                try:
-                    async with asyncio.timeout_at(deadline):
-                        await self._finished.wait()
-                except TimeoutError:
-                    return None
+        row = self.journal.find("requests", id=name, owner=owner)
+        if row is None:
+            raise KeyError(name)
+        if row["result"] is not None or row["error"] is not None:
+            return row
 
-    async def _finish(self, name: str, result: bytes | None, error: BaseException | None = None) -> None:
+        event = self._finished.setdefault(name, asyncio.Event())
+        try:
+            async with asyncio.timeout(seconds):
+                await event.wait()
+        except TimeoutError:
+            return None
+        return self.journal.find("requests", id=name)
+
+    def _finish(self, name: str, result: bytes | None, error: BaseException | None = None) -> None:
         if error is None:
             self.journal.change("requests", name, result=result)
         else:
@@ -123,8 +125,8 @@ class Requests:
             text = " ".join(str(error).split()) if is_user else f"{type(error).__name__}: {error}"
             failure = {"error": text, "category": "user" if is_user else "server"}
             self.journal.change("requests", name, error=failure)
-        async with self._finished:
-            self._finished.notify_all()
+        if event := self._finished.pop(name, None):
+            event.set()
 
     def _start_model(self, model: str) -> None:
         if model not in self._running or self._running[model].done():
@@ -134,7 +136,12 @@ class Requests:
         """Execute a model's requests in order, as far as they have arrived."""
         loop = asyncio.get_running_loop()
         if model not in self._next:
-            self._next[model] = await loop.run_in_executor(self.thread, self._restore, *self._snapshot_of(model))
+            snapshot = self._snapshot_of(model)
+            self._next[model] = snapshot[-1] + 1
+            try:
+                await loop.run_in_executor(self.thread, self._restore, *snapshot)
+            except (OSError, ValueError) as fault:  # its requests fail, one by one
+                log.error("the snapshot of model %s cannot be read: %s", model, fault)
         while (row := self.journal.find("requests", subject=model, seq=self._next[model])) is not None:
             is_finished = row["result"] is not None or row["error"] is not None
             # What changed the model before a restart is computed again; its result is known.
@@ -145,7 +152,7 @@ class Requests:
                 except Exception as raised:
                     error = raised
                 if not is_finished:
-                    await self._finish(row["id"], result, error)
+                    self._finish(row["id"], result, error)
                 await self._take_snapshot(row)
             self._next[model] = row["seq"] + 1
 
@@ -154,12 +161,12 @@ class Requests:
         assert row is not None
         return model, from_json(row["config"]), row["applied"]
 
-    def _restore(self, model: str, config: dict[str, Any], applied: int) -> int:
-        """Read a model's snapshot, if there is one, and return the number of the request to execute next."""
+    def _restore(self, model: str, config: dict[str, Any], applied: int) -> None:
+        """Read a model's snapshot, which has the requests up to number `applied`; -1: there is none."""
         if applied >= 0:
-            self.adapters[model] = self.learner.create(config)
-            self.adapters[model].load(self._snapshot_folder(model, applied), optimizer=True)
-        return applied + 1
+            adapter = self.learner.create(config)
+            adapter.load(self._snapshot_folder(model, applied), optimizer=True)
+            self.adapters[model] = adapter
 
     def _snapshot_folder(self, model: str, seq: int) -> Path:
         return self.folder / "models" / model.replace(":", "-") / f"snapshot-{seq}"
@@ -210,7 +217,7 @@ class Requests:
 
     def _adapter_of(self, model: str) -> Adapter:
         if model not in self.adapters:
-            raise ValueError(f"model {model} could not be created: see the error of its first request")
+            raise ValueError(f"model {model} could not be created or read: see its first error, or the server's log")
         return self.adapters[model]
 
     async def _load(self, model: str, owner: str, body: dict[str, Any]) -> bytes:
@@ -237,6 +244,7 @@ class Requests:
             folder = self.folder / "samplers" / sampler.replace(":", "-")
             await loop.run_in_executor(self.thread, lambda: adapter.save(folder, self.name, optimizer=False))
             session = model.partition(":")[0]
+            self._drop_samplers(session)
             mode = {"model": model, "kind": body.get("kind", "snapshot")}
             self.journal.add("samplers", id=sampler, session=session, owner=owner, folder=str(folder), **mode)
             # All samplers in flight of a model draw by its newest weights.
@@ -255,6 +263,12 @@ class Requests:
         if kind == "save":
             return dump(types.SaveWeightsResponse(path=path))
         return json.dumps({"path": path}).encode()
+
+    def _drop_samplers(self, session: str) -> None:
+        """Delete the weights of a session's samplers without a name that were used least recently, beyond SAMPLERS."""
+        folders = sorted((self.folder / "samplers").glob(f"{session}-*"), key=lambda folder: folder.stat().st_mtime)
+        for folder in folders[:-SAMPLERS]:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _add_recorded(self, datum: Datum, session: str) -> None:
         """Add what was recorded when the targets of a datum were sampled: their log-probabilities, and which are.
@@ -293,15 +307,19 @@ class Requests:
         try:
             result = await self._sample(row)
         except Exception as error:
-            await self._finish(name, None, error)
+            self._finish(name, None, error)
         else:
-            await self._finish(name, result)
+            self._finish(name, result)
 
     async def _sample(self, row: Any) -> bytes:
         request = types.SampleRequest.model_validate_json(row["body"])
         sampler = self.journal.find("samplers", id=row["subject"])
         assert sampler is not None
         folder = None if sampler["folder"] is None else Path(sampler["folder"])
+        if folder is not None:
+            if not folder.exists():
+                raise ValueError("the weights of this sampler were deleted, or others were used since: save them again")
+            os.utime(folder)
         prompt = [token for chunk in request.prompt.chunks for token in read_chunk(chunk)]
         self.learner.check_tokens(prompt, "prompt")
         # The same request draws the same tokens again after a restart.

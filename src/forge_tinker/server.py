@@ -21,11 +21,19 @@ from forge_http.web import Handler, guard_requests, json_of, web
 from .checkpoints import check_ttl
 from .listing import Listing
 from .requests import BINARY, Requests, draw_seed, dump
+from .wire import parse_pass
 
 POLL = 30.0  # seconds for which a request for a result waits
 MAX_BODY = 1 << 28  # bytes
 PREFIX = "/api/v1"
 PROTOBUF = "application/x-protobuf"
+# Requests that change or save a model, by their kind.
+KINDS: dict[str, Any] = {
+    "step": types.OptimStepRequest,
+    "save": types.SaveWeightsRequest,
+    "sampler": types.SaveWeightsForSamplerRequest,
+    "external": types.SaveWeightsExternalRequest,
+}
 REFUSED = {
     "/auth/token": "JWT credentials: use an API key",
     "/create_custom_loss": "custom losses on the server: they run in the client",
@@ -238,14 +246,8 @@ class TinkerServer:
         content = await request.read()
         if request.headers.get("Content-Encoding") == "zstd":
             content = zstandard.ZstdDecompressor().decompress(content, max_output_size=MAX_BODY)
-        # Only the fields that say where the request goes: data are parsed when it is executed.
-        from .wire import protocol
-
-        message = protocol.ForwardBackwardRequest()
-        try:
-            message.ParseFromString(content)
-        except Exception as error:
-            raise ValueError(f"the body is not a ForwardBackwardRequest: {error}") from None
+        # Only the fields that say where the request goes: invalid data are the result's error, not an answer here.
+        message = parse_pass(content)
         model = self.own_row("models", message.model_id, request)
         self.open_session(model["session"], request)
         return self._accept(request, "pass", message.model_id, message.seq_id, content)
@@ -254,16 +256,16 @@ class TinkerServer:
         """Return the handler of a kind of request that changes or saves a model."""
 
         async def accept(request: web.Request) -> web.Response:
-            body = await json_of(request)
-            model = self.own_row("models", body.get("model_id"), request)
+            body = await read_body(request, KINDS[kind])
+            model = self.own_row("models", body.model_id, request)
             self.open_session(model["session"], request)
-            check_ttl(body.get("ttl_seconds"))
+            check_ttl(getattr(body, "ttl_seconds", None))
             tenant = self.tenant_of(request)
             if kind != "step" and tenant.max_bytes is not None:
                 used = self.requests.checkpoints.count_bytes(tenant.project)
                 if used >= tenant.max_bytes:
                     raise ValueError(f"the project has {used} bytes of checkpoints, its quota: delete some")
-            return self._accept(request, kind, model["id"], read_number(body, "seq_id"), await request.read())
+            return self._accept(request, kind, model["id"], body.seq_id or 0, await request.read())
 
         return accept
 
@@ -351,14 +353,6 @@ async def read_body(request: web.Request, model: Any) -> Any:
     except ValidationError as error:
         fault = error.errors()[0]
         raise ValueError(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}") from None
-
-
-def read_number(body: Mapping[str, Any], name: str) -> int:
-    """Return a whole number of a body; ValueError if it is missing."""
-    value = body.get(name)
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{name} must be a whole number, got {value!r}")
-    return value
 
 
 def reply(response: Any) -> web.Response:

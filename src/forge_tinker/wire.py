@@ -50,18 +50,27 @@ class PassRequest:
     forward_only: bool
 
 
-def read_pass_request(body: bytes) -> PassRequest:
-    """Parse the body of a `forward_backward` request.
+def parse_pass(body: bytes) -> Any:
+    """Return the message of a `forward_backward` request.
 
     Raises:
-        ValueError: it is malformed, has parts that are no text, or tensors of the wrong length; names the datum.
+        ValueError: the body is malformed.
     """
     message = protocol.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
     except Exception as error:
         raise ValueError(f"the body is not a ForwardBackwardRequest: {error}") from None
+    return message
 
+
+def read_pass_request(body: bytes) -> PassRequest:
+    """Parse the body of a `forward_backward` request.
+
+    Raises:
+        ValueError: it is malformed, has parts that are no text, or tensors of the wrong length; names the datum.
+    """
+    message = parse_pass(body)
     data = []
     for number, row in enumerate(message.data):
         try:

@@ -29,9 +29,18 @@ class Server:
         self.start()
 
     def start(self):
-        command = [sys.executable, "-c", "from forge.cli import main; main()", "tinker", "--model", self.model, "--port", str(self.port)]
+        command = [
+            sys.executable,
+            "-c",
+            "from forge.cli import main; main()",
+            "tinker",
+            "--model",
+            self.model,
+            "--port",
+            str(self.port),
+        ]
         self.process = subprocess.Popen(
-            [*command, "--folder", str(self.folder), *self.options],
+            [*command, "--model", self.model, "--port", str(self.port), "--folder", str(self.folder), *self.options],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -64,7 +73,7 @@ def serve(model, folder, *options):
         server.process.wait()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(base_model, tmp_path_factory):
     with serve(base_model, tmp_path_factory.mktemp("server")) as running:
         yield running

@@ -150,10 +150,10 @@ def test_first_adam_step_equals_plain_torch(server):
         after = read_factors(client, "after")
 
     plain = PlainModel(server.model, before, rank=4)
-    optimizer = torch.optim.AdamW(
-        plain.factors.values(), lr=1e-2, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.1
-    )
-    loss = [objective("cross_entropy", plain.score(d), {"weights": d.loss_fn_inputs["weights"].to_torch()}) for d in data]
+    optimizer = torch.optim.AdamW(plain.factors.values(), lr=1e-2, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.1)
+    loss = [
+        objective("cross_entropy", plain.score(d), {"weights": d.loss_fn_inputs["weights"].to_torch()}) for d in data
+    ]
     sum(loss).backward()
     optimizer.step()
     # A's gradient is 0, as B is: its first step is weight decay alone. B's first step is lr times a sign.
@@ -198,9 +198,7 @@ def test_several_targets_of_a_position(shared_client, server):
 def test_invalid_data_are_named_and_the_client_goes_on(shared_client, loss, config, inputs, message):
     import tinker
 
-    datum = tinker.Datum(
-        model_input=tinker.ModelInput.from_ints([3]), loss_fn_inputs={"target_tokens": [4], **inputs}
-    )
+    datum = tinker.Datum(model_input=tinker.ModelInput.from_ints([3]), loss_fn_inputs={"target_tokens": [4], **inputs})
     with pytest.raises(tinker.RequestFailedError, match=message):
         shared_client.forward_backward([datum], loss, config).result()
     shared_client.forward(make_data("cross_entropy", 0), "cross_entropy").result()

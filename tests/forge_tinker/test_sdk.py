@@ -25,10 +25,11 @@ NOT_SERVED["RestClient"] |= {f"{name}_async" for name in NOT_SERVED["RestClient"
 ADAM = tinker.AdamParams(learning_rate=1e-3)
 
 
+CALLED = set()  # (client, method)
+
+
 class Recorder:
     """A client that notes which of its methods were called; coroutines and futures are awaited."""
-
-    called: set[tuple[str, str]] = set()
 
     def __init__(self, client):
         self.client = client
@@ -39,7 +40,7 @@ class Recorder:
             return method
 
         def call(*args, **kwargs):
-            self.called.add((type(self.client).__name__, name))
+            CALLED.add((type(self.client).__name__, name))
             result = method(*args, **kwargs)
             if inspect.iscoroutine(result):
                 result = asyncio.run(result)
@@ -60,7 +61,7 @@ def public_methods():
 
 
 def test_every_method(server):
-    Recorder.called.clear()
+    CALLED.clear()
     data = [make_datum("abc>cba", 4)]
     key = {"base_url": server.url, "api_key": "tml-sdk"}
     client = tinker.ServiceClient({"run": "7"}, "a project", display_name="every method", **key)
@@ -79,7 +80,7 @@ def test_every_method(server):
         getattr(training, name)(data, "cross_entropy")
     training.optim_step(ADAM), training.optim_step_async(ADAM)
     square = client.create_custom_loss(lambda logprobs: ((logprobs**2).sum(), {}), {"logprobs": 1}).result()
-    Recorder.called.add(("ServiceClient", "create_custom_loss"))
+    CALLED.add(("ServiceClient", "create_custom_loss"))
     training.forward_backward_custom(data, square)
     training.forward_backward_custom_async(data, lambda data, p: (p[0].sum(), {}))
     training.optim_step(ADAM)
@@ -156,7 +157,9 @@ def test_every_method(server):
         assert b'"peft_type": "LORA"' in answer.read()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = rest.search_sessions(types.SessionSearchRequest(display_name="method EVERY", user_metadata={"run": "7"}))
+        found = rest.search_sessions(
+            types.SessionSearchRequest(display_name="method EVERY", user_metadata={"run": "7"})
+        )
     assert [summary.session_id for summary in found.sessions] == [session]
     rest.delete_checkpoint_from_tinker_path(sampled), rest.delete_checkpoint(run, "sampler_weights/b")
     rest.delete_checkpoint_from_tinker_path_async(external), rest.delete_checkpoint_async(run, "external_weights/b")
@@ -164,14 +167,14 @@ def test_every_method(server):
 
     for name in sorted(NOT_SERVED["RestClient"]):
         arguments = {"get_billing": ("2026-01-01", "2026-01-02"), "export_sess": (session,)}.get(name[:11], ())
-        with pytest.raises((tinker.NotFoundError, RuntimeError), match="does not serve|JWT"):
+        with pytest.raises((tinker.NotFoundError, RuntimeError), match=r"does not serve|JWT"):
             getattr(rest, name)(*arguments)
     service.close("success")
-    assert public_methods() - Recorder.called == set()
+    assert public_methods() - CALLED == set()
 
     page = PAGE.read_text()
     named = {name.removesuffix("_async") for _, name in public_methods()}
     assert {name for name in named if f"`{name}`" not in page} == set()
     refused = page.split("Not served:")[1].split("\n\n")[0]
-    assert {name for name in named if f"`{name}`" in refused} == {n.removesuffix("_async") for n in NOT_SERVED["RestClient"]}
-
+    expected = {name.removesuffix("_async") for name in NOT_SERVED["RestClient"]}
+    assert {name for name in named if f"`{name}`" in refused} == expected

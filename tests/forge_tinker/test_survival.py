@@ -10,7 +10,7 @@ import tinker
 
 from .conftest import encode, make_datum, serve
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.full]
 
 WORDS = ["abc", "fgh", "xyz", "kmw"]
 SETTINGS = {"max_tokens": 3, "temperature": 1.0}
