@@ -96,14 +96,13 @@ def _gspo(tokens: Tokens) -> Tensor:
 
 def _dro(tokens: Tokens) -> Tensor:
     loss = DRO(penalty=tokens.config["beta"])
-    return loss.token_loss(tokens.logprobs, tokens.read("logprobs"), tokens.read("advantages"))
+    return loss.token_loss(tokens.ratio, tokens.logprobs, tokens.read("advantages"))
 
 
 def _stable_reinforce(tokens: Tokens) -> Tensor:
     gradient = Reinforce(clip_ratio=0.0).token_loss(tokens.ratio, tokens.logprobs, tokens.read("advantages"))
-    penalty = DRO(penalty=tokens.config["kl_coeff"]).token_loss(
-        tokens.logprobs, tokens.read("logprobs"), torch.zeros_like(tokens.logprobs)
-    )
+    no_advantages = torch.zeros_like(tokens.logprobs)
+    penalty = DRO(penalty=tokens.config["kl_coeff"]).token_loss(tokens.ratio, tokens.logprobs, no_advantages)
     return (gradient + penalty) * tokens.read("sampled")
 
 

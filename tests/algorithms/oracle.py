@@ -60,6 +60,8 @@ def surrogates(name: str, tokens: list[Token], old: str, **s: float) -> list[flo
     if name == "reinforce":
         bound = math.inf if s["clip_ratio"] is None else 1 + s["clip_ratio"]
         return [(min(f, bound) if bound < math.inf else 1.0) * t.advantage * t.logp for t, _, f in rows]
+    if name == "dro":
+        return [t.advantage * t.logp - s["penalty"] / 2 * (t.logp - getattr(t, old)) ** 2 for t in tokens]
     if name == "distill":
         return [min(f, 1 + high) * (t.ref - t.at) * t.logp for t, _, f in rows]
     raise AssertionError(name)

@@ -28,6 +28,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "reinforce++": {"clip_low": 0.1, "clip_high": 0.3},
     "ppo": {"clip_low": 0.1, "clip_high": 0.3},
     "decoupled_ppo": {"clip_low": 0.1, "clip_high": 0.3},
+    "dro": {"penalty": 0.3},
     "distill": {"clip_high": 0.2},
 }
 LENGTHS = [5, 1, 3, 8, 2]

@@ -6,7 +6,6 @@ from dataclasses import KW_ONLY, dataclass
 from torch import Tensor
 
 from .base import Algorithm
-from .terms import log_ratio
 
 
 @dataclass(eq=False)
@@ -30,8 +29,6 @@ class DRO(Algorithm):
         if not 0 <= self.penalty < math.inf:
             raise ValueError(f"penalty must be at least 0 and finite, got {self.penalty}")
 
-    def token_loss(  # type: ignore[override]
-        self, logprobs: Tensor, behaviour_logprobs: Tensor, advantages: Tensor
-    ) -> Tensor:
-        """Return -(A * log pi - penalty / 2 * (log(pi / mu))^2)."""
-        return 0.5 * self.penalty * log_ratio(logprobs, behaviour_logprobs) ** 2 - advantages * logprobs
+    def token_loss(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
+        """Return -(A * log pi - penalty / 2 * (log ratio)^2)."""
+        return 0.5 * self.penalty * ratio.log() ** 2 - advantages * logprobs
