@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from scripts.fetch_tokenizers import NPM, NPM_VERSION, WHEELS
-from tests.data.families import FAMILIES, MISSING, Family
-from tests.data.family_checks import CHECKS
+from scripts.tokenizers.checks import CHECKS
+from scripts.tokenizers.families import FAMILIES, MISSING, Family
 
 PAGE = Path(__file__).with_name("data.md")
 BEGIN, END = "<!-- made by make_data.py -->\n", "<!-- end of the table -->\n"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.data.families import FAMILIES, MISSING
-from tests.data.family_checks import CHECKS
+from scripts.tokenizers.checks import CHECKS
+from scripts.tokenizers.families import FAMILIES, MISSING
 
 pytestmark = [pytest.mark.costly, pytest.mark.skipif(bool(MISSING), reason=MISSING)]
 

@@ -89,78 +89,50 @@ def shared_client(server):
 
 def read_factors(client, name):
     """The factors of a client's adapter, from the files that it downloads."""
-    import io
     import urllib.request
 
     from safetensors.torch import load
     from tinker import RestClient
 
     path = client.save_weights_external(name).result().path
-    rest = RestClient(base_url=client.holder._base_url, api_key="tml-losses")
+    rest = RestClient(base_url=client.holder._base_url, api_key=client.holder._api_key)
     urls = rest.get_external_weights_urls(path).result().urls
     with urllib.request.urlopen(urls["adapter_model.safetensors"]) as answer:
-        return load(io.BytesIO(answer.read()).getvalue())
+        return load(answer.read())
 
 
 @pytest.mark.parametrize("name", ["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"])
-def test_loss_and_step_equal_plain_torch(shared_client, server, name):
+def test_losses_and_steps_equal_plain_torch(service, server, name):
     import tinker
 
-    # One step first, so that B is not 0 and every factor has a gradient.
-    shared_client.forward_backward(make_data("cross_entropy", 1), "cross_entropy").result()
-    shared_client.optim_step(tinker.AdamParams(learning_rate=3e-2)).result()
-    before = read_factors(shared_client, f"before-{name}")
-    plain = PlainModel(server.model, before, rank=4)
-    data = make_data(name, 2)
-
-    # The gradient of two passes accumulates.
-    results = [shared_client.forward_backward(part, name) for part in (data[:1], data[1:])]
+    client = service.create_lora_training_client(server.model, rank=4, seed=3).result()
+    plain = PlainModel(server.model, read_factors(client, "start"), rank=4)
+    optimizer = torch.optim.AdamW(plain.factors.values(), 1e-2, betas=(0.8, 0.9), eps=1e-8, weight_decay=0.1)
     settings = {"learning_rate": 1e-2, "beta1": 0.8, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.1}
-    step = shared_client.optim_step(tinker.AdamParams(**settings, grad_clip_norm=1.0)).result()
-    outputs = [output for result in results for output in result.result().loss_fn_outputs]
-    total = sum(result.result().metrics["loss:sum"] for result in results)
 
-    tensors = [{key: value.to_torch() for key, value in datum.loss_fn_inputs.items()} for datum in data]
-    scored = [plain.score(datum) for datum in data]
-    sum(objective(name, p, inputs) for p, inputs in zip(scored, tensors, strict=True)).backward()
-    for output, expected in zip(outputs, scored, strict=True):
-        np.testing.assert_allclose(output["logprobs"].to_numpy(), expected.detach(), atol=2e-5)
-    returned = [output["logprobs"].to_torch() for output in outputs]
-    formula = sum(float(objective(name, p, inputs)) for p, inputs in zip(returned, tensors, strict=True))
-    assert total == pytest.approx(formula, rel=1e-6, abs=1e-6)
-    norm = torch.nn.utils.clip_grad_norm_(plain.factors.values(), 1.0)
-    assert norm > 0
-    assert step.metrics["grad_norm:mean"] == pytest.approx(float(norm), rel=1e-4)
+    # B is 0 before the first step, which makes every later gradient one of all factors.
+    for number, loss in enumerate(("cross_entropy", name)):
+        data = make_data(loss, number)
+        passes = [client.forward_backward(part, loss) for part in (data[:1], data[1:])]  # the gradient accumulates
+        step = client.optim_step(tinker.AdamParams(**settings, grad_clip_norm=1.0)).result()
+        outputs = [output["logprobs"].to_torch() for p in passes for output in p.result().loss_fn_outputs]
+        inputs = [{key: value.to_torch() for key, value in datum.loss_fn_inputs.items()} for datum in data]
+        scored = [plain.score(datum) for datum in data]
+        for returned, expected in zip(outputs, scored, strict=True):
+            torch.testing.assert_close(returned, expected.detach(), atol=2e-5, rtol=0)
+        formula = sum(float(objective(loss, *pair)) for pair in zip(outputs, inputs, strict=True))
+        assert sum(p.result().metrics["loss:sum"] for p in passes) == pytest.approx(formula, rel=1e-6, abs=1e-6)
 
-    after = read_factors(shared_client, f"after-{name}")
-    changed = max(float((after[key] - value).abs().max()) for key, value in before.items())
-    assert changed > 5e-3  # the factors have moved by about the learning rate
-    assert set(after) == set(plain.factors)
-
-
-def test_first_adam_step_equals_plain_torch(server):
-    import tinker
-
-    with tinker.ServiceClient(base_url=server.url, api_key="tml-losses") as service:
-        client = service.create_lora_training_client(server.model, rank=4, seed=5).result()
-        before = read_factors(client, "before")
-        data = make_data("cross_entropy", 4)
-        client.forward_backward(data, "cross_entropy").result()
-        client.optim_step(tinker.AdamParams(learning_rate=1e-2, weight_decay=0.1)).result()
-        after = read_factors(client, "after")
-
-    plain = PlainModel(server.model, before, rank=4)
-    optimizer = torch.optim.AdamW(plain.factors.values(), lr=1e-2, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.1)
-    loss = [
-        objective("cross_entropy", plain.score(d), {"weights": d.loss_fn_inputs["weights"].to_torch()}) for d in data
-    ]
-    sum(loss).backward()
-    optimizer.step()
-    # A's gradient is 0, as B is: its first step is weight decay alone. B's first step is lr times a sign.
-    for key, value in plain.factors.items():
-        near = (after[key] - value.detach()).abs() < 1e-4
-        assert near.float().mean() > 0.995, key
-    assert any(float((after[key] - value).abs().max()) > 5e-3 for key, value in before.items())
+        optimizer.zero_grad()
+        sum(objective(loss, *pair) for pair in zip(scored, inputs, strict=True)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.factors.values(), 1.0)
+        assert step.metrics["grad_norm:mean"] == pytest.approx(float(norm), rel=1e-4)
+        optimizer.step()
+        for key, trained in read_factors(client, f"step-{number}").items():
+            # Where a gradient is 0 but for rounding, Adam's step is of either sign.
+            equal = (trained - plain.factors[key].detach()).abs() < 1e-4
+            assert equal.float().mean() > 0.99, key
+            plain.factors[key].data.copy_(trained)
 
 
 def test_several_targets_of_a_position(shared_client, server):
