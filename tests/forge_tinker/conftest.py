@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 import pytest
 
-pytest.importorskip("tinker")
-
 from forge.models import build_small_model
+
+tinker = pytest.importorskip("tinker")
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz> "
 
@@ -58,10 +58,6 @@ class Server:
         self.process.send_signal(signal.SIGKILL)
         self.process.wait(60)
 
-    def stop(self):
-        self.process.send_signal(signal.SIGTERM)
-        assert self.process.wait(60) == 0
-
 
 @contextmanager
 def serve(model, folder, *options):
@@ -77,13 +73,10 @@ def serve(model, folder, *options):
 def server(base_model, tmp_path_factory):
     with serve(base_model, tmp_path_factory.mktemp("server")) as running:
         yield running
-        running.stop()
 
 
 @pytest.fixture
 def service(server):
-    import tinker
-
     with tinker.ServiceClient(base_url=server.url, api_key="tml-tests") as client:
         yield client
 
@@ -95,8 +88,6 @@ def encode(text):
 
 def make_datum(text, prompt, **inputs):
     """A datum whose targets are the text's next tokens; by default of weight 1 after the first `prompt` ones."""
-    import tinker
-
     tokens = encode(text)
     weights = [0.0] * (prompt - 1) + [1.0] * (len(tokens) - prompt)
     return tinker.Datum(

@@ -1,8 +1,12 @@
 """Losses, gradients and steps beside plain torch on transformers' model with the same adapter."""
 
+import urllib.request
+
 import numpy as np
 import pytest
+import tinker
 import torch
+from safetensors.torch import load
 from transformers import AutoModelForCausalLM
 
 from .conftest import make_datum
@@ -80,8 +84,6 @@ def make_data(name, seed):
 
 @pytest.fixture(scope="module")
 def shared_client(server):
-    import tinker
-
     with tinker.ServiceClient(base_url=server.url, api_key="tml-losses") as service:
         client = service.create_lora_training_client(server.model, rank=4, seed=3).result()
         yield client
@@ -89,13 +91,8 @@ def shared_client(server):
 
 def read_factors(client, name):
     """The factors of a client's adapter, from the files that it downloads."""
-    import urllib.request
-
-    from safetensors.torch import load
-    from tinker import RestClient
-
     path = client.save_weights_external(name).result().path
-    rest = RestClient(base_url=client.holder._base_url, api_key=client.holder._api_key)
+    rest = tinker.RestClient(base_url=client.holder._base_url, api_key=client.holder._api_key)
     urls = rest.get_external_weights_urls(path).result().urls
     with urllib.request.urlopen(urls["adapter_model.safetensors"]) as answer:
         return load(answer.read())
@@ -103,8 +100,6 @@ def read_factors(client, name):
 
 @pytest.mark.parametrize("name", ["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"])
 def test_losses_and_steps_equal_plain_torch(service, server, name):
-    import tinker
-
     client = service.create_lora_training_client(server.model, rank=4, seed=3).result()
     plain = PlainModel(server.model, read_factors(client, "start"), rank=4)
     optimizer = torch.optim.AdamW(plain.factors.values(), 1e-2, betas=(0.8, 0.9), eps=1e-8, weight_decay=0.1)
@@ -136,8 +131,6 @@ def test_losses_and_steps_equal_plain_torch(service, server, name):
 
 
 def test_several_targets_of_a_position(shared_client, server):
-    import tinker
-
     plain = PlainModel(server.model, read_factors(shared_client, "several"), rank=4)
     tokens = [3, 4, 5, 6]
     generator = torch.Generator().manual_seed(0)
@@ -168,22 +161,7 @@ def test_several_targets_of_a_position(shared_client, server):
     ],
 )
 def test_invalid_data_are_named_and_the_client_goes_on(shared_client, loss, config, inputs, message):
-    import tinker
-
     datum = tinker.Datum(model_input=tinker.ModelInput.from_ints([3]), loss_fn_inputs={"target_tokens": [4], **inputs})
     with pytest.raises(tinker.RequestFailedError, match=message):
         shared_client.forward_backward([datum], loss, config).result()
     shared_client.forward(make_data("cross_entropy", 0), "cross_entropy").result()
-
-
-def test_custom_loss_of_the_client(shared_client, server):
-    plain = PlainModel(server.model, read_factors(shared_client, "custom"), rank=4)
-    data = make_data("cross_entropy", 6)
-
-    def square(data, logprobs):
-        return sum((values**2).sum() for values in logprobs), {"custom:sum": 1.0}
-
-    result = shared_client.forward_backward_custom(data, square).result()
-    expected = sum(float((plain.score(datum).detach() ** 2).sum()) for datum in data)
-    assert result.metrics["loss:sum"] == pytest.approx(expected, rel=1e-4)
-    assert result.metrics["custom:sum"] == 1.0

@@ -3,7 +3,6 @@
 import json
 
 import httpx
-import numpy as np
 import pytest
 import tinker
 
@@ -29,24 +28,8 @@ def test_samplers_keep_their_weights_while_training_goes_on(service, server):
     assert first.compute_logprobs(tokens).result() == reference
 
     # A checkpoint of training samples as one for sampling does.
-    drawn = [
-        sampler.sample(tinker.ModelInput.from_ints(encode("abc>")), 3, tinker.SamplingParams(max_tokens=3, seed=5))
-        for sampler in (second, service.create_sampling_client(state).result())
-    ]
-    assert [s.tokens for s in drawn[0].result().sequences] == [s.tokens for s in drawn[1].result().sequences]
-
-
-def test_one_pass_in_several_chunks_is_one_gradient(service, server):
-    data = [make_datum(f"{word}>{word[::-1]}", 4) for word in ("abc", "fgh", "xyz", "kmw")]
-    results = []
-    for parts in ([data], [data[:1], data[1:3], data[3:]]):
-        client = service.create_lora_training_client(server.model, rank=4, seed=2).result()
-        for part in parts:
-            client.forward_backward(part, "cross_entropy")
-        client.optim_step(tinker.AdamParams(learning_rate=1e-2))
-        outputs = client.forward(data, "cross_entropy").result().loss_fn_outputs
-        results.append(np.concatenate([output["logprobs"].to_numpy() for output in outputs]))
-    np.testing.assert_allclose(results[0], results[1], atol=1e-3)
+    resumed = service.create_sampling_client(state).result()
+    assert resumed.compute_logprobs(tokens).result() == trained
 
 
 def test_sampled_provenance_trains_what_was_recorded(service, server):

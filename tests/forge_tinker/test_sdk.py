@@ -3,7 +3,6 @@
 import asyncio
 import inspect
 import urllib.request
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ from tinker import types
 
 from .conftest import encode, make_datum
 
-pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore::FutureWarning")]
+pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore")]
 
 PAGE = Path(__file__).parents[2] / "docs" / "tinker.md"
 CLIENTS = (tinker.ServiceClient, tinker.TrainingClient, tinker.SamplingClient, tinker.RestClient)
@@ -155,11 +154,8 @@ def test_every_method(server):
         assert rest.get_weights_info_by_tinker_path(copied).train_mlp
     with urllib.request.urlopen(answers["get_external_weights_urls"].urls["adapter_config.json"]) as answer:
         assert b'"peft_type": "LORA"' in answer.read()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = rest.search_sessions(
-            types.SessionSearchRequest(display_name="method EVERY", user_metadata={"run": "7"})
-        )
+    wanted = {"display_name": "method EVERY", "user_metadata": {"run": "7"}}
+    found = rest.search_sessions(types.SessionSearchRequest(**wanted))
     assert [summary.session_id for summary in found.sessions] == [session]
     rest.delete_checkpoint_from_tinker_path(sampled), rest.delete_checkpoint(run, "sampler_weights/b")
     rest.delete_checkpoint_from_tinker_path_async(external), rest.delete_checkpoint_async(run, "external_weights/b")

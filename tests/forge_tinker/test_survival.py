@@ -67,16 +67,10 @@ def test_killed_server_goes_on_with_the_same_bits(base_model, tmp_path):
 
         killer = threading.Thread(target=kill_at_random)
         killer.start()
-        actual, path = train(server.url, "tml-a", steps=10)
+        actual, _ = train(server.url, "tml-a", steps=10)
         done.set()
         killer.join()
         assert_equal_runs(expected, actual)
-
-        # The checkpoint has the whole run, also for another session.
-        server.kill()
-        server.start()
-        rest = tinker.RestClient(base_url=server.url, api_key="tml-a")
-        assert path in {c.tinker_path for c in rest.list_user_checkpoints().result().checkpoints}
 
 
 def test_tenants_have_the_bits_of_alone_and_see_only_their_own(base_model, tmp_path):

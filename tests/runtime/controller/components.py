@@ -1,10 +1,8 @@
 """Components that tests start in real processes."""
 
 import asyncio
-import ctypes
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -68,11 +66,6 @@ class Counter(ForgeActor):
         raise Odd("a", "b")
 
     @endpoint
-    def hold_the_interpreter(self) -> None:
-        """Sleep without ever giving up the interpreter lock: nothing else in this process can run."""
-        ctypes.PyDLL(None).sleep(600)
-
-    @endpoint
     def exit(self) -> None:
         os._exit(3)
 
@@ -97,18 +90,6 @@ class Counter(ForgeActor):
             flag.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
         raise ConnectionError("closed by a peer")
-
-    @endpoint
-    async def unsendable(self) -> threading.Lock:
-        return threading.Lock()
-
-    @endpoint
-    async def unprintable(self) -> None:
-        raise Unprintable
-
-    @endpoint
-    def stop_iterating(self) -> None:
-        next(iter(()))
 
     @endpoint
     def hoard(self, gigabytes: float) -> None:
@@ -213,11 +194,6 @@ class Caller(ForgeActor):
     @endpoint
     async def impatient(self) -> None:
         await self.counter.overlap.options(timeout=0.2).route(30)
-
-
-class Unprintable(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("no words for it")
 
 
 class Odd(Exception):

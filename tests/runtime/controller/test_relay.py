@@ -24,16 +24,6 @@ class Caller(ForgeActor):
         return await self.service.overlap.route(seconds)
 
     @endpoint
-    async def ask_often(self, calls: int) -> None:
-        """Calls that are answered one after the other, every few milliseconds, until this process is stopped."""
-
-        async def ask_again(seconds: float) -> None:
-            while True:
-                await self.service.overlap.route(seconds)
-
-        await asyncio.gather(*(ask_again(0.2 + 0.002 * number) for number in range(calls)))
-
-    @endpoint
     async def process(self) -> int:
         return os.getpid()
 
