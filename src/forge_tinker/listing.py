@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hmac
 import json
+import secrets
 import shutil
 import time
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tinker import types
 
@@ -15,24 +16,28 @@ from forge_http.web import json_of, web
 
 from .checkpoints import check_ttl, describe_checkpoint, to_time
 from .journal import from_json
-
-if TYPE_CHECKING:
-    from .server import TinkerServer
+from .requests import Requests
+from .tenants import Tenants
 
 LINK_TIME = 3600  # seconds for which a link to a file works
 
 
 class Listing:
-    """The handlers, which are added to a router.
+    """The handlers of these requests.
 
     Args:
-        server: whose tables are listed.
-        prefix: of all paths.
+        requests: whose tables are listed.
+        max_length: tokens of prompt and completion together.
     """
 
-    def __init__(self, server: TinkerServer, router: web.UrlDispatcher, prefix: str) -> None:
-        self.server, self.journal, self.prefix = server, server.journal, prefix
-        self.checkpoints = server.requests.checkpoints
+    def __init__(self, requests: Requests, tenants: Tenants, max_length: int) -> None:
+        self.name, self.checkpoints, self.journal = requests.name, requests.checkpoints, requests.journal
+        self.tenants, self.max_length = tenants, max_length
+        self._secret = secrets.token_bytes(16)  # signs links to files, which end with the server
+
+    def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
+        """Add the handlers to a router, at paths that start with `prefix`."""
+        self._prefix = prefix
         checkpoint = "/training_runs/{run}/checkpoints/{segment}/{name}"
         for method, path, handler in (
             ("GET", "/get_server_capabilities", self._list_capabilities),
@@ -56,17 +61,14 @@ class Listing:
         ):
             router.add_route(method, prefix + path, handler)
 
-    def _owner(self, request: web.Request) -> str:
-        return self.server.tenant_of(request).project
-
     def _own_checkpoint(self, request: web.Request) -> Any:
         """Return the row of the checkpoint of a request's path, which must be the caller's."""
         names = request.match_info
         path = f"tinker://{names['run']}/{names['segment']}/{names['name']}"
-        return self.checkpoints.find(path, self._owner(request), own=True)
+        return self.checkpoints.find(path, self.tenants.owner_of(request), own=True)
 
     async def _list_capabilities(self, _: web.Request) -> web.Response:
-        model = {"model_name": self.server.requests.name, "max_context_length": self.server.max_length}
+        model = {"model_name": self.name, "max_context_length": self.max_length}
         return web.json_response({"supported_models": [{**model, "trainable": True, "sampleable": True}]})
 
     def _describe_run(self, row: Any) -> dict[str, Any]:
@@ -74,7 +76,7 @@ class Listing:
         latest = {c["checkpoint_type"]: c for c in checkpoints}
         return {
             "training_run_id": row["id"],
-            "base_model": self.server.requests.name,
+            "base_model": self.name,
             "model_owner": row["owner"],
             "is_lora": True,
             "lora_rank": (from_json(row["config"]) or {}).get("rank"),
@@ -85,24 +87,24 @@ class Listing:
         }
 
     async def _list_runs(self, request: web.Request) -> web.Response:
-        wanted = {"owner": self._owner(request)}
+        wanted = {"owner": self.tenants.owner_of(request)}
         if project := request.query.get("project_id"):
             wanted["project"] = project
         rows, cursor = take_page(self.journal.select("models", "created DESC", **wanted), request)
         return web.json_response({"training_runs": [self._describe_run(row) for row in rows], "cursor": cursor})
 
     async def _show_run(self, request: web.Request) -> web.Response:
-        return web.json_response(self._describe_run(self.server.own_row("models", request.match_info["run"], request)))
+        return web.json_response(self._describe_run(self.tenants.own_row("models", request.match_info["run"], request)))
 
     async def _list_run_checkpoints(self, request: web.Request) -> web.Response:
         self.checkpoints.remove_expired()
-        run = self.server.own_row("models", request.match_info["run"], request)
+        run = self.tenants.own_row("models", request.match_info["run"], request)
         rows = self.journal.select("checkpoints", model=run["id"])
         return web.json_response({"checkpoints": [describe_checkpoint(row) for row in rows]})
 
     async def _list_checkpoints(self, request: web.Request) -> web.Response:
         self.checkpoints.remove_expired()
-        rows = self.journal.select("checkpoints", "created DESC", owner=self._owner(request))
+        rows = self.journal.select("checkpoints", "created DESC", owner=self.tenants.owner_of(request))
         rows, cursor = take_page(rows, request)
         return web.json_response({"checkpoints": [describe_checkpoint(row) for row in rows], "cursor": cursor})
 
@@ -126,13 +128,13 @@ class Listing:
         path = self._own_checkpoint(request)["path"]
         expires = int(time.time()) + LINK_TIME
         files = sorted(file.name for file in self.checkpoints.folder_of(path).iterdir())
-        address = f"{request.scheme}://{request.host}{self.prefix}/files"
+        address = f"{request.scheme}://{request.host}{self._prefix}/files"
         rest = {name: f"{expires}/{path.removeprefix('tinker://')}/{name}" for name in files}
         urls = {name: f"{address}/{self._sign(tail)}/{tail}" for name, tail in rest.items()}
         return web.json_response({"urls": urls, "expires": to_time(expires)})
 
     def _sign(self, text: str) -> str:
-        return hmac.new(self.server.secret.encode(), text.encode(), "sha256").hexdigest()
+        return hmac.new(self._secret, text.encode(), "sha256").hexdigest()
 
     async def _send_file(self, request: web.Request) -> web.StreamResponse:
         names = request.match_info
@@ -144,15 +146,15 @@ class Listing:
 
     async def _show_weights(self, request: web.Request) -> web.Response:
         path = (await json_of(request)).get("tinker_path")
-        config = from_json(self.checkpoints.find(path, self._owner(request))["config"])
+        config = from_json(self.checkpoints.find(path, self.tenants.owner_of(request))["config"])
         layers = {name: config[name] for name in ("train_unembed", "train_mlp", "train_attn")}
-        answer = {"base_model": self.server.requests.name, "is_lora": True, "lora_rank": config["rank"], **layers}
+        answer = {"base_model": self.name, "is_lora": True, "lora_rank": config["rank"], **layers}
         return web.json_response(answer)
 
     async def _copy_weights(self, request: web.Request) -> web.Response:
         body = types.CopyWeightsRequest.model_validate(await json_of(request))
         check_ttl(body.ttl_seconds)
-        owner = self._owner(request)
+        owner = self.tenants.owner_of(request)
         source = self.checkpoints.find(body.source_path, owner)
         # A repeated request, whose answer was lost, gives the same copy.
         key = request.headers.get("X-Idempotency-Key") or uuid.uuid4().hex
@@ -172,16 +174,17 @@ class Listing:
         return web.json_response({"tinker_path": path})
 
     async def _show_sampler(self, request: web.Request) -> web.Response:
-        row = self.server.own_row("samplers", request.match_info["sampler"], request)
-        answer = {"sampler_id": row["id"], "base_model": self.server.requests.name, "model_path": row["model_path"]}
-        return web.json_response(answer)
+        row = self.tenants.own_row("samplers", request.match_info["sampler"], request)
+        return web.json_response({"sampler_id": row["id"], "base_model": self.name, "model_path": row["model_path"]})
 
     async def _list_sessions(self, request: web.Request) -> web.Response:
-        rows, _ = take_page(self.journal.select("sessions", "created DESC", owner=self._owner(request)), request)
+        rows, _ = take_page(
+            self.journal.select("sessions", "created DESC", owner=self.tenants.owner_of(request)), request
+        )
         return web.json_response({"sessions": [row["id"] for row in rows]})
 
     async def _show_session(self, request: web.Request) -> web.Response:
-        row = self.server.own_row("sessions", request.match_info["session"], request)
+        row = self.tenants.own_row("sessions", request.match_info["session"], request)
         answer = {
             "training_run_ids": [model["id"] for model in self.journal.select("models", session=row["id"])],
             "sampler_ids": [sampler["id"] for sampler in self.journal.select("samplers", session=row["id"])],
@@ -191,7 +194,7 @@ class Listing:
         return web.json_response(answer)
 
     async def _move_session(self, request: web.Request) -> web.Response:
-        row = self.server.own_row("sessions", request.match_info["session"], request)
+        row = self.tenants.own_row("sessions", request.match_info["session"], request)
         self.journal.change("sessions", row["id"], project=(await json_of(request))["project_id"])
         return web.json_response(None)
 
@@ -199,7 +202,7 @@ class Listing:
         wanted = types.SessionSearchRequest.model_validate(await json_of(request))
         rows = [
             row
-            for row in self.journal.select("sessions", "created DESC, id DESC", owner=self._owner(request))
+            for row in self.journal.select("sessions", "created DESC, id DESC", owner=self.tenants.owner_of(request))
             if is_wanted(row, wanted)
         ]
         if wanted.cursor is not None:
@@ -209,8 +212,7 @@ class Listing:
         following = None
         if len(rows) > len(page):
             following = {"last_created_at": to_time(page[-1]["created"]), "last_session_id": page[-1]["id"]}
-        answer = {"sessions": [self._summarize_session(row) for row in page], "next_cursor": following}
-        return web.json_response(answer)
+        return web.json_response({"sessions": list(map(self._summarize_session, page)), "next_cursor": following})
 
     def _summarize_session(self, row: Any) -> dict[str, Any]:
         models = [model["id"] for model in self.journal.select("models", session=row["id"])]

@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import os
-import secrets
 import shutil
 import time
 import zlib
@@ -357,8 +356,3 @@ class Requests:
 def dump(response: Any) -> bytes:
     """Return a response of the protocol as JSON."""
     return response.model_dump_json(exclude_none=True).encode()
-
-
-def draw_seed() -> int:
-    """Return a random seed of 31 bits."""
-    return secrets.randbits(31)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import secrets
@@ -20,7 +19,8 @@ from forge_http.web import Handler, guard_requests, json_of, web
 
 from .checkpoints import check_ttl
 from .listing import Listing
-from .requests import BINARY, Requests, draw_seed, dump
+from .requests import BINARY, Requests, dump
+from .tenants import NotFound, Tenant, Tenants
 from .wire import parse_pass
 
 POLL = 30.0  # seconds for which a request for a result waits
@@ -43,19 +43,6 @@ REFUSED = {
 }
 
 
-class Tenant(Section):
-    """Who may call the server by one key, and how much they may have."""
-
-    project: str
-    """Tenants of one project share their models, checkpoints and sessions."""
-    max_adapters: int | None = None
-    """Models at once."""
-    max_bytes: int | None = None
-    """Of all checkpoints."""
-    max_requests: int | None = None
-    """Requests that are open at once."""
-
-
 class TinkerSettings(Section):
     """The file of `forge tinker --config`."""
 
@@ -63,10 +50,6 @@ class TinkerSettings(Section):
     """By API key, which begins with `tml-`; without any, every key is a tenant of its own."""
     engine: dict[str, Any] = Field(default_factory=dict)
     """Settings of the engine that samples, as in the section `generator` of a run."""
-
-
-class NotFound(ValueError):
-    """The tenant has no such session, model, sampler, checkpoint or request."""
 
 
 class TinkerServer:
@@ -80,20 +63,19 @@ class TinkerServer:
     """
 
     def __init__(self, requests: Requests, tokenizer: str, max_length: int, tenants: Mapping[str, Tenant]) -> None:
-        self.requests, self.journal, self.tenants = requests, requests.journal, tenants
+        self.requests, self.journal, self.tenants = requests, requests.journal, Tenants(tenants, requests.journal)
         self.tokenizer, self.max_length = tokenizer, max_length
-        self.secret = secrets.token_hex(16)  # signs links to files, which end with the server
 
     def make_application(self, host: str) -> web.Application:
         """Return the application for a server that listens at `host`."""
-        key = "known" if self.tenants else None
+        key = "known" if self.tenants.by_key else None
         types_of_bodies = ("application/json", PROTOBUF)
-        guard = guard_requests(host, key, key_of=self._check_key, content_types=types_of_bodies)
+        guard = guard_requests(host, key, key_of=self.tenants.check_key, content_types=types_of_bodies)
         app = web.Application(client_max_size=MAX_BODY, middlewares=[return_errors, guard])
         app.router.add_get(PREFIX + "/healthz", self._report_health)
         for path, handler in {
-            "/client/config": self._configure_client,
-            "/client/dynamic_config": self._configure_client,
+            "/client/config": self._acknowledge,
+            "/client/dynamic_config": self._acknowledge,
             "/telemetry": self._accept_telemetry,
             "/create_session": self._create_session,
             "/session_heartbeat": self._keep_session,
@@ -110,43 +92,20 @@ class TinkerServer:
             "/join_sampling_session": self._join_sampler,
             "/asample": self._accept_sample,
             "/retrieve_future": self._answer_future,
-            "/cancel_future": self._cancel_future,
+            "/cancel_future": self._acknowledge,
         }.items():
             app.router.add_post(PREFIX + path, handler)
         for path in REFUSED:
             app.router.add_route("*", PREFIX + path, self._refuse)
-        Listing(self, app.router, PREFIX)
+        Listing(self.requests, self.tenants, self.max_length).add_routes(app.router, PREFIX)
         return app
-
-    def _check_key(self, request: web.Request) -> str:
-        """Return "known" for a key of the configuration, and for links to files, which have signatures."""
-        is_file = request.path.startswith(f"{PREFIX}/files/")
-        return "known" if is_file or request.headers.get("X-API-Key", "") in self.tenants else ""
-
-    def tenant_of(self, request: web.Request) -> Tenant:
-        """Return the tenant of a request's API key."""
-        key = request.headers.get("X-API-Key", "")
-        if self.tenants:
-            return self.tenants[key]
-        # Only a digest of the key is kept: clients may send one of the hosted service.
-        return Tenant(project=hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()[:12])
-
-    def own_row(self, table: str, name: Any, request: web.Request) -> Any:
-        """Return the row with this id of a table, if it is the caller's.
-
-        Raises:
-            NotFound: it is not, or there is none.
-        """
-        row = self.journal.find(table, id=name, owner=self.tenant_of(request).project)
-        if row is None:
-            raise NotFound(f"there is no {table.removesuffix('s')} {name!r}")
-        return row
 
     async def _report_health(self, _: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
 
-    async def _configure_client(self, _: web.Request) -> web.Response:
-        return web.json_response({})  # the protocol's defaults
+    async def _acknowledge(self, _: web.Request) -> web.Response:
+        # Clients keep the protocol's defaults; what is drawn already is drawn to its end.
+        return web.json_response({})
 
     async def _accept_telemetry(self, _: web.Request) -> web.Response:
         return web.json_response({"status": "accepted"})  # and dropped
@@ -154,8 +113,8 @@ class TinkerServer:
     async def _create_session(self, request: web.Request) -> web.Response:
         body = await read_body(request, types.CreateSessionRequest)
         session = uuid.uuid4().hex
-        project = body.project_id or self.tenant_of(request).project
-        row = {"owner": self.tenant_of(request).project, "project": project, "name": body.display_name}
+        project = body.project_id or self.tenants.owner_of(request)
+        row = {"owner": self.tenants.owner_of(request), "project": project, "name": body.display_name}
         self.journal.add(
             "sessions", id=session, **row, metadata=body.user_metadata, created=time.time(), status={"type": "active"}
         )
@@ -168,7 +127,7 @@ class TinkerServer:
             NotFound: there is none.
             HTTPGone: it has finished.
         """
-        session = self.own_row("sessions", name, request)
+        session = self.tenants.own_row("sessions", name, request)
         if json.loads(session["status"])["type"] != "active":
             raise web.HTTPGone(reason=f"session {name} has finished")
         return session
@@ -180,7 +139,7 @@ class TinkerServer:
 
     async def _finish_session(self, request: web.Request) -> web.Response:
         name, body = request.match_info["session"], await json_of(request)
-        session = self.own_row("sessions", name, request)
+        session = self.tenants.own_row("sessions", name, request)
         if json.loads(session["status"])["type"] == "active":
             status = {"type": "client_finished", "reason": body["reason"], "detail": body.get("detail")}
             self.journal.change("sessions", name, status=status)
@@ -195,7 +154,7 @@ class TinkerServer:
         if body.optimizer_config.type != "adamw":
             raise ValueError(f"optimizer_config: only adamw is served, got {body.optimizer_config.type}")
         config = body.lora_config.model_dump()
-        config["seed"] = draw_seed() if config["seed"] is None else config["seed"]
+        config["seed"] = secrets.randbits(31) if config["seed"] is None else config["seed"]
         return self._add_model(request, body, config, "create", b"{}")
 
     def check_base(self, name: str | None) -> None:
@@ -206,7 +165,7 @@ class TinkerServer:
     def _add_model(self, request: web.Request, body: Any, config: Any, kind: str, content: bytes) -> web.Response:
         """Record a new model, and accept its first request."""
         session = self.open_session(body.session_id, request)
-        tenant = self.tenant_of(request)
+        tenant = self.tenants.tenant_of(request)
         model = f"{body.session_id}:train:{body.model_seq_id}"
         is_new = self.journal.find("models", id=model) is None
         count = self.requests.count_models(tenant.project)
@@ -218,7 +177,7 @@ class TinkerServer:
         return self._accept(request, kind, model, 0, content)
 
     def _accept(self, request: web.Request, kind: str, subject: str, seq: int, body: bytes) -> web.Response:
-        tenant = self.tenant_of(request)
+        tenant = self.tenants.tenant_of(request)
         if tenant.max_requests is not None and self.requests.count_open(tenant.project) >= tenant.max_requests:
             raise web.HTTPTooManyRequests(reason=f"project {tenant.project} has {tenant.max_requests} open requests")
         name = self.requests.accept(kind, tenant.project, subject, seq, body)
@@ -232,7 +191,7 @@ class TinkerServer:
 
     async def _describe_model(self, request: web.Request) -> web.Response:
         body = await read_body(request, types.GetInfoRequest)
-        model = self.own_row("models", body.model_id, request)
+        model = self.tenants.own_row("models", body.model_id, request)
         name = self.requests.name
         rank = json.loads(model["config"])["rank"]
         data = types.ModelData(model_name=name, tokenizer_id=self.tokenizer)
@@ -248,7 +207,7 @@ class TinkerServer:
             content = zstandard.ZstdDecompressor().decompress(content, max_output_size=MAX_BODY)
         # Only the fields that say where the request goes: invalid data are the result's error, not an answer here.
         message = parse_pass(content)
-        model = self.own_row("models", message.model_id, request)
+        model = self.tenants.own_row("models", message.model_id, request)
         self.open_session(model["session"], request)
         return self._accept(request, "pass", message.model_id, message.seq_id, content)
 
@@ -257,10 +216,10 @@ class TinkerServer:
 
         async def accept(request: web.Request) -> web.Response:
             body = await read_body(request, KINDS[kind])
-            model = self.own_row("models", body.model_id, request)
+            model = self.tenants.own_row("models", body.model_id, request)
             self.open_session(model["session"], request)
             check_ttl(getattr(body, "ttl_seconds", None))
-            tenant = self.tenant_of(request)
+            tenant = self.tenants.tenant_of(request)
             if kind != "step" and tenant.max_bytes is not None:
                 used = self.requests.checkpoints.count_bytes(tenant.project)
                 if used >= tenant.max_bytes:
@@ -271,9 +230,9 @@ class TinkerServer:
 
     async def _load_weights(self, request: web.Request) -> web.Response:
         body = await read_body(request, types.LoadWeightsRequest)
-        checkpoint = self.requests.checkpoints.find(body.path, self.tenant_of(request).project)
+        checkpoint = self.requests.checkpoints.find(body.path, self.tenants.owner_of(request))
         if body.session_id is None:
-            model = self.own_row("models", body.model_id, request)
+            model = self.tenants.own_row("models", body.model_id, request)
             self.open_session(model["session"], request)
             return self._accept(request, "load", model["id"], body.seq_id or 0, await request.read())
         self.check_base(body.base_model)
@@ -284,18 +243,18 @@ class TinkerServer:
         self.open_session(body.session_id, request)
         folder = None
         if body.model_path is not None:
-            self.requests.checkpoints.find(body.model_path, self.tenant_of(request).project)
+            self.requests.checkpoints.find(body.model_path, self.tenants.owner_of(request))
             folder = str(self.requests.checkpoints.folder_of(body.model_path))
         else:
             self.check_base(body.base_model)
         sampler = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
-        row = {"session": body.session_id, "owner": self.tenant_of(request).project, "model_path": body.model_path}
+        row = {"session": body.session_id, "owner": self.tenants.owner_of(request), "model_path": body.model_path}
         self.journal.add("samplers", id=sampler, **row, folder=folder)
         return reply(types.CreateSamplingSessionResponse(sampling_session_id=sampler))
 
     async def _join_sampler(self, request: web.Request) -> web.Response:
         body = await read_body(request, types.JoinSamplingSessionRequest)
-        sampler = self.own_row("samplers", body.sampling_session_id, request)
+        sampler = self.tenants.own_row("samplers", body.sampling_session_id, request)
         self.journal.change("samplers", sampler["id"], clients=sampler["clients"] + 1)
         return reply(types.JoinSamplingSessionResponse(client_counter=sampler["clients"] + 1))
 
@@ -303,14 +262,14 @@ class TinkerServer:
         body = await read_body(request, types.SampleRequest)
         if body.sampling_session_id is None or body.seq_id is None:
             raise ValueError("sampling_session_id and seq_id are missing")
-        sampler = self.own_row("samplers", body.sampling_session_id, request)
+        sampler = self.tenants.own_row("samplers", body.sampling_session_id, request)
         self.open_session(sampler["session"], request)
         return self._accept(request, "sample", sampler["id"], body.seq_id, await request.read())
 
     async def _answer_future(self, request: web.Request) -> web.Response:
         body = await read_body(request, types.FutureRetrieveRequest)
         try:
-            row = await self.requests.wait(body.request_id, self.tenant_of(request).project, POLL)
+            row = await self.requests.wait(body.request_id, self.tenants.owner_of(request), POLL)
         except KeyError:
             raise web.HTTPGone(reason=f"there is no request {body.request_id}, or its result was dropped") from None
         if row is None:
@@ -319,9 +278,6 @@ class TinkerServer:
             return web.json_response(json.loads(row["error"]))
         kind = PROTOBUF if row["kind"] in BINARY else "application/json"
         return web.Response(body=row["result"], content_type=kind)
-
-    async def _cancel_future(self, request: web.Request) -> web.Response:
-        return web.json_response(None)  # what is drawn already is drawn to its end
 
     async def _refuse(self, request: web.Request) -> web.Response:
         path = re.sub(f"^{PREFIX}", "", request.match_info.route.resource.canonical)  # type: ignore[union-attr]

@@ -160,7 +160,7 @@ def test_several_targets_of_a_position(shared_client, server):
         ("custom", {}, {"weights": [1.0]}, "loss_fn must be one of"),
     ],
 )
-def test_invalid_data_are_named_and_the_client_goes_on(shared_client, loss, config, inputs, message):
+def test_invalid_data_raise_and_leave_the_client_usable(shared_client, loss, config, inputs, message):
     datum = tinker.Datum(model_input=tinker.ModelInput.from_ints([3]), loss_fn_inputs={"target_tokens": [4], **inputs})
     with pytest.raises(tinker.RequestFailedError, match=message):
         shared_client.forward_backward([datum], loss, config).result()

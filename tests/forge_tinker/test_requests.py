@@ -11,7 +11,7 @@ from .conftest import encode, make_datum
 pytestmark = pytest.mark.processes
 
 
-def test_samplers_keep_their_weights_while_training_goes_on(service, server):
+def test_samplers_keep_their_weights_during_training(service, server):
     client = service.create_lora_training_client(server.model, rank=4, seed=2).result()
     tokens = tinker.ModelInput.from_ints(encode("abc>cba"))
     first = client.save_weights_and_get_sampling_client().result()

@@ -47,7 +47,7 @@ def assert_equal_runs(first, second):
             np.testing.assert_array_equal(values, others)
 
 
-def test_killed_server_goes_on_with_the_same_bits(base_model, tmp_path):
+def test_killed_server_resumes_with_equal_bits(base_model, tmp_path):
     with serve(base_model, tmp_path / "whole", "--name", "the model") as server:
         expected, _ = train(server.url, "tml-a", steps=10)
     first, last = (np.mean([values[-3:] for values in logprobs]) for _, logprobs in (expected[0], expected[-1]))
@@ -73,7 +73,7 @@ def test_killed_server_goes_on_with_the_same_bits(base_model, tmp_path):
         assert_equal_runs(expected, actual)
 
 
-def test_tenants_have_the_bits_of_alone_and_see_only_their_own(base_model, tmp_path):
+def test_concurrent_tenants_get_equal_bits_and_no_foreign_rows(base_model, tmp_path):
     tenants = [f"tml-{letter}" for letter in "abc"]
     keys = "".join(f"  {key}: {{project: {key}, max_adapters: 2, max_bytes: 100000000}}\n" for key in tenants)
     (tmp_path / "tenants.yaml").write_text(f"tenants:\n{keys}")
