@@ -25,6 +25,8 @@ from forge_agents import serving as serve
 from forge_cluster import launch_command as launch, table_command as table, worker_command as worker
 from forge_compat import convert
 from forge_inspect.cli import audit, doctor, evaluate, mismatch, plan, replay, runs, watch
+from forge_tinker import command as tinker
+from forge_tinker.tenants import TinkerSettings
 from forge_verifiers.config import VerifiersConfig
 
 ROOT = Path(__file__).parents[1]
@@ -34,7 +36,7 @@ LANGUAGES = {"python", "bash", "yaml", "text"}
 MARK = re.compile(r"<!-- not run: \S.* -->\s*\Z")
 COMMANDS = (
     *(recipes, serve, clean, worker, doctor, launch, plan, evaluate),
-    *(audit, mismatch, replay, table, runs, watch, convert),
+    *(audit, mismatch, replay, table, runs, watch, convert, tinker),
 )
 # Words of the shell, and programs that come with every machine.
 SHELL = {"export", "source", "until", "do", "done", "cd", "[", "break"}
@@ -119,7 +121,7 @@ def test_python_blocks_run(block, tmp_path):
 @pytest.mark.parametrize("block", cases(YAML))
 def test_yaml_blocks_use_existing_keys(block):
     values = yaml.load(block.code, Loader=Loader)
-    sections = [*CONFIGS.values(), VerifiersConfig]
+    sections = [*CONFIGS.values(), VerifiersConfig, TinkerSettings]
     if isinstance(values, dict) and values.keys() <= keys_of(VerifiersConfig).keys():
         sections = [VerifiersConfig]
     errors = [

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from .policy import FamilyPolicy, Traits
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"forge.{__name__}")
 
 TOLERANCE = 1e-4  # of log-probabilities, in nats
 LENGTHS = (7, 19, 50, 50)  # of the probe's sequences: shorter and longer than the small model's window

@@ -38,7 +38,7 @@ class Checkpoints:
             kind: save, sampler or external.
 
         Raises:
-            ValueError: the name is no file name, or is taken.
+            ValueError: the name is not a file name, or is taken.
         """
         path = f"tinker://{model}/{SEGMENTS[kind]}/{name}"
         if PATH.fullmatch(path) is None or name in (".", ".."):

@@ -41,7 +41,7 @@ def serve_protocol(args: argparse.Namespace) -> None:
         from forge.models.find import check_family, resolve_model
         from forge.models.tokenizer import open_tokenizer
 
-        from .server import TinkerSettings
+        from .tenants import TinkerSettings
         from .wire import protocol  # noqa: F401  (names the package that is missing)
 
         content = {} if args.config is None else read_yaml(Path(args.config))
@@ -84,4 +84,3 @@ async def _serve(args: argparse.Namespace, model: str, folder: Path, settings: A
         print(f"not served: {'; '.join(REFUSED.values())}; images; full weights; optimisers but AdamW", flush=True)
         await stopped.wait()
     sampler.close()
-    journal.close()

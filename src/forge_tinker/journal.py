@@ -79,10 +79,8 @@ class Journal:
 
     def forget_bodies(self, model: str, applied: int) -> None:
         """Record that a snapshot has all requests of a model up to number `applied`: their bodies are not needed."""
-        self._tables.execute("BEGIN")
         self._tables.execute("UPDATE models SET applied = ? WHERE id = ?", [applied, model])
         self._tables.execute("UPDATE requests SET body = NULL WHERE subject = ? AND seq <= ?", [model, applied])
-        self._tables.execute("COMMIT")
 
     def expired_checkpoints(self) -> list[str]:
         """Return the paths of the checkpoints whose time is over."""
@@ -94,10 +92,6 @@ class Journal:
         oldest = time.time() - KEPT
         self._tables.execute("DELETE FROM requests WHERE created < ? AND body IS NULL", [oldest])
         self._tables.execute("DELETE FROM sequences WHERE created < ?", [oldest])
-
-    def close(self) -> None:
-        """Close the file."""
-        self._tables.close()
 
 
 def to_column(value: Any) -> Any:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from forge.system.devices import find_accelerator
 from forge.training.attention import NAME
-from forge.training.linear import FastLinear, at_least_float32
+from forge.training.linear import FastLinear, at_least_float32, token_logprobs
 from forge.training.lora import LoraLinear
-from forge.training.policy import Policy
+from forge.training.policy import Policy, rank_tokens
 from forge.types import Batch
 
 from .adapters import ALPHA, Adapter, read_factors
@@ -159,7 +159,15 @@ class Learner:
         """Return the targets' log-probabilities, of the shape of all targets in a row."""
         targets = np.concatenate([row.inputs["target_tokens"] for row in rows])
         columns = targets.reshape(len(targets), -1).T
-        scored = [self.policy(make_batch([row.tokens for row in rows], column)).logprobs for column in columns]
+        batches = [make_batch([row.tokens for row in rows], column) for column in columns]
+        if len(batches) == 1 or type(self.policy) is not Policy:
+            scored = [self.policy(batch).logprobs for batch in batches]
+        else:
+            # The states do not depend on the targets: they are computed once.
+            states, _, ranks = self.policy.states(batches[0], lag=1)
+            weight: Any = self.policy.model.get_output_embeddings().weight
+            packs = [rank_tokens(batch, 1, ranks) for batch in batches]
+            scored = [token_logprobs(states, weight, pack.labels)[0][pack.order] for pack in packs]
         return torch.stack(scored, -1).view(targets.shape)
 
     @torch.no_grad()
@@ -246,7 +254,7 @@ class Learner:
 
 
 def open_base(model: str, folder: Path) -> Path:
-    """Return the folder of the base model, with a head of its own: where head and embedding share weights, a copy.
+    """Return the folder of the base model; of one whose head and embedding share weights, a copy in which they do not.
 
     Args:
         model: folder of the model.

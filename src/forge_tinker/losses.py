@@ -124,7 +124,7 @@ def check_loss(name: str, config: Mapping[str, Any]) -> dict[str, float]:
     {'beta': 0.05}
 
     Raises:
-        ValueError: an unknown loss or setting, or a value that is no number; the message says which there are.
+        ValueError: an unknown loss or setting, or a value that is not a number; the message says which there are.
     """
     if name not in SETTINGS:
         raise ValueError(f"loss_fn must be one of {', '.join(SETTINGS)}, got {name!r}")

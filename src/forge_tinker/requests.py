@@ -21,9 +21,9 @@ from .checkpoints import Checkpoints
 from .journal import Journal, from_json
 from .learner import Learner
 from .sampler import Sampler
-from .wire import Datum, make_sampling, read_adam, read_chunk, read_pass_request, read_targets, write_samples
+from .wire import Datum, Scores, make_sampling, read_adam, read_chunk, read_pass_request, read_targets, write_samples
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"forge.{__name__}")
 STEPS = 8  # optimiser steps between two snapshots of a model: a restarted server computes the requests since again
 SAMPLERS = 32  # samplers without a name whose weights a session keeps
 ACTIVE = '{"type": "active"}'  # status of a session
@@ -237,7 +237,7 @@ class Requests:
         _, config, _ = self._snapshot_of(model)
         loop = asyncio.get_running_loop()
         name = body.get("path")
-        # A sampler without a name has a folder of its own, and no path.
+        # A sampler without a name has a separate folder, and no path.
         if kind == "sampler" and name is None:
             sampler = f"{model.partition(':')[0]}:sample:{body['sampling_session_seq_id']}"
             folder = self.folder / "samplers" / sampler.replace(":", "-")
@@ -327,29 +327,32 @@ class Requests:
         sampling = make_sampling(request, seed, self.sampler.engine.max_seq_len - len(prompt))
         completions = await self.sampler.sample(folder, prompt, sampling)
 
+        if request.record_stability_info:
+            for number, completion in enumerate(completions):
+                recorded = np.asarray(completion.logprobs, np.float32).tobytes()
+                key = {"id": f"{row['id']}:{number}", "session": sampler["session"]}
+                self.journal.add("sequences", **key, logprobs=recorded, created=time.time())
         wanted = request.target_prompt_logprobs
         targets = None if wanted is None else read_targets(wanted, len(prompt))
-        loop = asyncio.get_running_loop()
-        scores = await loop.run_in_executor(
+        # Only what the learner's thread computes waits for it.
+        top_k, draws = request.topk_prompt_logprobs, request.prompt_alt_tokens_k
+        if not (request.prompt_logprobs or top_k or draws or targets is not None):
+            return write_samples(completions, Scores(), request.topk_sample_logprobs)
+        scores = await asyncio.get_running_loop().run_in_executor(
             self.thread,
             lambda: self.learner.score_prompt(
                 None if folder is None else self.learner.open(folder),
                 prompt,
                 logprobs=bool(request.prompt_logprobs) and len(prompt) > 1,
                 last=request.prompt_logprobs_last_n,
-                top_k=request.topk_prompt_logprobs,
+                top_k=top_k,
                 targets=targets,
-                draws=request.prompt_alt_tokens_k,
+                draws=draws,
                 temperature=request.sampling_params.temperature,
                 seed=seed,
             ),
         )
 
-        if request.record_stability_info:
-            for number, completion in enumerate(completions):
-                recorded = np.asarray(completion.logprobs, np.float32).tobytes()
-                key = {"id": f"{row['id']}:{number}", "session": sampler["session"]}
-                self.journal.add("sequences", **key, logprobs=recorded, created=time.time())
         return write_samples(completions, scores, request.topk_sample_logprobs)
 
 

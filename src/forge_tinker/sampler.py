@@ -53,7 +53,7 @@ class Sampler:
         running: set[asyncio.Future[Any]] = set()
         while True:
             running = {future for future in running if not future.done()}
-            # The adapter in use goes on while no other one waits; the others come in the order of their first request.
+            # The adapter in use keeps its turn while no other waits; others come in the order of their first request.
             adapter = next(iter(self._queues), None)
             if adapter is None and None not in self._queues:
                 self._wake.clear()
@@ -69,8 +69,6 @@ class Sampler:
                         future.set_exception(ValueError(f"the weights cannot be read: {error}"))
                     continue
             for prompt, sampling, future in self._queues.pop(adapter):
-                if future.cancelled():
-                    continue
                 try:
                     drawn = asyncio.wrap_future(self.engine.submit(prompt, sampling))
                 except ValueError as error:

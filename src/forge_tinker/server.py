@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import zstandard
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 from tinker import types
 
-from forge.config.sections import Section
 from forge_http.web import Handler, guard_requests, json_of, web
 
 from .checkpoints import check_ttl
@@ -43,15 +42,6 @@ REFUSED = {
 }
 
 
-class TinkerSettings(Section):
-    """The file of `forge tinker --config`."""
-
-    tenants: dict[str, Tenant] = Field(default_factory=dict)
-    """By API key, which begins with `tml-`; without any, every key is a tenant of its own."""
-    engine: dict[str, Any] = Field(default_factory=dict)
-    """Settings of the engine that samples, as in the section `generator` of a run."""
-
-
 class TinkerServer:
     """The server.
 
@@ -59,7 +49,7 @@ class TinkerServer:
         requests: what computes.
         tokenizer: a name or folder from which clients load the tokenizer.
         max_length: of prompt and completion together.
-        tenants: by API key; empty: each key is a tenant of its own.
+        tenants: by API key; empty: each key is a separate tenant.
     """
 
     def __init__(self, requests: Requests, tokenizer: str, max_length: int, tenants: Mapping[str, Tenant]) -> None:

@@ -6,6 +6,8 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import Field
+
 from forge.config.sections import Section
 from forge_http.web import web
 
@@ -27,6 +29,15 @@ class Tenant(Section):
     """Requests that are open at once."""
 
 
+class TinkerSettings(Section):
+    """The file of `forge tinker --config`."""
+
+    tenants: dict[str, Tenant] = Field(default_factory=dict)
+    """By API key, which begins with `tml-`; without any, every key is a separate tenant."""
+    engine: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the engine that samples, as in the section `generator` of a run."""
+
+
 class NotFound(ValueError):
     """The tenant has no such session, model, sampler, checkpoint or request."""
 
@@ -35,7 +46,7 @@ class Tenants:
     """The tenants of a server.
 
     Args:
-        by_key: by API key; empty: each key is a tenant of its own.
+        by_key: by API key; empty: each key is a separate tenant.
     """
 
     def __init__(self, by_key: Mapping[str, Tenant], journal: Journal) -> None:

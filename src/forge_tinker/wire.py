@@ -68,7 +68,7 @@ def read_pass_request(body: bytes) -> PassRequest:
     """Parse the body of a `forward_backward` request.
 
     Raises:
-        ValueError: it is malformed, has parts that are no text, or tensors of the wrong length; names the datum.
+        ValueError: it is malformed, has parts that are not text, or tensors of the wrong length; names the datum.
     """
     message = parse_pass(body)
     data = []
@@ -232,7 +232,7 @@ def read_adam(body: dict[str, Any]) -> dict[str, float]:
 
 
 def read_chunk(chunk: Any) -> list[int]:
-    """Return the tokens of a part of a prompt; ValueError if it is no text."""
+    """Return the tokens of a part of a prompt; ValueError if it is not text."""
     if not isinstance(chunk, types.EncodedTextChunk):
         raise ValueError(f"the prompt has a chunk of type {chunk.type}: only text is served")
     return list(chunk.tokens)

@@ -142,9 +142,8 @@ def test_several_targets_of_a_position(shared_client, server):
         },
     )
     result = shared_client.forward([datum], "cross_entropy").result()
-    (output,) = result.loss_fn_outputs
     expected = plain.score(datum).detach()
-    np.testing.assert_allclose(output["logprobs"].to_numpy(), expected, atol=2e-5)
+    np.testing.assert_allclose(result.loss_fn_outputs[0]["logprobs"].to_numpy(), expected, atol=2e-5)
     weights = datum.loss_fn_inputs["weights"].to_torch().to_dense()
     assert result.metrics["loss:sum"] == pytest.approx(float(-(expected * weights).sum()), rel=1e-5)
 
