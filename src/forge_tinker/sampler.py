@@ -64,14 +64,14 @@ class Sampler:
                     await asyncio.wait(running)
                 try:
                     await self._load_adapter(adapter)
-                except (ValueError, OSError) as error:
+                except Exception as error:  # of the weights or, for good, of the engine
                     for *_, future in self._queues.pop(adapter):
-                        future.set_exception(ValueError(f"the weights cannot be read: {error}"))
+                        future.set_exception(error)
                     continue
             for prompt, sampling, future in self._queues.pop(adapter):
                 try:
                     drawn = asyncio.wrap_future(self.engine.submit(prompt, sampling))
-                except ValueError as error:
+                except Exception as error:  # of the request or, for good, of the engine
                     future.set_exception(error)
                     continue
                 drawn.add_done_callback(partial(settle, future))

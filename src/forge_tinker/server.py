@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-import zstandard
 from pydantic import ValidationError
 from tinker import types
 
@@ -193,8 +192,6 @@ class TinkerServer:
 
     async def _accept_pass(self, request: web.Request) -> web.Response:
         content = await request.read()
-        if request.headers.get("Content-Encoding") == "zstd":
-            content = zstandard.ZstdDecompressor().decompress(content, max_output_size=MAX_BODY)
         # Only the fields that say where the request goes: invalid data are the result's error, not an answer here.
         message = parse_pass(content)
         model = self.tenants.own_row("models", message.model_id, request)
