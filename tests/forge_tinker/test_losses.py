@@ -116,7 +116,7 @@ def test_losses_and_steps_equal_plain_torch(service, server, name):
         for returned, expected in zip(outputs, scored, strict=True):
             torch.testing.assert_close(returned, expected.detach(), atol=2e-5, rtol=0)
         formula = sum(float(objective(loss, *pair)) for pair in zip(outputs, inputs, strict=True))
-        assert sum(p.result().metrics["loss:sum"] for p in passes) == pytest.approx(formula, rel=1e-6, abs=1e-6)
+        assert sum(p.result().metrics["loss:sum"] for p in passes) == pytest.approx(formula, rel=1e-6, abs=1e-5)
 
         optimizer.zero_grad()
         sum(objective(loss, *pair) for pair in zip(scored, inputs, strict=True)).backward()
