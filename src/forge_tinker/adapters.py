@@ -104,8 +104,7 @@ class Adapter:
                 parameter.data.copy_(value)
 
         self.optimizer = torch.optim.AdamW(self.parameters)
-        for parameter in self.parameters:
-            parameter.grad = None
+        self.optimizer.zero_grad()
         if not optimizer:
             return
         if not (folder / OPTIMIZER).exists():

@@ -25,11 +25,10 @@ class Checkpoints:
 
     Args:
         folder: of the server.
-        name: of the base model.
     """
 
-    def __init__(self, folder: Path, name: str, journal: Journal) -> None:
-        self.root, self.name, self.journal = folder / "checkpoints", name, journal
+    def __init__(self, folder: Path, journal: Journal) -> None:
+        self.root, self.journal = folder / "checkpoints", journal
 
     def make_path(self, model: str, kind: str, name: str, *, overwrite: bool = False) -> str:
         """Return the path of a new checkpoint.

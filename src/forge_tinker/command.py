@@ -44,8 +44,7 @@ def serve_protocol(args: argparse.Namespace) -> None:
         from .tenants import TinkerSettings
         from .wire import protocol  # noqa: F401  (names the package that is missing)
 
-        content = {} if args.config is None else read_yaml(Path(args.config))
-        settings = TinkerSettings.model_validate(content)
+        settings = TinkerSettings.model_validate(read_yaml(Path(args.config)) if args.config else {})
         if not settings.tenants and not is_loopback(args.host):
             raise ValueError(f"other machines reach {args.host}: give --config a file with `tenants`")
         check_family(args.model)
@@ -66,7 +65,7 @@ async def _serve(args: argparse.Namespace, model: str, folder: Path, settings: A
     from .learner import Learner, open_base
     from .requests import Requests
     from .sampler import Sampler
-    from .server import REFUSED, TinkerServer
+    from .server import UNSUPPORTED, TinkerServer
 
     name = args.name or args.model
     base = open_base(model, folder)
@@ -81,6 +80,6 @@ async def _serve(args: argparse.Namespace, model: str, folder: Path, settings: A
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     async with serve_application(server.make_application(args.host), listener) as url:
         print(f"{name} is served at {url}: TINKER_BASE_URL={url}, TINKER_API_KEY=tml-...", flush=True)
-        print(f"not served: {'; '.join(REFUSED.values())}; images; full weights; optimisers but AdamW", flush=True)
+        print(f"unsupported: {'; '.join(UNSUPPORTED.values())}; images; full weights; optimisers but AdamW", flush=True)
         await stopped.wait()
     sampler.close()

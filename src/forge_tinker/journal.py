@@ -31,6 +31,7 @@ CREATE INDEX IF NOT EXISTS requests_of ON requests (subject, seq);
 CREATE INDEX IF NOT EXISTS requests_open ON requests (owner) WHERE result IS NULL AND error IS NULL;
 CREATE TABLE IF NOT EXISTS sequences (id TEXT PRIMARY KEY, session TEXT, logprobs BLOB, created REAL);
 """
+PRAGMAS = "PRAGMA locking_mode=EXCLUSIVE; PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;"
 KEPT = 24 * 3600.0  # seconds for which results and recorded sequences are kept
 
 
@@ -41,8 +42,12 @@ class Journal:
         self._tables = sqlite3.connect(folder / "journal.sqlite", isolation_level=None)
         self._tables.row_factory = sqlite3.Row
         # A killed process loses nothing that was written; only a power failure may lose the last requests.
-        self._tables.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;" + SCHEMA)
-        self.remove_old()
+        # The lock ends with the process.
+        try:
+            self._tables.executescript(f"{PRAGMAS} {SCHEMA}")
+            self.remove_old()
+        except sqlite3.OperationalError as error:
+            raise ValueError(f"{folder} is in use by another server, or not writable: {error}") from None
 
     def add(self, table: str, **columns: Any) -> bool:
         """Insert a row, and return whether it is new: a row of the same key stays as it is."""
@@ -58,7 +63,7 @@ class Journal:
         values = [to_column(value) for value in columns.values()]
         self._tables.execute(f"UPDATE {table} SET {changes} WHERE {name} = ?", [*values, key])
 
-    def find(self, table: str, **columns: Any) -> sqlite3.Row | None:
+    def find(self, table: str, **columns: Any) -> Any:
         """Return the first row with these values; None if there is none."""
         return next(iter(self.select(table, **columns)), None)
 
@@ -90,7 +95,11 @@ class Journal:
     def remove_old(self) -> None:
         """Delete results, recorded sequences and samplers' requests that are older than a day."""
         oldest = time.time() - KEPT
-        self._tables.execute("DELETE FROM requests WHERE created < ? AND body IS NULL", [oldest])
+        self._tables.execute(
+            "DELETE FROM requests WHERE created < ? AND (body IS NULL OR kind = 'sample') "
+            "AND (result IS NOT NULL OR error IS NOT NULL)",
+            [oldest],
+        )
         self._tables.execute("DELETE FROM sequences WHERE created < ?", [oldest])
 
 

@@ -62,11 +62,11 @@ class Learner:
             config: fields of the protocol's `LoraConfig`; equal seeds draw equal factors.
 
         Raises:
-            ValueError: the rank is not positive, or no layer is chosen.
+            ValueError: the rank is out of range, or no layer is chosen.
         """
         rank, factors = config["rank"], {}
-        if rank < 1:
-            raise ValueError(f"lora_config.rank must be at least 1, got {rank}")
+        if not 1 <= rank <= 4096:
+            raise ValueError(f"lora_config.rank must be 1 to 4096, got {rank}")
         for path, module in self.layers.items():
             if not config[f"train_{kind_of(path)}"]:
                 continue
@@ -124,13 +124,11 @@ class Learner:
         self.install(adapter)
         # A request that fails leaves the gradient as it was.
         gradients = [parameter.grad for parameter in adapter.parameters]
-        for parameter in adapter.parameters:
-            parameter.grad = None
+        adapter.optimizer.zero_grad()
         try:
             return self._run_pass(request, names, config)
         except BaseException:
-            for parameter in adapter.parameters:
-                parameter.grad = None
+            adapter.optimizer.zero_grad()
             raise
         finally:
             for parameter, gradient in zip(adapter.parameters, gradients, strict=True):
@@ -193,6 +191,8 @@ class Learner:
             targets: [length - 1, k], tokens to score at each position but the first; -1 for none.
             draws: tokens to draw at each position but the first, at `temperature`, by `seed`.
         """
+        if len(tokens) < 2:
+            return Scores(np.full(1, np.nan) if logprobs else None)
         self.install(adapter)
         scores = Scores()
         if logprobs:
@@ -211,8 +211,8 @@ class Learner:
                 pieces["top_ids"].append(ids.numpy())
             if targets is not None:
                 wanted = torch.from_numpy(targets[start : start + len(rows)].copy())
-                chosen = rows.gather(1, wanted.clamp(min=0)).masked_fill(wanted < 0, torch.nan)
-                pieces["targets"].append(chosen.numpy())
+                target_logprobs = rows.gather(1, wanted.clamp(min=0)).masked_fill(wanted < 0, torch.nan)
+                pieces["targets"].append(target_logprobs.numpy())
             if draws:
                 weights = (rows / max(temperature, 1e-6)).softmax(-1)
                 ids = torch.multinomial(weights, draws, replacement=True, generator=generator)
@@ -248,9 +248,9 @@ class Learner:
         """Raise a ValueError if there is no token, or one outside the vocabulary."""
         if not len(tokens):
             raise ValueError(f"{name} is empty")
-        if min(tokens) < 0 or max(tokens) >= self._vocabulary:
-            found = f"{min(tokens)} to {max(tokens)}"
-            raise ValueError(f"{name}: token ids must be 0 to {self._vocabulary - 1}, got {found}")
+        lowest, highest = min(tokens), max(tokens)
+        if lowest < 0 or highest >= self._vocabulary:
+            raise ValueError(f"{name}: token ids must be 0 to {self._vocabulary - 1}, got {lowest} to {highest}")
 
 
 def open_base(model: str, folder: Path) -> Path:

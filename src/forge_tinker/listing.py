@@ -148,14 +148,15 @@ class Listing:
         path = (await json_of(request)).get("tinker_path")
         config = from_json(self.checkpoints.find(path, self.tenants.owner_of(request))["config"])
         layers = {name: config[name] for name in ("train_unembed", "train_mlp", "train_attn")}
-        answer = {"base_model": self.name, "is_lora": True, "lora_rank": config["rank"], **layers}
-        return web.json_response(answer)
+        return web.json_response({"base_model": self.name, "is_lora": True, "lora_rank": config["rank"], **layers})
 
     async def _copy_weights(self, request: web.Request) -> web.Response:
         body = types.CopyWeightsRequest.model_validate(await json_of(request))
         check_ttl(body.ttl_seconds)
         owner = self.tenants.owner_of(request)
         source = self.checkpoints.find(body.source_path, owner)
+        if body.session_id is not None:
+            self.tenants.own_row("sessions", body.session_id, request)
         # A repeated request, whose answer was lost, gives the same copy.
         key = request.headers.get("X-Idempotency-Key") or uuid.uuid4().hex
         session = body.session_id or uuid.uuid5(uuid.NAMESPACE_URL, f"{owner} {key}").hex
@@ -185,13 +186,13 @@ class Listing:
 
     async def _show_session(self, request: web.Request) -> web.Response:
         row = self.tenants.own_row("sessions", request.match_info["session"], request)
-        answer = {
+        session_info = {
             "training_run_ids": [model["id"] for model in self.journal.select("models", session=row["id"])],
             "sampler_ids": [sampler["id"] for sampler in self.journal.select("samplers", session=row["id"])],
             "user_metadata": from_json(row["metadata"]),
             "display_name": row["name"],
         }
-        return web.json_response(answer)
+        return web.json_response(session_info)
 
     async def _move_session(self, request: web.Request) -> web.Response:
         row = self.tenants.own_row("sessions", request.match_info["session"], request)

@@ -21,7 +21,7 @@ from .checkpoints import Checkpoints
 from .journal import Journal, from_json
 from .learner import Learner
 from .sampler import Sampler
-from .wire import Datum, Scores, make_sampling, read_adam, read_chunk, read_pass_request, read_targets, write_samples
+from .wire import Datum, Scores, make_sampling, read_adam, read_pass_request, read_targets, write_samples
 
 log = logging.getLogger(f"forge.{__name__}")
 STEPS = 8  # optimiser steps between two snapshots of a model: a restarted server computes the requests since again
@@ -41,7 +41,7 @@ class Requests:
     def __init__(self, folder: Path, name: str, journal: Journal, learner: Learner, sampler: Sampler) -> None:
         self.folder, self.name = folder, name
         self.journal, self.learner, self.sampler = journal, learner, sampler
-        self.checkpoints = Checkpoints(folder, name, journal)
+        self.checkpoints = Checkpoints(folder, journal)
         self.thread = ThreadPoolExecutor(1, "forge-tinker")
         self.adapters: dict[str, Adapter] = {}
         self._next: dict[str, int] = {}  # of each model, the number of the request to execute next
@@ -157,7 +157,6 @@ class Requests:
 
     def _snapshot_of(self, model: str) -> tuple[str, dict[str, Any], int]:
         row = self.journal.find("models", id=model)
-        assert row is not None
         return model, from_json(row["config"]), row["applied"]
 
     def _restore(self, model: str, config: dict[str, Any], applied: int) -> None:
@@ -277,6 +276,9 @@ class Requests:
         """
         if not datum.spans:
             raise ValueError("stable_reinforce needs data with provenance: Datum.with_provenance")
+        lengths = [length for *_, length in datum.spans]
+        if min(lengths) < 0 or sum(lengths) != len(datum.tokens):
+            raise ValueError("the provenance of loss_fn_inputs does not cover all targets")
         logprobs, sampled = [], []
         for sequence, offset, length in datum.spans:
             values = np.zeros(length, np.float32)
@@ -292,8 +294,6 @@ class Requests:
             logprobs.append(values)
             sampled.append(np.full(length, float(bool(sequence)), np.float32))
         datum.inputs["logprobs"], datum.inputs["sampled"] = np.concatenate(logprobs), np.concatenate(sampled)
-        if len(datum.inputs["sampled"]) != len(datum.tokens):
-            raise ValueError("the provenance of loss_fn_inputs does not cover all targets")
 
     def _start_sample(self, name: str) -> None:
         task = asyncio.get_running_loop().create_task(self._run_sample(name))
@@ -302,7 +302,6 @@ class Requests:
 
     async def _run_sample(self, name: str) -> None:
         row = self.journal.find("requests", id=name)
-        assert row is not None
         try:
             result = await self._sample(row)
         except Exception as error:
@@ -313,13 +312,12 @@ class Requests:
     async def _sample(self, row: Any) -> bytes:
         request = types.SampleRequest.model_validate_json(row["body"])
         sampler = self.journal.find("samplers", id=row["subject"])
-        assert sampler is not None
         folder = None if sampler["folder"] is None else Path(sampler["folder"])
         if folder is not None:
             if not folder.exists():
                 raise ValueError("the weights of this sampler were deleted, or others were used since: save them again")
             os.utime(folder)
-        prompt = [token for chunk in request.prompt.chunks for token in read_chunk(chunk)]
+        prompt = request.prompt.to_ints()
         self.learner.check_tokens(prompt, "prompt")
         # The same request draws the same tokens again after a restart.
         seed = request.sampling_params.seed
@@ -343,7 +341,7 @@ class Requests:
             lambda: self.learner.score_prompt(
                 None if folder is None else self.learner.open(folder),
                 prompt,
-                logprobs=bool(request.prompt_logprobs) and len(prompt) > 1,
+                logprobs=bool(request.prompt_logprobs),
                 last=request.prompt_logprobs_last_n,
                 top_k=top_k,
                 targets=targets,

@@ -23,6 +23,7 @@ from .wire import parse_pass
 
 POLL = 30.0  # seconds for which a request for a result waits
 MAX_BODY = 1 << 28  # bytes
+MAX_COUNT = 4096  # samples of a request, or tokens of a position
 PREFIX = "/api/v1"
 PROTOBUF = "application/x-protobuf"
 # Requests that change or save a model, by their kind.
@@ -32,7 +33,7 @@ KINDS: dict[str, Any] = {
     "sampler": types.SaveWeightsForSamplerRequest,
     "external": types.SaveWeightsExternalRequest,
 }
-REFUSED = {
+UNSUPPORTED = {
     "/auth/token": "JWT credentials: use an API key",
     "/create_custom_loss": "custom losses on the server: they run in the client",
     "/audit": "the audit log",
@@ -58,8 +59,7 @@ class TinkerServer:
     def make_application(self, host: str) -> web.Application:
         """Return the application for a server that listens at `host`."""
         key = "known" if self.tenants.by_key else None
-        types_of_bodies = ("application/json", PROTOBUF)
-        guard = guard_requests(host, key, key_of=self.tenants.check_key, content_types=types_of_bodies)
+        guard = guard_requests(host, key, key_of=self.tenants.check_key, content_types=("application/json", PROTOBUF))
         app = web.Application(client_max_size=MAX_BODY, middlewares=[return_errors, guard])
         app.router.add_get(PREFIX + "/healthz", self._report_health)
         for path, handler in {
@@ -84,8 +84,8 @@ class TinkerServer:
             "/cancel_future": self._acknowledge,
         }.items():
             app.router.add_post(PREFIX + path, handler)
-        for path in REFUSED:
-            app.router.add_route("*", PREFIX + path, self._refuse)
+        for path in UNSUPPORTED:
+            app.router.add_route("*", PREFIX + path, self._reject_unsupported)
         Listing(self.requests, self.tenants, self.max_length).add_routes(app.router, PREFIX)
         return app
 
@@ -101,6 +101,7 @@ class TinkerServer:
 
     async def _create_session(self, request: web.Request) -> web.Response:
         body = await read_body(request, types.CreateSessionRequest)
+        self.journal.remove_old()
         session = uuid.uuid4().hex
         project = body.project_id or self.tenants.owner_of(request)
         row = {"owner": self.tenants.owner_of(request), "project": project, "name": body.display_name}
@@ -181,8 +182,7 @@ class TinkerServer:
     async def _describe_model(self, request: web.Request) -> web.Response:
         body = await read_body(request, types.GetInfoRequest)
         model = self.tenants.own_row("models", body.model_id, request)
-        name = self.requests.name
-        rank = json.loads(model["config"])["rank"]
+        name, rank = self.requests.name, json.loads(model["config"])["rank"]
         data = types.ModelData(model_name=name, tokenizer_id=self.tokenizer)
         return reply(
             types.GetInfoResponse(
@@ -249,6 +249,8 @@ class TinkerServer:
         body = await read_body(request, types.SampleRequest)
         if body.sampling_session_id is None or body.seq_id is None:
             raise ValueError("sampling_session_id and seq_id are missing")
+        if max(body.num_samples, body.topk_prompt_logprobs, body.prompt_alt_tokens_k) > MAX_COUNT:
+            raise ValueError(f"num_samples, topk_prompt_logprobs and prompt_alt_tokens_k are at most {MAX_COUNT}")
         sampler = self.tenants.own_row("samplers", body.sampling_session_id, request)
         self.open_session(sampler["session"], request)
         return self._accept(request, "sample", sampler["id"], body.seq_id, await request.read())
@@ -266,9 +268,9 @@ class TinkerServer:
         kind = PROTOBUF if row["kind"] in BINARY else "application/json"
         return web.Response(body=row["result"], content_type=kind)
 
-    async def _refuse(self, request: web.Request) -> web.Response:
+    async def _reject_unsupported(self, request: web.Request) -> web.Response:
         path = re.sub(f"^{PREFIX}", "", request.match_info.route.resource.canonical)  # type: ignore[union-attr]
-        raise NotFound(f"forge tinker does not serve {REFUSED.get(path, path)}")
+        raise NotFound(f"forge tinker does not support {UNSUPPORTED.get(path, path)}")
 
 
 @web.middleware

@@ -13,7 +13,7 @@ from forge_http.web import web
 
 from .journal import Journal
 
-FILES = "/files/"  # in the path of a link to a file, which has a signature instead of a key
+FILES = "/api/v1/files/"  # paths of links to files, which have a signature instead of a key
 
 
 class Tenant(Section):
@@ -54,7 +54,7 @@ class Tenants:
 
     def check_key(self, request: web.Request) -> str:
         """Return "known" for a request with a key of the configuration, or for a file."""
-        return "known" if FILES in request.path or request.headers.get("X-API-Key", "") in self.by_key else ""
+        return "known" if request.path.startswith(FILES) or request.headers.get("X-API-Key", "") in self.by_key else ""
 
     def tenant_of(self, request: web.Request) -> Tenant:
         """Return the tenant of a request's API key."""

@@ -21,6 +21,7 @@ DTYPES: dict[int, Any] = {
     protocol.DTYPE_INT64: np.int64,
     protocol.DTYPE_INT32: np.int32,
 }
+MAX_TARGETS = 1024  # of a position
 NO_LOGPROB = -99999.0  # the protocol's mark of a position without top log-probabilities
 
 
@@ -126,6 +127,8 @@ def read_tensor(message: Any) -> np.ndarray:
 
     sparse = message.sparse_csr
     starts, columns = (np.frombuffer(part, np.int64) for part in (sparse.crow_indices, sparse.col_indices))
+    if len(shape) != 2 or shape[0] != len(starts) - 1 or not 0 <= shape[1] <= MAX_TARGETS:
+        raise ValueError(f"a sparse tensor must be [tokens, at most {MAX_TARGETS}], got {list(shape)}")
     dense = np.zeros(shape, dtype)
     rows = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
     dense[rows, columns] = np.frombuffer(sparse.values, dtype)
@@ -229,13 +232,6 @@ def read_adam(body: dict[str, Any]) -> dict[str, float]:
     if "adam_params" not in body:
         raise ValueError("only AdamW is served: pass AdamParams to optim_step")
     return types.AdamParams.model_validate(body["adam_params"]).model_dump()
-
-
-def read_chunk(chunk: Any) -> list[int]:
-    """Return the tokens of a part of a prompt; ValueError if it is not text."""
-    if not isinstance(chunk, types.EncodedTextChunk):
-        raise ValueError(f"the prompt has a chunk of type {chunk.type}: only text is served")
-    return list(chunk.tokens)
 
 
 def read_targets(tensor: Any, length: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Requests as other servers of the protocol got them wrong, and requests of nobody's client."""
+"""Cases that other servers of the protocol got wrong, and hostile requests."""
 
 import json
 
@@ -17,7 +17,7 @@ def test_samplers_keep_their_weights_during_training(service, server):
     first = client.save_weights_and_get_sampling_client().result()
     reference = first.compute_logprobs(tokens).result()
 
-    # Nobody waits for these; what is saved after them has all of them.
+    # These futures are not awaited; a save after them includes all of them.
     for _ in range(40):
         client.forward_backward([make_datum("abc>cba", 4)], "cross_entropy")
         client.optim_step(tinker.AdamParams(learning_rate=1e-2))
@@ -93,6 +93,7 @@ SAMPLE = {"sampling_session_id": "x", "seq_id": 0, "prompt": {"chunks": []}, "sa
         ("load_weights", {"path": "tinker://../weights/x", "optimizer": True, "model_id": MODEL}, HEADERS, 422),
         ("asample", SAMPLE, HEADERS, 404),
         ("asample", {**SAMPLE, "sampling_params": {"max_tokens": "many"}}, HEADERS, 422),
+        ("asample", {**SAMPLE, "num_samples": 10**9}, HEADERS, 422),
         ("retrieve_future", {"request_id": "x"}, HEADERS, 410),
         ("weights_info", {"tinker_path": "tinker://x/weights/../../journal.sqlite"}, HEADERS, 422),
         ("copy_weights", {"source_path": "/etc/passwd"}, HEADERS, 422),

@@ -17,10 +17,10 @@ pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore")]
 PAGE = Path(__file__).parents[2] / "docs" / "tinker.md"
 CLIENTS = (tinker.ServiceClient, tinker.TrainingClient, tinker.SamplingClient, tinker.RestClient)
 # What a server of one's own does not have; each raises an error of the protocol.
-NOT_SERVED = {
+UNSUPPORTED = {
     "RestClient": {"export_session_trace", "get_audit_log", "get_billing_usage", "get_current_checkpoint_storage_usage"}
 }
-NOT_SERVED["RestClient"] |= {f"{name}_async" for name in NOT_SERVED["RestClient"]} | {"whoami"}
+UNSUPPORTED["RestClient"] |= {f"{name}_async" for name in UNSUPPORTED["RestClient"]} | {"whoami"}
 ADAM = tinker.AdamParams(learning_rate=1e-3)
 
 
@@ -161,9 +161,9 @@ def test_every_method(server):
     rest.delete_checkpoint_from_tinker_path_async(external), rest.delete_checkpoint_async(run, "external_weights/b")
     assert "sampler" not in {c.checkpoint_type for c in rest.list_checkpoints(run).checkpoints}
 
-    for name in sorted(NOT_SERVED["RestClient"]):
+    for name in sorted(UNSUPPORTED["RestClient"]):
         arguments = {"get_billing": ("2026-01-01", "2026-01-02"), "export_sess": (session,)}.get(name[:11], ())
-        with pytest.raises((tinker.NotFoundError, RuntimeError), match=r"does not serve|JWT"):
+        with pytest.raises((tinker.NotFoundError, RuntimeError), match=r"does not support|JWT"):
             getattr(rest, name)(*arguments)
     service.close("success")
     assert public_methods() - CALLED == set()
@@ -171,6 +171,6 @@ def test_every_method(server):
     page = PAGE.read_text()
     named = {name.removesuffix("_async") for _, name in public_methods()}
     assert {name for name in named if f"`{name}`" not in page} == set()
-    refused = page.split("Not served:")[1].split("\n\n")[0]
-    expected = {name.removesuffix("_async") for name in NOT_SERVED["RestClient"]}
+    refused = page.split("Unsupported:")[1].split("\n\n")[0]
+    expected = {name.removesuffix("_async") for name in UNSUPPORTED["RestClient"]}
     assert {name for name in named if f"`{name}`" in refused} == expected
