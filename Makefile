@@ -14,7 +14,7 @@ SEED ?= 0
 export OMP_NUM_THREADS ?= 1
 export GOMP_SPINCOUNT ?= 2000
 
-.PHONY: help quickstart real tutorials check test test-all test-slow families test-tokenizers test-vllm test-titan package lint clean
+.PHONY: help quickstart real tutorials check test pytest test-all test-slow families test-tokenizers test-vllm test-titan package lint clean
 
 help:  ## list these targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -50,16 +50,20 @@ $(VENV)/installed-tutorials: $(VENV)/installed
 	touch $@
 
 # The tiers of tests, which CONTRIBUTING.md describes.
-PYTEST = $(VENV)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+# Three workers on two cores: one of them waits for processes. `$(MAKE) -j2` runs lint beside the tests.
+PYTEST = $(VENV)/bin/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder
 
-check: $(VENV)/installed-dev lint  ## lint, types and unit tests
-	$(PYTEST) -m 'not processes and not costly and not full and not slow' --hypothesis-profile=check
+check: $(VENV)/installed-dev  ## lint, types and unit tests
+	$(MAKE) -j2 lint pytest TIER='-m "not processes and not costly and not full and not slow" --hypothesis-profile=check'
 
-test: $(VENV)/installed-dev lint  ## also tests with processes, before a commit; PKG=runtime/store for one directory
-	$(PYTEST) -m 'not full and not slow' --hypothesis-profile=test $(addprefix tests/,$(PKG))
+test: $(VENV)/installed-dev  ## also tests with processes, before a commit; PKG=runtime/store for one directory
+	$(MAKE) -j2 lint pytest TIER='-m "not full and not slow" --hypothesis-profile=test $(addprefix tests/,$(PKG))'
 
-test-all: $(VENV)/installed-dev lint  ## also costly tests, as CI
-	$(PYTEST) -m 'not slow' --hypothesis-profile=all
+test-all: $(VENV)/installed-dev  ## also costly tests, as CI
+	$(MAKE) -j2 lint pytest TIER='-m "not slow" --hypothesis-profile=all'
+
+pytest:
+	$(PYTEST) $(TIER)
 
 test-slow: $(VENV)/installed-dev  ## proofs that take minutes
 	$(VENV)/bin/python -m pytest -m slow --hypothesis-profile=all

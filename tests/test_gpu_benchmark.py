@@ -72,6 +72,7 @@ def test_failing_benchmark_parts_are_reported_as_failed():
     ]
 
 
+@pytest.mark.full
 def test_documented_gpu_counts_hold_on_emulated_device():
     """What docs/benchmarks.md says of waits, launches and bytes."""
     counts = {row.what: row.now for row in gpu_counts.rows(packs=0)}

@@ -37,7 +37,7 @@ TRL = {
     "lora_r": "lora.rank",
     "lora_alpha": "lora.alpha",
     "lora_target_modules": "lora.targets",
-    "load_in_4bit": "training.weights_dtype=bfloat16; quantised weights are unsupported",
+    "load_in_4bit": "lora.quantize=nf4",
     # GRPO.
     # How many answers, and how long.
     "num_generations": "grpo.n_samples",
@@ -45,6 +45,7 @@ TRL = {
     "max_new_tokens": "grpo.max_tokens",
     "max_prompt_length": "dataset.max_prompt_tokens",
     # The loss.
+    "grpo.epsilon": "grpo.clip_low",
     "epsilon_high": "grpo.clip_high",
     "delta": "grpo.dual_clip",
     "scale_rewards": "grpo.normalize",
@@ -58,6 +59,9 @@ TRL = {
     "sync_ref_model": "the reference stays as it is: unsupported",
     # Generation.
     "use_vllm": "generator.engine=vllm",
+    "vllm_server_host": "nothing to set, generators are processes of the run",
+    "vllm_server_port": "nothing to set, generators are processes of the run",
+    "vllm_max_model_length": "generator.max_seq_len",
     "vllm_mode": "colocated=true for colocate; servers are started by the run",
     "vllm_gpu_memory_utilization": "generator.vllm={gpu_memory_utilization: ...}",
     "vllm_tensor_parallel_size": "services.generator.procs",
@@ -102,6 +106,10 @@ TRL = {
     # What is written, and when.
     "report_to": "metrics={wandb: {project: ...}} or tensorboard",
     "logging_steps": "nothing to set, every step is logged",
+    "logging_first_step": "nothing to set, every step is logged",
+    "logging_strategy": "nothing to set, every step is logged",
+    "logging_dir": "run.root and run.name",
+    "num_completions_to_print": "metrics.rollouts",
     "save_steps": "checkpoint.every",
     "save_strategy": "checkpoint.every",
     "save_total_limit": "checkpoint.keep",
@@ -109,6 +117,7 @@ TRL = {
     "resume_from_checkpoint": 'resume="auto", or --resume auto',
     "load_best_model_at_end": "eval, see docs/configuration.md",
     "eval_steps": "eval.every",
+    "eval_on_start": ALWAYS,
     "eval_strategy": "eval.every",
     "evaluation_strategy": "eval.every",
     "output_dir": "run.root and run.name",
@@ -116,6 +125,10 @@ TRL = {
     "overwrite_output_dir": "run.overwrite",
     "hub_model_id": "checkpoint.push_to_hub",
     "data_seed": "seed",
+    "dataset_num_proc": "nothing to set, data is read alongside the training",
+    "gradient_checkpointing_kwargs": "training.gradient_checkpointing",
+    "save_safetensors": ALWAYS,
+    "tf32": "training.dtype=bfloat16",
     "dataloader_num_workers": "nothing to set, data is read alongside the training",
     "remove_unused_columns": "nothing to set, rewards get the columns that they name",
     "neftune_noise_alpha": "unsupported, omit it",
@@ -126,11 +139,17 @@ VERL = {
     "data.val_files": "eval.path",
     "data.prompt_key": "dataset.prompt_field",
     "data.train_batch_size": "training.batch_size",
+    "data.max_prompt_length": "dataset.max_prompt_tokens",
+    "data.shuffle": "dataset.shuffle",
+    "data.return_raw_chat": ALWAYS,
+    "critic.optim.lr": "critic.learning_rate",
+    "critic.model.path": "critic.model",
     "data.max_response_length": "grpo.max_tokens",
     "data.truncation": "dataset.too_long",
     "data.filter_overlong_prompts": "dataset.too_long=skip",
     "actor_rollout_ref.model.path": "model",
     "actor_rollout_ref.model.enable_gradient_checkpointing": "training.gradient_checkpointing",
+    "actor_rollout_ref.model.use_remove_padding": ALWAYS,
     "actor_rollout_ref.model.lora_rank": "lora.rank",
     "actor_rollout_ref.rollout.n": "grpo.n_samples",
     "actor_rollout_ref.rollout.temperature": "grpo.temperature",
@@ -160,11 +179,12 @@ VERL = {
     # KL, entropy and advantages.
     "use_kl_loss": "grpo.beta, with services.ref_model: {}",
     "kl_loss_coef": "grpo.beta",
-    "kl_loss_type": "grpo.kl",
+    "kl_loss_type": "grpo.kl: low_var_kl is k3, kl is k1, mse is k2",
     "use_kl_in_reward": "grpo.kl_in=reward",
     "kl_coef": "grpo.beta",
     "entropy_coeff": "training.entropy_coef",
     "adv_estimator": "algorithm",
+    "log_prob_micro_batch_size_per_gpu": "training.seq_len: micro-batches are packed by tokens",
     "norm_adv_by_std_in_grpo": "grpo.normalize",
     "ulysses_sequence_parallel_size": "parallelism.context_parallel_degree",
     "param_offload": "training.cpu_offload",
@@ -354,10 +374,12 @@ def describe_setting(name: str, python: bool, libraries: Iterable[str] = TABLES)
 
     is_key = " " not in here
     if is_key and python and "." in here:
-        section, _, key = here.partition(".")
-        # Both sections have `every`, so that the key by itself would not be accepted.
-        argument = f"{section}={{{key!r}: ...}}" if section in ("eval", "checkpoint") else key.rpartition(".")[2]
-        here = f"{argument if '=' not in here else key} ({here.split('=')[0]} in YAML)"
+        path, _, value = here.partition("=")
+        section, _, key = path.partition(".")
+        # Several sections have these keys, so that a key by itself would not be accepted.
+        is_shared = section in ("eval", "checkpoint", "services") or path in ("training.dtype", "dataset.max_tokens")
+        argument = f"{section}={{{key!r}: {repr(value) if value else '...'}}}" if is_shared else here.rpartition(".")[2]
+        here = f"{argument} ({path} in YAML)"
     return f"{library}'s {name} is {here} here" if is_key else f"of {library}'s {name}, here: {here}"
 
 

@@ -156,8 +156,10 @@ def convert_config(values: Mapping[str, Json], name: str = "run") -> Converted:
 
     Raises:
         ValueError: a number that is needed is invalid, a value is missing (`???`), or contradicts another key; the
-            message names the key.
+            message names the key. Or the file is one of this library.
     """
+    if {"grpo", "run"} & {*values}:
+        raise ValueError("it has the keys of this library already: start it with forge train, sft or dpo")
     converted = Converted("train" if {"policy", "group_size"} & {*values} else "sft")
     for key, value in flatten_config({**values}).items():
         if value == "???":

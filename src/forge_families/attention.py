@@ -1,7 +1,5 @@
 """The engine's attention within transformers' modules, and the calls of attention that a model makes."""
 
-from __future__ import annotations
-
 import inspect
 import threading
 from collections.abc import Callable

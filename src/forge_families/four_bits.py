@@ -5,8 +5,6 @@ is rounded to such values once, as a folder that every engine and trainer reads:
 The trainer then holds the levels, half a byte a weight, and makes a layer's matrix when it computes.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """Modules of transformers with the engine's products: on a CPU in float32 a token has the same bits in any batch."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

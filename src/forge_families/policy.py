@@ -1,7 +1,5 @@
 """The policy of any causal language model of transformers: in packs as the core's, or in padded rows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """States of recurrent layers (linear attention, state spaces, short convolutions) and the engine's keys and values."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

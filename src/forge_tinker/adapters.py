@@ -1,7 +1,5 @@
 """Adapters: the factors that a tenant trains, with their optimiser, and their folders in peft's format."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Checkpoints of the protocol: paths such as `tinker://MODEL/weights/NAME`, and the folders that they stand for."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import time

@@ -1,7 +1,5 @@
 """`forge tinker --model MODEL`: serve the Tinker protocol until interrupted."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import signal

@@ -3,8 +3,6 @@
 SQLite holds all of it: a request is written before it is accepted, its result before it is answered.
 """
 
-from __future__ import annotations
-
 import json
 import sqlite3
 import time

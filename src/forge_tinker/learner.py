@@ -1,7 +1,5 @@
 """One frozen model, and the adapters that are trained on it: one request at a time, each a function of its inputs."""
 
-from __future__ import annotations
-
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What the protocol's REST client lists and changes: training runs, checkpoints, samplers and sessions."""
 
-from __future__ import annotations
-
 import hmac
 import json
 import secrets

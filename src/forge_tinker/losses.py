@@ -5,8 +5,6 @@ r = exp(p - q). Formulas: https://tinker-docs.thinkingmachines.ai/tinker/losses.
 published; here it is -(stop_gradient(min(r, 1)) * A * p - kl_coeff / 2 * (p - q)^2) on sampled tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Requests of the protocol that compute: accepted in any order, executed in the order of each model, never twice."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

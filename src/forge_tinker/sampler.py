@@ -1,7 +1,5 @@
 """Sampling from any adapter: one engine, which draws for one adapter after the other."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """The HTTP server of the protocol: sessions, models, samplers, and the futures of what they compute."""
 
-from __future__ import annotations
-
 import json
 import re
 import secrets

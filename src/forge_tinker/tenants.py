@@ -1,7 +1,5 @@
 """Tenants: who may call the server, by API key, and which rows of the journal are theirs."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from typing import Any

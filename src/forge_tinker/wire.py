@@ -1,7 +1,5 @@
 """Messages of the protocol: data and settings of requests to arrays and this library's types, results to protobuf."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Builds TorchTitan's models: sharded without memory, in stages if there is a pipeline, then filled from a folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -4,8 +4,6 @@ Only the model's computation and its sharding come from TorchTitan. Data, loss, 
 `PolicyTrainer`'s, so that both backends train the same way. Nothing of TorchTitan's `experiments` is used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -27,6 +27,7 @@ async def start(model, store):
     )
 
 
+@pytest.mark.full
 async def test_overview_rollout_and_training_loops_run_together(model, store):
     (code,) = re.findall(r"```text\n(async def rollout.*?)```", OVERVIEW, re.DOTALL)
 

@@ -55,6 +55,7 @@ def test_verifier_and_function_rewards_are_summed():
     assert asyncio.run(both.is_correct("abc>", "cba", "cba"))
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_long_repetitive_responses_do_not_kill_reward_replicas():
     async def work():

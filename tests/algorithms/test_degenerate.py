@@ -161,6 +161,7 @@ def slow(scorer, all_units: bool) -> list[tuple[str, float]]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["MathReward of a number", "final_answer", "plain", "hermes", "code_block", "steps"])
 def test_scorers_read_repetitive_text_in_linear_time(name):

@@ -89,6 +89,7 @@ def assert_equal(found: Outcome, expected: Outcome) -> None:
     assert (found.streamed, found.stats) == (expected.streamed, expected.stats)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("on_update", MODES)
 def test_emulated_device_draws_the_tokens_of_the_cpu(on_update: str, folders: dict[str, Path]):
     expected = decode(folders["qwen3"], on_update)
@@ -97,6 +98,7 @@ def test_emulated_device_draws_the_tokens_of_the_cpu(on_update: str, folders: di
     assert_equal(found, expected)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("family", "settings"), [("qwen3-moe", {"router_replay": True}), ("gemma3", {})])
 def test_other_families_draw_the_tokens_of_the_cpu(family: str, settings: dict[str, Any], folders: dict[str, Path]):
     expected = decode(folders[family], **settings)

@@ -30,6 +30,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulation]:
         yield emulation
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 def test_cuda_graph_steps_draw_the_tokens_of_the_cpu(family: str, folders: dict[str, Path], device: Emulation):
     """Requests of all kinds, a growing cache, updates, a release: what a graph could not hold would fail the engine."""

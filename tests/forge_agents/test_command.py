@@ -170,6 +170,7 @@ time.sleep(1)
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("count", "name"), [(1200, "d"), (300, "d" * 200), (5000, "d")])
 async def test_deep_folders_of_agent_are_removed(count: int, name: str) -> None:
     async with CommandRunner() as runner:
@@ -421,6 +422,7 @@ def test_programs_of_unprivileged_user_are_confined(url: str, tmp_path: Path) ->
     assert forking.status in ("timeout", "exited")
 
 
+@pytest.mark.full
 def test_programs_are_rejected_without_namespaces_by_default() -> None:
     mark = uuid.uuid4().hex
     limit = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"'

@@ -183,6 +183,7 @@ TOOLS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("added", ["", "plain", "special"])
 @pytest.mark.parametrize("syntax", ["hermes", "llama3"])
 def test_tool_call_grammar_works_with_any_special_tokens(syntax: Any, added: str, tmp_path: Path) -> None:

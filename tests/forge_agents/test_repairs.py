@@ -46,6 +46,7 @@ def pytest_runtest_makereport(item, call):
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "content"),
     [

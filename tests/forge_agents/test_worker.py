@@ -91,6 +91,7 @@ def test_hung_worker_is_killed_and_its_episodes_lost():
     assert not lives
 
 
+@pytest.mark.full
 def test_collection_worker_ends_with_its_controller(tmp_path):
     program = f"""
 import asyncio, os, signal, sys

@@ -69,6 +69,7 @@ def test_killed_controller_leaves_no_replica_processes(workers, tmp_path):
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 10, "its processes end")
 
 
+@pytest.mark.full
 def test_cluster_doctor_reports_each_host(workers, tmp_path):
     command = [sys.executable, "-m", "forge", "doctor", "cluster", "--hosts", str(tmp_path / "list")]
     done = subprocess.run(
@@ -92,6 +93,7 @@ def test_worker_without_secret_raises_one_line():
     assert "error: FORGE_SECRET is not set: every process that has it can run programs here" in done.stderr
 
 
+@pytest.mark.full
 def test_oversized_placement_raises_before_any_process(workers, tmp_path):
     command = [sys.executable, "-m", "forge", "train", "tests/forge_cluster/tiny.yaml", "--run.root", str(tmp_path)]
     command += ["--services.trainer.hosts", "3", "--services.trainer.procs", "3"]

@@ -105,7 +105,12 @@ def make(tmp_path: Path) -> Make:
     return make
 
 
-@pytest.mark.parametrize("name", MODELS)
+QUICK = ("gpt_oss", "deepseek_v3", "qwen3_5_text")  # a family of each kind of attention
+
+
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.full) for name in MODELS if name not in QUICK)]
+)
 def test_modules_generate_what_transformers_does(make: Make, name: str) -> None:
     folder, model = make(name)
     with EmbeddedEngine(folder, slots=4) as engine:
@@ -145,7 +150,7 @@ def test_samples_of_a_prompt_share_one_prefill(make: Make, name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["gpt_oss", "deepseek_v3", "gpt2", *(pytest.param(name, marks=pytest.mark.full) for name in ("gemma2", "olmo3"))],
+    ["gpt_oss", *(pytest.param(name, marks=pytest.mark.full) for name in ("deepseek_v3", "gpt2", "gemma2", "olmo3"))],
 )
 def test_bits_do_not_depend_on_other_requests(make: Make, name: str) -> None:
     # All widths are multiples of 32, as vectorised functions round the rest of a tensor otherwise.
@@ -232,6 +237,7 @@ def test_adapters_are_merged_by_the_names_of_modules(make: Make) -> None:
         assert error_of(model, engine.submit([1, 2], Sampling(max_tokens=9, seed=1)).result(60)[0]) < 1e-4
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize(("kind", "settings"), [("gpt_oss", {"lora": {"rank": 4}}), ("qwen3_5_text", {})])
 def test_engine_and_trainer_agree_in_a_run(

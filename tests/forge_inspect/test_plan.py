@@ -71,6 +71,7 @@ def test_larger_models_never_need_less_memory(tmp_path: Path):
 GPU_RECIPES = [path for path in sorted(APPS.glob("*/*.yaml")) if "with_gpus: true" in path.read_text()]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", GPU_RECIPES)
 def test_gpu_recipes_fit_their_gpus(recipe: Path):
     if "collect:" in recipe.read_text():
@@ -80,6 +81,7 @@ def test_gpu_recipes_fit_their_gpus(recipe: Path):
     assert plan_of_recipe.fits, "\n".join(plan_lines(plan_of_recipe))
 
 
+@pytest.mark.full
 def test_oversized_plan_names_settings_that_fit(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as ended:
         main(["plan", "apps/sft/qwen3_8b.yaml", "--gpus", "2xA100-40"])
@@ -92,6 +94,7 @@ def test_oversized_plan_names_settings_that_fit(capsys: pytest.CaptureFixture[st
     assert "note: the trainer fits with training.gradient_checkpointing" in capsys.readouterr().out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("config", "gpus", "changes", "note"),
     [

@@ -85,6 +85,7 @@ def rewards(tmp_path, monkeypatch):
     return "examined_rewards"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "severity", "kind", "text"),
     [

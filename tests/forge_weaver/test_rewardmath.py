@@ -41,6 +41,7 @@ def test_naive_and_published_selection_match_measurements(table: ScoreTable):
     assert selection_accuracy(published, table.labels) == pytest.approx(0.30, abs=0.03)
 
 
+@pytest.mark.full
 def test_ten_labels_give_calibrated_selection(table: ScoreTable):
     selected, errors = [], []
     for seed in range(10):

@@ -56,6 +56,7 @@ def faults(cells: list[Cell]) -> list[Cell]:
     return [result for result in cells if not {result.trainer, result.engine} <= {"equal", "rejected", ""}]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("family", "field"), SOME)
 def test_config_field_values_are_computed_or_rejected(family: str, field: str) -> None:
     cells = list(sweep([family], [field]))

@@ -138,6 +138,7 @@ def test_half_precision_step_is_close_to_float32(which: str, mild: dict[str, Pat
     assert largest_difference(found.weights, expected.weights) < 2**-7
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("which", SETTINGS | HALF)
 def test_update_synchronises_with_host_a_fixed_number_of_times(which: str, mild: dict[str, Path]):
     check_waits(mild["qwen3"], **(SETTINGS | HALF)[which])

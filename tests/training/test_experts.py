@@ -69,6 +69,7 @@ def test_engine_records_chosen_experts(mixture: Path):
     assert drawn(mixture)[0].experts is None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("inexactness", ["rounding", "noise"])
 def test_router_replay_removes_logprob_gap_of_routing(tmp_path: Path, inexactness: str):
     """To that of a dense model of the same size, whose engine is as inexact."""

@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel
 
 from ..system.masking import masked_names, without_secrets
+from .plugin import explain_names
 from .sections import ConfigError, Json, T, Type, build, keys_of, plain_types, section_in
 from .yaml_files import Loader, read_yaml
 
@@ -52,7 +53,7 @@ class Arguments:
 
             if not equals:
                 if not words:
-                    raise ConfigError(f"{name} needs a value")
+                    raise ConfigError(explain_names([name[2:]]) or f"{name} needs a value")
                 value = words.pop(0)
 
             if name == "--config":

@@ -1,7 +1,5 @@
 """Rows to prompts: fields, template, chat format, tokens; and the dataset of prompts."""
 
-from __future__ import annotations
-
 import difflib
 import random
 import re
@@ -22,7 +20,7 @@ from .files import PathOrRows, Row, check_values
 from .messages import OPTIONS, SYSTEM_FIELDS, read_messages, with_system
 from .stream import RowStream
 
-QUESTION_FIELDS = ("question", "prompt", "problem", "input")
+QUESTION_FIELDS = ("prompt", "question", "problem", "input")  # TRL and verl keep a question beside its prompt
 TARGET_FIELDS = ("answer", "target", "solution", "ground_truth")  # that the default of target_field finds
 LETTERS = string.ascii_uppercase
 PROMPT_FIELDS = (
@@ -101,7 +99,7 @@ class PromptFormat:
         options = [self.choices_field] if isinstance(self.choices_field, str) else self.choices_field or []
         needed = [self.prompt_field, *template_fields.values(), *options, self.target_field]
         hints = {
-            question: "; set prompt_field to the column of the prompt",
+            question: "; set prompt_field to the column of the prompt, or text_field to one of plain text (SFT)",
             self.target_field: "; set target_field to null for prompts without a target, or to the answer's column",
         }
         for name in needed:

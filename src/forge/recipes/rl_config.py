@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal, cast
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from ..algorithms import Algorithm, Correction, load_algorithm
-from ..config.plugin import resolve
+from ..config.plugin import explain_names, resolve
 from ..config.sections import ConfigError, Section
 from ..data.config import DatasetConfig, RowsConfig
 from ..engines.interface import check_length
@@ -241,6 +241,9 @@ class RLConfig(RecipeConfig):
         Raises:
             ConfigError: there is no such algorithm, or it does not have a setting, or a value is out of range.
         """
+        if isinstance(self.algorithm, dict):
+            names = explain_names([f"algorithm.{key}" for key in self.algorithm])
+            raise ConfigError(f"algorithm must be a name, got {self.algorithm!r:.80}{names and f': {names}'}")
         settings = self.grpo.settings()
         if self.training.entropy_coef:
             if "entropy_coef" in settings:

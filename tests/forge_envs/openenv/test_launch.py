@@ -46,6 +46,7 @@ def _stats():
             yield folder / "stat"
 
 
+@pytest.mark.full
 async def test_killed_openenv_server_raises_infrastructure_error():
     server = await LocalServer.start(SERVE, cwd=ROOT)
     async with OpenEnvClient(server.url) as client:

@@ -187,6 +187,7 @@ class Libraries(ForgeActor):
         return "transformers.modeling_utils" in sys.modules, os.environ.get(variable)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("variable", "is_forked"), [("FORGE_X", True), ("A_LIBRARY_READS", False)])
 def test_component_with_library_variables_is_not_forked(variable: str, is_forked: bool):
     async def main() -> tuple[bool, str | None]:
