@@ -14,7 +14,7 @@ def add_to(commands: Subparsers) -> None:
         "convert",
         help=TEXT,
         description=TEXT,
-        epilog="example: forge convert upstream apps/grpo/qwen3_1_7b.yaml",
+        epilog="example: forge convert upstream TORCHFORGE/apps/grpo/qwen3_1_7b.yaml",
     )
     parser.add_argument("library", choices=["upstream"], help="upstream: Meta's torchforge")
     parser.add_argument("file", type=Path, help="its YAML file")

@@ -49,7 +49,7 @@ TRL = {
     "epsilon_high": "grpo.clip_high",
     "delta": "grpo.dual_clip",
     "scale_rewards": "grpo.normalize",
-    "loss_type": "algorithm",
+    "loss_type": "algorithm of forge.train; DPO has the sigmoid loss only",
     "importance_sampling_level": "algorithm=gspo",
     # How a batch is used.
     "num_iterations": "training.epochs",
@@ -107,7 +107,6 @@ TRL = {
     "report_to": "metrics={wandb: {project: ...}} or tensorboard",
     "logging_steps": "nothing to set, every step is logged",
     "logging_first_step": "nothing to set, every step is logged",
-    "logging_strategy": "nothing to set, every step is logged",
     "logging_dir": "run.root and run.name",
     "num_completions_to_print": "metrics.rollouts",
     "save_steps": "checkpoint.every",

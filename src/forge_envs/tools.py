@@ -286,7 +286,7 @@ class ToolEnvironment(Environment):
 def _sample_of_task(task: Mapping[str, Any] | str) -> Sample:
     # Return a task in plain JSON as a sample, whose prompt has no tokens; ValueError if it has no question.
     row = task if isinstance(task, Mapping) else {"question": task}
-    question = next((row[name] for name in QUESTION_FIELDS if name in row), None)
+    question = next((row[name] for name in QUESTION_FIELDS if isinstance(row.get(name), str)), None)
     target = row.get("answer", row.get("target", ""))
     if not isinstance(question, str) or not question.strip():
         raise ValueError(f"a task must be a question, or a mapping with a question and an answer, not {task!r:.80}")

@@ -40,7 +40,11 @@ def test_keys_named_as_replacements_exist():
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("num_generations", "TRL's num_generations is grpo.n_samples here"), ("rollout", "rollout is now grpo")],
+    [
+        ("num_generations", "TRL's num_generations is grpo.n_samples here"),
+        ("rollout", "rollout is now grpo"),
+        ("critic.optim.lr", "verl's critic.optim.lr is critic.learning_rate here"),
+    ],
 )
 def test_foreign_config_key_error_names_our_key(name: str, says: str):
     with pytest.raises(ConfigError, match=re.escape(says)):
@@ -48,9 +52,28 @@ def test_foreign_config_key_error_names_our_key(name: str, says: str):
     assert says in explain_names([name])
 
 
-def test_foreign_train_argument_error_names_our_key():
-    with pytest.raises(ConfigError, match=r"TRL's per_device_train_batch_size"):
-        forge.train("nowhere", dataset=[{"question": "a"}], reward="ExactMatch", per_device_train_batch_size=4)
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"dataset": [{"question": "a"}], "per_device_train_batch_size": 4}, "TRL's per_device_train_batch_size"),
+        ({"train_dataset": [{"question": "a"}]}, "TRL's train_dataset is dataset here"),
+        (
+            {"dataset": [{"question": "a"}], "bf16": True},
+            "TRL's bf16 is training={'dtype': 'bfloat16'} (training.dtype",
+        ),
+        (
+            {"dataset": [{"question": "a"}], "ref_model": {}},
+            "TRL's ref_model is services={'ref_model': ...} (services.",
+        ),
+        (
+            {"dataset": [{"question": "a"}], "algorithm": {"adv_estimator": "grpo"}},
+            "got {'adv_estimator': 'grpo'}: verl's algorithm.adv_estimator is algorithm here",
+        ),
+    ],
+)
+def test_foreign_train_argument_error_names_our_key(arguments: dict, says: str):
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        forge.train("nowhere", reward="ExactMatch", **arguments)
 
 
 def test_foreign_settings_name_library_with_most_matches():

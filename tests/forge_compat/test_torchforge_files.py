@@ -326,6 +326,10 @@ RL = {"group_size": 8, "local_batch_size": 16}
         (SFT | {"processes": {"procs": "x"}}, "processes.procs must be a whole number of at least 1, got 'x'"),
         (SFT | {"training": {"local_batch_size": "1"}}, "training.local_batch_size must be a whole number"),
         (SFT | {"parallelism": {"tensor_parallel_degree": 0}}, "parallelism.tensor_parallel_degree must be a whole"),
+        (
+            {"model": "m", "grpo": {"n_samples": 8}},
+            "it has the keys of this library already: start it with forge train",
+        ),
     ],
 )
 def test_invalid_torchforge_values_name_the_key(tmp_path: Path, values: dict[str, Any], message: str):

@@ -253,7 +253,6 @@ def _run_recipe(
     """
     from .launch import run_recipe
 
-    # Without a dataset, the names of other libraries among the settings are explained first.
     given = {"dataset": None if dataset is None else _dataset_section(dataset), "model": model}
     values = {name: value for name, value in given.items() if value is not None} | values
     values["run"] = {"name": name or f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"}
