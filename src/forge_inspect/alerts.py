@@ -63,7 +63,9 @@ def list_alerts(rows: Rows, settings: Mapping[str, Any]) -> list[Alert]:
     cut, special = (mean_of_metric(window, f"generation/{name}") for name in ("truncated", "special_tokens"))
     difference, clipped = (mean_of_metric(window, f"train/{name}") for name in ("engine_difference", "clip_fraction"))
     no_signal = mean_of_metric(enough, "groups_without_signal")
-    is_solved = mean_of_metric(window, "accuracy") > 0.8
+    first_reward, first_accuracy = (mean_of_metric(rows[:WINDOW], name) for name in ("reward", "accuracy"))
+    accuracy = mean_of_metric(window, "accuracy")
+    is_solved = accuracy > 0.8
     harder = "The prompts are solved: take harder ones, or stop"
 
     # Advice for rewards that are all equal, which give no gradient: all answers may be right, or all fail the format.
@@ -106,6 +108,12 @@ def list_alerts(rows: Rows, settings: Mapping[str, Any]) -> list[Alert]:
             spread != 0 and no_signal > 0.8,
             f"{no_signal:.0%} of the groups had equal rewards and taught nothing",
             harder if is_solved else "Take easier prompts, or more samples",
+        ),
+        (
+            spread != 0 and reward - first_reward > 0.05 and first_accuracy - accuracy > 0.05,
+            f"the reward rose from {first_reward:.2f} to {reward:.2f}, and accuracy fell from {first_accuracy:.2f} to "
+            f"{accuracy:.2f}",
+            "The reward pays wrong answers: read those with the highest rewards, and run `forge doctor reward`",
         ),
         (
             best[0] - last > 0.1,

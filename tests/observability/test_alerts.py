@@ -33,8 +33,9 @@ def test_healthy_run_has_no_alerts():
         (FLAT | {"reward": 0.0, "generation/truncated": 0.9}, "every sample", "cut at max_tokens"),
         (FLAT | {"reward": 1.0, "accuracy": 1.0}, "every sample of the last 20 steps had the reward 1", "are solved"),
         (FLAT | {"reward": 0.5}, "every sample of the last 20 steps had the reward 0.5", "too coarse"),
-        ({"groups_without_signal": 0.9, "accuracy": 0.1}, "90% of the groups had equal rewards", "easier prompts"),
+        ({"groups_without_signal": 0.9, "accuracy": 0.15}, "90% of the groups had equal rewards", "easier prompts"),
         ({"groups_without_signal": 0.9, "accuracy": 0.95}, "90% of the groups", "prompts are solved"),
+        ({"accuracy": 0.02}, "the reward rose from 0.17 to 0.84, and accuracy fell from 0.17 to 0.02", "doctor reward"),
         ({"eval/accuracy": 0.2}, "held-out accuracy fell from 0.650 at step 39 to 0.200", "checkpoint from there"),
         (
             {"train/entropy": 0.02, "reward": 0.3, "accuracy": 0.3},
