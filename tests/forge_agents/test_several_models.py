@@ -75,6 +75,7 @@ def differs(first, second):
     return any((first[name] != second[name]).any() for name in first)
 
 
+@pytest.mark.full
 def test_each_of_two_policies_trains_on_its_own_tokens(tmp_path, model):
     folder = run(tmp_path, model, answers, {"rival": {"trains": True}})
     start, policy, rival = weights(Path(model)), weights(folder / "model"), weights(folder / "model-rival")

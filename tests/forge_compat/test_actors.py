@@ -88,6 +88,7 @@ def logits_loss(logits, response, ref_logprobs, advantages, padding_mask, beta=0
     return ((losses * padding_mask).sum(1) / padding_mask.sum(1).clamp(min=1)).mean()
 
 
+@pytest.mark.full
 @pytest.mark.processes
 async def test_program_of_torchforge_samples_trains_and_updates(model):
     section = {"name": "qwen3", "hf_assets_path": f"hf://{model}"}

@@ -158,6 +158,7 @@ def test_audit_by_schedule_equals_audit_by_rollouts(folder, tmp_path):
     assert folder_alerts(folder) == []
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_run_without_rollouts_is_audited_by_schedule(tmp_path):
     folder = train(tmp_path, metrics={"rollouts": 0})

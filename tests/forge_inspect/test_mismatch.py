@@ -15,6 +15,9 @@ from forge_inspect.alerts import folder_alerts
 from forge_inspect.mismatch import compare_batch
 
 
+pytestmark = pytest.mark.full
+
+
 @pytest.fixture(scope="module")
 def clean(processes, fork_server, tmp_path_factory):
     return forge.train(

@@ -325,6 +325,7 @@ def test_grouped_digits_are_one_number():
     assert are_equal("(1,234)", "(1, 234)", 0.0)
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.costly
 @pytest.mark.skipif(not TARGETS.exists(), reason="no targets of MATH in ../shared/data")

@@ -58,6 +58,7 @@ def made(encoder, taught, tmp_path_factory):
     return folder, found, lines
 
 
+@pytest.mark.full
 def test_distilled_model_agrees_with_ensemble_on_new_problems(made):
     _, found, lines = made
     assert found.agreement > 0.9

@@ -205,10 +205,9 @@ def test_inconsistent_gguf_header_raises_one_line(start: bytes, tmp_path: Path):
         resolve_model(str(tmp_path / "model.gguf"))
 
 
+@pytest.mark.full
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "content", [pytest.param("[1]", id="list", marks=pytest.mark.full), pytest.param("[" * 100_000, id="deep")]
-)
+@pytest.mark.parametrize("content", [pytest.param("[1]", id="list"), pytest.param("[" * 100_000, id="deep")])
 def test_commands_report_invalid_model_in_one_line(content: str, model: Path, tmp_path: Path):
     (model / "config.json").write_text(content)
     words = ["train", "tests/forge_cluster/tiny.yaml", "--model", str(model), "--from_scratch", "null"]

@@ -173,6 +173,7 @@ def test_wandb_without_key_raises_one_line(tmp_path: Path, monkeypatch):
         check_trackers(to_dict(MetricsConfig.model_validate({"wandb": {"project": "forge"}})))
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.costly
 @needs("wandb")

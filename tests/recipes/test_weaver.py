@@ -96,6 +96,7 @@ def test_grpo_trains_with_ensemble_and_distilled_verifier(folder, tmp_path):
         assert "reward/MathReward" not in row
 
 
+@pytest.mark.full
 def test_weaver_commands_build_ensemble_step_by_step(folder, tmp_path, capsys):
     made = folder / "ensemble"
     scores = tmp_path / "scores.npz"

@@ -225,6 +225,7 @@ def test_launcher_arguments_with_secret_raise(words: list[str], capsys: pytest.C
     assert "export HF_TOKEN=$(cat ~/token)\n" in capsys.readouterr().out
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_traceback_does_not_show_secret(tmp_path: Path):
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(a_config()))

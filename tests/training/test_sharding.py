@@ -30,9 +30,8 @@ def assert_as_one(results: list[Any], one: dict[str, Any], tolerance: float = 1e
     assert_same_weights(results[0]["weights"], one["weights"], tolerance)
 
 
-@pytest.mark.parametrize(
-    "name", [name if layouts.world(name) == 2 else pytest.param(name, marks=pytest.mark.full) for name in layouts.STEPS]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", layouts.STEPS)
 def test_sharded_layouts_train_like_one_process(request: pytest.FixtureRequest, models: dict[str, Path], name: str):
     _, family, settings = layouts.STEPS[name]
     results = request.getfixturevalue("two_ranks" if layouts.world(name) == 2 else "four_ranks")(name)

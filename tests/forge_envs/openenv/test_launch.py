@@ -83,6 +83,7 @@ def test_missing_server_command_raises():
         asyncio.run(LocalServer.start("serve {port}"))
 
 
+@pytest.mark.full
 def test_local_server_ends_with_parent_process():
     script = f"""
 import asyncio, sys

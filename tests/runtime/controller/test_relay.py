@@ -49,6 +49,7 @@ async def test_unsendable_answer_raises_at_caller():
         await asyncio.wait_for(caller.ask.route(0.0), 60)
 
 
+@pytest.mark.full
 def test_killed_caller_is_replaced_and_call_answered():
     async def main() -> None:
         counter = await Counter.as_service()
