@@ -40,6 +40,7 @@ def test_doctor_reports_no_gpu_problem_on_cpu_machine():
     assert code == bool(problems)
 
 
+@pytest.mark.full
 @no_gpu
 def test_doctor_reports_scheduled_gpus_torch_cannot_see():
     code, _, problems = doctor(CUDA_VISIBLE_DEVICES="0,1")
@@ -47,6 +48,7 @@ def test_doctor_reports_scheduled_gpus_torch_cannot_see():
     assert any(problem.startswith("CUDA_VISIBLE_DEVICES names 2, and torch sees 0") for problem in problems)
 
 
+@pytest.mark.full
 @no_gpu
 def test_doctor_reports_driver_gpus_torch_cannot_see(tmp_path: Path):
     """With the driver's program only, and neither a compiler nor the headers that attention needs."""

@@ -281,6 +281,7 @@ class Recorder(ReplayBuffer):
         record_metric("seen", 3.0, Reduce.SUM)
 
 
+@pytest.mark.full
 @pytest.mark.processes
 async def test_metric_logger_merges_values_of_all_processes(caplog):
     logger = await get_or_create_metric_logger(process_name="Controller")

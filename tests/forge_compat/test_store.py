@@ -88,6 +88,7 @@ class Reader(ForgeActor):
         return value.tolist()
 
 
+@pytest.mark.full
 async def test_actor_process_shares_store_of_controller():
     await ts.initialize()
     reader = await Reader.as_actor()

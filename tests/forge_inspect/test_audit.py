@@ -27,6 +27,9 @@ SETTINGS = {
 }
 
 
+pytestmark = pytest.mark.full
+
+
 def train(root, **overrides):
     return forge.train(None, name="run", run={"root": str(root)}, **{**SETTINGS, **overrides}).folder
 

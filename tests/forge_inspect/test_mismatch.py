@@ -14,7 +14,6 @@ from forge.training.checkpoint import list_checkpoints
 from forge_inspect.alerts import folder_alerts
 from forge_inspect.mismatch import compare_batch
 
-
 pytestmark = pytest.mark.full
 
 

@@ -11,6 +11,7 @@ from forge_sandbox import SandboxedPythonCoder
 pytestmark = pytest.mark.processes
 
 
+@pytest.mark.full
 async def test_coder_replicas_run_programs_and_survive_kill():
     coder = await SandboxedPythonCoder.options(num_replicas=2).as_service(workers=1)
     results = await asyncio.gather(*(coder.execute.route(f"print({n} * 2)") for n in range(6)))

@@ -29,6 +29,7 @@ def snapshot(cache: Path, revision: str, model_type: str) -> None:
     (folder / "snapshots" / f"{revision:0>40}" / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_cached_hub_revisions_are_found_offline(tmp_path: Path):
     snapshot(tmp_path, "main", "t5")

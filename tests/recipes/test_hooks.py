@@ -187,6 +187,7 @@ def test_resumed_run_with_sampler_draws_same_rows(tmp_path, sampler, ends):
     assert len(digests) == 1
 
 
+@pytest.mark.full
 def test_evaluation_sets_keep_their_own_settings(tmp_path):
     sets = {
         "short": {"path": ROWS[:4], "problems": 4, "every": 2, "n": 4, "sampling": {"max_tokens": 3}},

@@ -320,6 +320,7 @@ EXTRAS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_missing_recipe_package_raises_one_line(tmp_path):
     """In an environment that has everything but these packages."""

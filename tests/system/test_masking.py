@@ -244,4 +244,6 @@ launch.launch(None, None, [])
 
 def test_values_of_secret_variables_are_masked_in_text(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MY_API_KEY", "quite-ordinary")
+    monkeypatch.setenv("PWD", "/home/me/project")
     assert mask_secrets("no answer with quite-ordinary") == f"no answer with {MASK}"
+    assert mask_secrets("model in /home/me/project/runs") == "model in /home/me/project/runs"
