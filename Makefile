@@ -96,7 +96,7 @@ test-titan: $(TITAN)/installed  ## the tests of TorchTitan, in its environment
 # environment of the rest.
 test-engines: $(VENV)/installed-dev $(VLLM)/installed
 	$(PIP) install -e '.[titan]'
-	$(VENV)/bin/python -m pytest tests/forge_titan -k 'one_process or export or resumes_exactly or unsupported'
+	$(VENV)/bin/python -m pytest tests/forge_titan -k 'titan_on_one_process or replayed or rotary or unsupported or without_stages'
 	$(VLLM)/bin/python -m pytest tests/engines/conformance -k vllm
 
 # sdist and wheel, installed in an empty environment and used from outside this checkout.
