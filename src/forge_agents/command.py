@@ -262,7 +262,7 @@ class CommandRunner:
         except asyncio.CancelledError:
             interrupt()
             await asyncio.wait([running_work])
-            running_work.exception()  # retrieved, as asyncio would print it: nobody waits for it any more
+            running_work.exception()  # retrieved, as asyncio would print it
             raise
 
     def _sandbox_settings(
