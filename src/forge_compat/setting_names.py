@@ -4,9 +4,11 @@ An equivalent is a key of the configuration (`grpo.n_samples`, or `KEY=VALUE` if
 """
 
 from collections.abc import Iterable, Sequence
+from functools import reduce
 
 from forge_compat.torchforge_keys import KEYS
 
+BARE = ("training", "grpo", "dpo", "dataset", "generator", "async", "run")  # their keys are arguments of forge.train
 MOST_SHOWN = 8  # settings that one message explains
 GUIDES = {
     "TRL": "docs/start/from_trl.md",
@@ -60,7 +62,6 @@ TRL = {
     # Generation.
     "use_vllm": "generator.engine=vllm",
     "vllm_server_host": "nothing to set, generators are processes of the run",
-    "vllm_server_port": "nothing to set, generators are processes of the run",
     "vllm_max_model_length": "generator.max_seq_len",
     "vllm_mode": "colocated=true for colocate; servers are started by the run",
     "vllm_gpu_memory_utilization": "generator.vllm={gpu_memory_utilization: ...}",
@@ -126,8 +127,6 @@ TRL = {
     "data_seed": "seed",
     "dataset_num_proc": "nothing to set, data is read alongside the training",
     "gradient_checkpointing_kwargs": "training.gradient_checkpointing",
-    "save_safetensors": ALWAYS,
-    "tf32": "training.dtype=bfloat16",
     "dataloader_num_workers": "nothing to set, data is read alongside the training",
     "remove_unused_columns": "nothing to set, rewards get the columns that they name",
     "neftune_noise_alpha": "unsupported, omit it",
@@ -140,7 +139,6 @@ VERL = {
     "data.train_batch_size": "training.batch_size",
     "data.max_prompt_length": "dataset.max_prompt_tokens",
     "data.shuffle": "dataset.shuffle",
-    "data.return_raw_chat": ALWAYS,
     "critic.optim.lr": "critic.learning_rate",
     "critic.model.path": "critic.model",
     "data.max_response_length": "grpo.max_tokens",
@@ -374,11 +372,11 @@ def describe_setting(name: str, python: bool, libraries: Iterable[str] = TABLES)
     is_key = " " not in here
     if is_key and python and "." in here:
         path, _, value = here.partition("=")
-        section, _, key = path.partition(".")
-        # Several sections have these keys, so that a key by itself would not be accepted.
-        is_shared = section in ("eval", "checkpoint", "services") or path in ("training.dtype", "dataset.max_tokens")
-        argument = f"{section}={{{key!r}: {repr(value) if value else '...'}}}" if is_shared else here.rpartition(".")[2]
-        here = f"{argument} ({path} in YAML)"
+        section, *keys = path.split(".")
+        nested = reduce(lambda inner, key: f"{{{key!r}: {inner}}}", reversed(keys), repr(value) if value else "...")
+        # Other sections are given as a whole, and several sections have these two keys.
+        is_bare = section in BARE and path not in ("training.dtype", "dataset.max_tokens")
+        here = f"{here.removeprefix(section + '.') if is_bare else f'{section}={nested}'} ({path} in YAML)"
     return f"{library}'s {name} is {here} here" if is_key else f"of {library}'s {name}, here: {here}"
 
 

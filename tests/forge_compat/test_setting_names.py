@@ -57,6 +57,7 @@ def test_foreign_config_key_error_names_our_key(name: str, says: str):
     [
         ({"dataset": [{"question": "a"}], "per_device_train_batch_size": 4}, "TRL's per_device_train_batch_size"),
         ({"train_dataset": [{"question": "a"}]}, "TRL's train_dataset is dataset here"),
+        ({"dataset": [{"question": "a"}], "lora_r": 4}, "TRL's lora_r is lora={'rank': ...} (lora.rank in YAML)"),
         (
             {"dataset": [{"question": "a"}], "bf16": True},
             "TRL's bf16 is training={'dtype': 'bfloat16'} (training.dtype",

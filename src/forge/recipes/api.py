@@ -253,8 +253,8 @@ def _run_recipe(
     """
     from .launch import run_recipe
 
-    given = {"dataset": None if dataset is None else _dataset_section(dataset), "model": model}
-    values = {name: value for name, value in given.items() if value is not None} | values
+    arguments = {"dataset": None if dataset is None else _dataset_section(dataset), "model": model}
+    values = {name: value for name, value in arguments.items() if value is not None} | values
     values["run"] = {"name": name or f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"}
     held_out = {"problems": 0}
     if eval_dataset is not None:

@@ -242,8 +242,10 @@ class RLConfig(RecipeConfig):
             ConfigError: there is no such algorithm, or it does not have a setting, or a value is out of range.
         """
         if isinstance(self.algorithm, dict):
-            names = explain_names([f"algorithm.{key}" for key in self.algorithm])
-            raise ConfigError(f"algorithm must be a name, got {self.algorithm!r:.80}{names and f': {names}'}")
+            raise ConfigError(
+                f"algorithm must be a name, got {self.algorithm!r:.80}: "
+                + (explain_names([f"algorithm.{key}" for key in self.algorithm]) or "docs/algorithms.md lists them")
+            )
         settings = self.grpo.settings()
         if self.training.entropy_coef:
             if "entropy_coef" in settings:

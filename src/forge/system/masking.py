@@ -91,8 +91,9 @@ def mask_secrets(text: str) -> str:
     """
     # Values of this process's environment variables that are secrets by their names, longest first. PWD is the shell's
     # working directory.
-    named = {name: value for name, value in os.environ.items() if name not in ("PWD", "OLDPWD")}
-    values = [value for name, value in named.items() if len(value) >= MIN_VALUE and is_secret(name)]
+    values = [
+        value for name, value in os.environ.items() if len(value) >= MIN_VALUE and name != "PWD" and is_secret(name)
+    ]
     for value in sorted(values, key=len, reverse=True):
         text = text.replace(value, MASK)
     for pattern, masked in (
