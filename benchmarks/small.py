@@ -23,6 +23,7 @@ FORMS = {
     "agent_soak": HELP,
     "algorithms": HELP,
     "answers": HELP,
+    "breakages": HELP,
     "chaos": "--components reward --faults SIGKILL",
     "engine": "--models 3.2M --loads fixed --batches 4 --prompt 8 --tokens 4 --repeats 1",
     "engine_vllm": HELP,

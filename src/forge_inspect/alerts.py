@@ -9,6 +9,7 @@ from forge.observability.console import log
 from forge.observability.lines import parse_line
 from forge.system.files import is_plain
 
+from .reference import CAUSES, find_reference
 from .runs import read_metric_rows, read_settings
 
 WINDOW = 20  # the last steps that an alert is about; a trend needs as many, since the mean of fewer varies too much
@@ -181,7 +182,11 @@ def list_alerts(rows: Rows, settings: Mapping[str, Any]) -> list[Alert]:
         (services, f"components were lost and replaced: {services}", "The log says what ended each"),
     ]
 
-    return [Alert(finding, advice) for holds, finding, advice in rules if holds]
+    # A run of a shipped recipe that left the band of its seeds: the first departure, which explains those after it.
+    reference = find_reference(settings, 0)
+    departures = reference.list_departures(rows)[:1] if reference else []
+    found = [Alert(f"{first} of {reference.name}", f"Usual causes: {CAUSES[first.metric]}") for first in departures]
+    return [*found, *(Alert(finding, advice) for holds, finding, advice in rules if holds)]
 
 
 def folder_alerts(folder: Path) -> list[Alert]:

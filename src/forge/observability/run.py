@@ -30,6 +30,8 @@ from .trace import TRACE, Trace
 
 # Entry points of extensions, `f(folder, state)`, called when a run ends; the state is finished, failed or stopped.
 RUN_END = "forge.run_end"
+RUN_LOOK = "forge.run_look"  # called with the run's folder after step FIRST_LOOK
+FIRST_LOOK = 10
 Evaluated = tuple[Sequence[Sample], Sequence[Episode], str]  # problems, the answers to them, and the name of the set
 FLAT_STEPS = 20  # steps with a reward of 0 throughout, after which a warning names the probable cause
 
@@ -185,6 +187,8 @@ class Run:
             self._evaluated = []
             self._trace.write(snapshot, step, row)
             self._progress.update(step, row)
+            for point in entry_points(group=RUN_LOOK) if step == FIRST_LOOK else ():
+                point.load()(self.folder)
 
             # A reward that is always 0 is a mistake of the setup, and would waste the whole run.
             last_rows = self.history[-FLAT_STEPS:]

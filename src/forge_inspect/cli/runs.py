@@ -1,4 +1,4 @@
-"""`forge runs`: the state of runs. `forge compare A B`: differences of their settings and numbers."""
+"""`forge runs`: the state of runs. `forge compare`: a run beside other runs, or beside the seeds of a reference."""
 
 import argparse
 import time
@@ -10,7 +10,8 @@ from forge.system.files import escape_controls
 from . import Option, add_command
 
 LIST = "list runs with their state and last values; of a single run, also its alerts"
-COMPARE = "compare runs: settings that differ, and metrics at the last step that all of them reached"
+COMPARE = "compare a run with the reference seeds of its recipe, or runs with each other: settings and metrics"
+MAX_DEPARTURES = 3  # that are explained: later ones follow from them
 MAX_REASON = 60  # characters of the reason why a run ended, in a list
 METRICS = [
     *("reward", "eval/accuracy", "train/loss", "train/entropy", "train/grad_norm", "policy_age"),
@@ -23,10 +24,19 @@ def add_to(commands: Subparsers) -> None:
     runs = {"nargs": "*", "type": Path, "default": [Path("runs")], "help": "runs, or folders with runs: runs/"}
     add_command(commands, "runs", LIST, "runs/", list_runs, [("folders", runs)])
     options: list[Option] = [
-        ("folders", {"nargs": "+", "type": Path, "metavar": "RUN", "help": "two or more folders of runs"}),
+        (
+            "folders",
+            {
+                "nargs": "+",
+                "type": Path,
+                "metavar": "RUN",
+                "help": "runs; or one, and a reference: a file or a name such as grpo/tiny; default: of its recipe",
+            },
+        ),
+        ("--save", {"type": Path, "metavar": "FILE", "help": "write the runs, one a seed, to a file as a reference"}),
         ("--metrics", {"nargs": "+", "default": METRICS, "metavar": "NAME", "help": "columns of metrics.jsonl"}),
     ]
-    add_command(commands, "compare", COMPARE, "runs/a runs/b --metrics reward", compare_runs, options)
+    add_command(commands, "compare", COMPARE, "runs/quickstart", compare_runs, options)
 
 
 def list_runs(args: argparse.Namespace) -> None:
@@ -91,13 +101,17 @@ def list_runs(args: argparse.Namespace) -> None:
 def compare_runs(args: argparse.Namespace) -> None:
     """Print a table of the settings in which runs differ, and one of their metrics."""
     from forge.observability.folder import CONFIG
+    from forge_inspect.reference import make_reference, write_reference
     from forge_inspect.runs import last_value, list_differences, read_metric_rows
 
-    if len(args.folders) < 2:
-        raise ValueError("compare takes two runs or more")
-    for folder in args.folders:
+    for folder in args.folders[:1] if len(args.folders) == 2 and not args.folders[1].is_dir() else args.folders:
         if not (folder / CONFIG).is_file():
             raise ValueError(f"{folder} is not a run: it has no {CONFIG}")
+    if args.save:
+        return write_reference(make_reference(args.folders, args.save.stem), args.save)
+    if len(args.folders) == 1 or not args.folders[1].is_dir():
+        return compare_with_reference(*args.folders)
+
     names = [escape_controls(folder) for folder in args.folders]
     settings = list_differences(args.folders)
     numbers = [read_metric_rows(folder) for folder in args.folders]
@@ -131,6 +145,59 @@ def compare_runs(args: argparse.Namespace) -> None:
             lines.append([metric, *map(_format_number, values), *[change] * are_two])
 
     _print_table(lines)
+
+
+def compare_with_reference(folder: Path, named: Path | None = None) -> None:
+    """Print whether a run is within the bands of a reference, and how its settings differ.
+
+    Args:
+        named: a file or the name of a shipped reference; None: that of the run's recipe.
+    """
+    from forge_inspect.reference import (
+        CAUSES,
+        find_reference,
+        read_reference,
+        shipped_references,
+    )
+    from forge_inspect.runs import last_value, read_metric_rows, read_settings
+
+    settings, rows = read_settings(folder), read_metric_rows(folder)
+    names = {reference.name: reference for reference in shipped_references()}
+    if named is None:
+        reference = find_reference(settings)
+    else:
+        reference = names.get(str(named)) or (read_reference(named) if named.is_file() else None)
+    if reference is None:
+        raise ValueError(
+            f"{named or folder} is {'no run, file or reference' if named else 'a run of none of the references'}: name "
+            f"another run, a file of `forge compare --save`, or one of {', '.join(names)}"
+        )
+
+    step = int(min(rows[-1]["step"] if rows else 0, reference.steps))
+    if step < 1:
+        raise ValueError(f"{folder} has no step")
+    made = ", ".join(f"{key} {value}" for key, value in reference.made.items() if isinstance(value, str))
+    print(f"beside {reference.seeds} seeds of {reference.name} ({made})")
+    if differences := reference.list_differences(settings):
+        cells = [[escape_controls(cell) for cell in (key, *pair)] for key, pair in differences.items()]
+        _print_table([["setting", "run", "reference"], *cells])
+
+    departures = {departure.metric: departure for departure in reference.list_departures(rows)}
+    lines = [[f"at step {step}", "run", "mean", "lowest", "highest", ""]]
+    for metric, curves in reference.curves.items():
+        value = last_value([row for row in rows if row["step"] <= step], metric)
+        seeds = [last_value([{metric: v} for v in curve[:step] if v is not None], metric) for curve in curves]
+        known = [seed for seed in seeds if seed is not None]
+        if known and value is not None:
+            cells = [value, sum(known) / len(known), min(known), max(known)]
+            left = f"left at step {departures[metric].step}" if metric in departures else ""
+            lines.append([metric, *map(_format_number, cells), left])
+    _print_table(lines)
+
+    for departure in [*departures.values()][:MAX_DEPARTURES]:
+        print(f"{departure}. Usual causes: {CAUSES[departure.metric]}")
+    if not departures:
+        print(f"within the bands of {len(reference.curves)} metrics up to step {step}")
 
 
 def _format_number(value: float | None) -> str:

@@ -19,6 +19,7 @@ from forge.observability.rollouts import HELD_OUT, ROLLOUTS, TEXT, read_batches
 from forge.observability.trace import TRACE
 from forge_inspect.account import account_text, token_account
 from forge_inspect.alerts import folder_alerts, list_alerts
+from forge_inspect.reference import find_reference
 from forge_inspect.runs import read_settings, summarise_run
 
 if TYPE_CHECKING:
@@ -81,14 +82,17 @@ class RunView:
             self._table = pa.concat_tables([*before, pa.Table.from_batches(parts)]).combine_chunks()
 
     def about(self) -> Fields:
-        """Return the run's summary, settings, alerts, and the account of tokens ("" for a run without agents)."""
+        """Return the run's summary, settings, alerts, the bands of its reference or None, and the account of tokens (""
+        without agents)."""
         try:
             settings = {key: to_json_value(value) for key, value in read_settings(self.folder).items()}
         except (ValueError, OSError):  # config.yaml is damaged
             settings = {}
         alerts = [*folder_alerts(self.folder), *list_alerts(self.rows, settings)]
+        reference = find_reference(settings)
         return {
             "settings": settings,
+            "reference": reference and {"name": reference.name, "seeds": reference.seeds, "bands": reference.bands()},
             "alerts": [alert._asdict() for alert in alerts],
             "account": account_text(token_account(self.rows)),
             **summarise_run(self.folder),

@@ -63,7 +63,8 @@ export function overview(context) {
         chosen.extra.includes(title) ? grid.prepend(card) : grid.append(card);
       }
       if (again) card.lastChild.plotKey = null;
-      chart(card.lastChild, chosen.seeds === "mean" ? means(series) : series, { xLabel: AXES.find(([name]) => name === chosen.axis)[1], ends });
+      const band = known.length === 1 && chosen.axis === "step" ? bandOf(known[0], wanted) : [];
+      chart(card.lastChild, [...band, ...(chosen.seeds === "mean" ? means(series) : series)], { bands: band.length / 2, xLabel: AXES.find(([name]) => name === chosen.axis)[1], ends });
     }
   }
 
@@ -98,6 +99,16 @@ function result({ about, columns }) {
   if (last("seconds") !== undefined) parts.push(`${seconds(last("seconds"))}, last written ${new Date(about.written * 1000).toLocaleString()}`);
   if (accuracies.length) parts.push(`held-out accuracy ${number(accuracies[0], 3)}${accuracies.length > 1 ? ` at first, ${number(accuracies.at(-1), 3)} at last` : ""}`);
   return `${parts.join("; ")}.`;
+}
+
+// The lowest and the highest value of the seeds of the run's reference, for each of a panel's metrics.
+function bandOf({ about, columns }, wanted) {
+  const last = columns.step?.at(-1) ?? 0;
+  return wanted.filter((metric) => about.reference?.bands[metric] && columns[metric]).flatMap((metric) => about.reference.bands[metric].map((values, i) => {
+    const kept = values.map((value, k) => [k + 1, value]).filter(([step, value]) => value !== null && step <= last);
+    return { label: `${i ? "highest" : "lowest"} of ${about.reference.seeds} seeds of ${about.reference.name}`, x: kept.map(([step]) => step), y: kept.map(([, value]) => value),
+      colour: css("--quiet"), width: 0.5, help: metric };
+  }));
 }
 
 // Policies that train beside the run's own: their metrics begin with their names.

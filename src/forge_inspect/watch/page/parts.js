@@ -79,7 +79,8 @@ export function select(values, chosen, onchange, attributes = {}) {
 }
 
 // A chart of series {label, x, y, colour, width, dash, help}; values may be null. The x axis shows at least the values `ends`.
-export function chart(holder, series, { height = 190, xLabel = "", ends = [] } = {}) {
+// The space within the first `bands` pairs of series is filled.
+export function chart(holder, series, { height = 190, xLabel = "", ends = [], bands = 0 } = {}) {
   const joined = series.length ? uPlot.join([...series.map((one) => [one.x, one.y]), [ends]]) : [[]];
   const key = JSON.stringify([xLabel, series.map((one) => [one.label, one.colour, one.width])]);
   if (holder.plot && holder.plotKey === key) {
@@ -92,6 +93,7 @@ export function chart(holder, series, { height = 190, xLabel = "", ends = [] } =
   holder.plot = new uPlot({
     width: Math.max(200, holder.clientWidth), height,
     scales: { x: { time: false }, y: { range: (_, low, high) => (low === null ? [0, 1] : low === high ? [low && low - Math.abs(low) / 2, low ? low + Math.abs(low) / 2 : 1] : uPlot.rangeNum(low, high, 0.1, true)) } },
+    bands: Array.from({ length: bands }, (_, i) => ({ series: [2 * i + 2, 2 * i + 1], fill: css("--line") })),
     cursor: { sync: { key: "x" }, points: { size: 5 }, drag: { x: true, y: false } },
     axes: [{ ...axis, size: 26, label: xLabel, labelSize: 16, labelFont: "11px system-ui", labelGap: -2 }, { ...axis, size: 52, values: (_, ticks) => ticks.map((tick) => number(tick, 3)) }],
     legend: { markers: { width: 2, dash: (_, i) => styleOf(series[i - 1]?.dash) } },
