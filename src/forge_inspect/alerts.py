@@ -185,7 +185,7 @@ def list_alerts(rows: Rows, settings: Mapping[str, Any]) -> list[Alert]:
     # A run of a shipped recipe that left the band of its seeds: the first departure, which explains those after it.
     reference = find_reference(settings, 0)
     departures = reference.list_departures(rows)[:1] if reference else []
-    found = [Alert(f"{first} of {reference.name}", f"Usual causes: {CAUSES[first.metric]}") for first in departures]
+    found = [Alert(f"{first} of its recipe", f"Usual causes: {CAUSES[first.metric]}") for first in departures]
     return [*found, *(Alert(finding, advice) for holds, finding, advice in rules if holds)]
 
 

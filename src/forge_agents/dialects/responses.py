@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
-from typing import Literal, get_args
+from typing import Literal, TypeAlias, get_args
 
 from openai.types import responses as api
 from openai.types.responses.response import IncompleteDetails
@@ -51,7 +51,7 @@ NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 SUMMARY = {"summary_text": "text", "reasoning_text": "text", "text": "text"}
 
-Item = api.ResponseOutputMessage | api.ResponseFunctionToolCall | api.ResponseReasoningItem
+Item: TypeAlias = api.ResponseOutputMessage | api.ResponseFunctionToolCall | api.ResponseReasoningItem
 Status = Literal["in_progress", "completed", "incomplete"]
 
 ID_PREFIX = "resp_"

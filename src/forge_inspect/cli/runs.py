@@ -189,9 +189,9 @@ def compare_with_reference(folder: Path, named: Path | None = None) -> None:
         seeds = [last_value([{metric: v} for v in curve[:step] if v is not None], metric) for curve in curves]
         known = [seed for seed in seeds if seed is not None]
         if known and value is not None:
-            cells = [value, sum(known) / len(known), min(known), max(known)]
+            numbers = [value, sum(known) / len(known), min(known), max(known)]
             left = f"left at step {departures[metric].step}" if metric in departures else ""
-            lines.append([metric, *map(_format_number, cells), left])
+            lines.append([metric, *map(_format_number, numbers), left])
     _print_table(lines)
 
     for departure in [*departures.values()][:MAX_DEPARTURES]:

@@ -152,7 +152,9 @@ class ProcessGroup:
 
         try:
             stopping = self.actor_host.stop() if self.hosts.borrowed else self.mesh.stop()
-            await wait_for(stopping.as_asyncio(), self.processes, STOP_PATIENCE)
+            # Lost processes have been killed: Monarch would wait half a minute for those of a lost host.
+            waited = (self.processes, STOP_PATIENCE) if was_alive else ((), 1.0)
+            await wait_for(stopping.as_asyncio(), *waited)
         except Exception as error:
             # Expected of a mesh with a dead process. Either way its processes are killed below.
             if was_alive:
