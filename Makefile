@@ -14,7 +14,7 @@ SEED ?= 0
 export OMP_NUM_THREADS ?= 1
 export GOMP_SPINCOUNT ?= 2000
 
-.PHONY: help quickstart real tutorials check test pytest test-all test-slow families test-tokenizers test-vllm test-titan test-engines package lint clean
+.PHONY: help quickstart real tutorials check test pytest test-all test-slow families test-tokenizers test-vllm test-titan test-engines test-vllm-part test-titan-part package lint clean
 
 help:  ## list these targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -92,12 +92,16 @@ test-vllm: $(VLLM)/installed  ## the tests of vLLM, in its environment
 test-titan: $(TITAN)/installed  ## the tests of TorchTitan, in its environment
 	$(TITAN)/bin/python -m pytest tests/forge_titan
 
-# A part of both, for each change: engines give the same tokens, TorchTitan the same losses. TorchTitan is added to the
-# environment of the rest.
-test-engines: $(VENV)/installed-dev $(VLLM)/installed
+# A part of both, for each change: engines give the same tokens, TorchTitan the same losses.
+test-engines: test-vllm-part test-titan-part
+
+test-vllm-part: $(VLLM)/installed
+	$(VLLM)/bin/python -m pytest tests/engines/conformance -k vllm
+
+# TorchTitan is added to the environment of the rest.
+test-titan-part: $(VENV)/installed-dev
 	$(PIP) install -e '.[titan]'
 	$(VENV)/bin/python -m pytest tests/forge_titan -k 'titan_on_one_process or replayed or rotary or unsupported or without_stages'
-	$(VLLM)/bin/python -m pytest tests/engines/conformance -k vllm
 
 # sdist and wheel, installed in an empty environment and used from outside this checkout.
 package: $(VENV)/installed-dev  ## build sdist and wheel, and use them

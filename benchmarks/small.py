@@ -45,18 +45,34 @@ FORMS = {
     "weaver_rl": HELP,
     "weight_sync": HELP,
 }
+# Shows the help of several scripts in one process, which imports PyTorch and transformers once.
+SHOW_HELPS = """
+import runpy, sys
+
+for path in sys.argv[1:]:
+    sys.argv = [path, "--help"]
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as end:
+        assert not end.code, path
+    else:
+        raise AssertionError(f"{path} has no --help")
+"""
 # Of an environment with TRL and verl; run by tests/forge_inspect/test_plan.py; this script.
 WITHOUT = {"losses_peers", "planned_memory", "small"}
 
 
-def run_small(name: str) -> bool:
-    """Run a script, print how long it took, and its output if it failed; return whether it ended well."""
+def run_small(names: list[str]) -> bool:
+    """Run a script, or show the help of several; print how long it took, and its output if it failed. Return whether it
+    ended well."""
     began = time.monotonic()
-    command = ["timeout", "300", sys.executable, str(FOLDER / f"{name}.py"), *FORMS[name].split()]
+    paths = [str(FOLDER / f"{name}.py") for name in names]
+    words = ["-c", SHOW_HELPS, *paths] if FORMS[names[0]] == HELP else [*paths, *FORMS[names[0]].split()]
+    command = ["timeout", "300", sys.executable, *words]
     # Some import others of this folder by their names, some by the folder's.
     environment = os.environ | {"PYTHONPATH": f"{FOLDER.parent}:{FOLDER}:{os.environ.get('PYTHONPATH', '')}"}
     done = subprocess.run(command, cwd=FOLDER.parent, env=environment, capture_output=True, text=True, check=False)
-    print(f"{name}: exit code {done.returncode} after {time.monotonic() - began:.0f} s", flush=True)
+    print(f"{', '.join(names)}: exit code {done.returncode} after {time.monotonic() - began:.0f} s", flush=True)
     print((done.stdout + done.stderr) * (done.returncode != 0), end="")
     return not done.returncode
 
@@ -65,5 +81,8 @@ if __name__ == "__main__":
     programs = {path.stem for path in FOLDER.glob("*.py") if 'if __name__ == "__main__"' in path.read_text()}
     if missing := programs - WITHOUT - {*FORMS}:
         sys.exit(f"benchmarks/small.py has no small form of {', '.join(sorted(missing))}")
+    chosen = sys.argv[1:] or list(FORMS)
+    helps = [name for name in chosen if FORMS[name] == HELP]
+    forms = [*([helps] if helps else []), *([name] for name in chosen if FORMS[name] != HELP)]
     with ThreadPoolExecutor(2) as pool:
-        sys.exit(not all(list(pool.map(run_small, sys.argv[1:] or FORMS))))
+        sys.exit(not all(list(pool.map(run_small, forms))))
