@@ -8,15 +8,17 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
+from scipy.stats import multivariate_normal
 
 from forge_weaver.calibration import Recalibration, auc, brier_score, ece, log_loss
+from forge_weaver.correlated import RIDGE, classless_likelihood
 from forge_weaver.em import Prior
 from forge_weaver.normalise import (
     NormalScores,
     impute_scores,
 )
 from forge_weaver.published import minimise_loss, published_loss
-from forge_weaver.selection import best_of, selection_accuracy
+from forge_weaver.selection import selection_accuracy
 
 NAN = float("nan")
 
@@ -76,6 +78,27 @@ def test_likelihood_matches_enumeration():
         for rate, weight in zip(prior.rates, prior.weights, strict=True)
     )
     assert prior.log_likelihood(evidence, np.zeros(3, int)) == pytest.approx(np.log(expected))
+
+
+@pytest.mark.parametrize("is_shifted", [False, True])
+def test_classless_likelihood_matches_multivariate_normal(is_shifted: bool):
+    """Of all scores of a problem at once, under the moments of balanced problems."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(20, 4, 2)) @ rng.normal(size=(2, 2)) + rng.normal(size=(20, 1, 2))
+    within = np.cov(x.reshape(80, 2).T)
+    between = np.zeros((2, 2))
+    if is_shifted:
+        within = sum(np.cov(problem.T) for problem in x) / 20
+        between = np.cov(x.mean(1).T) - (within + RIDGE * np.diag(np.diag(within))) / 4
+    within = within + RIDGE * np.diag(np.diag(within))
+    y, sizes = rng.normal(size=(5, 2)), (3, 2)
+    found = classless_likelihood(
+        x.reshape(80, 2), np.repeat(np.arange(20), 4), y, np.repeat([0, 1], sizes), is_shifted=is_shifted
+    )
+    for part, size, likelihood in zip((y[:3], y[3:]), sizes, found, strict=True):
+        covariance = np.kron(np.eye(size), within) + np.kron(np.ones((size, size)), between)
+        expected = multivariate_normal(np.tile(x.mean((0, 1)), size), covariance).logpdf(part.ravel())
+        assert likelihood == pytest.approx(expected + size * np.log(2 * np.pi))
 
 
 def test_prior_recovers_problem_difficulty_rates():
@@ -164,9 +187,8 @@ def test_recalibration_recovers_slope_and_intercept():
         Recalibration.fit(np.array([0.2]), np.array([0.0]))
 
 
-def test_best_of_takes_first_and_selection_averages_ties():
+def test_selection_averages_ties():
     p = np.array([[0.2, 0.9, 0.9], [NAN, NAN, NAN], [NAN, 0.1, NAN]])
-    np.testing.assert_array_equal(best_of(p), [1, -1, 1])
     y = np.array([[0, 1, 0], [1, 0, 0], [0, 1, 0]], dtype=float)
     assert selection_accuracy(p, y) == pytest.approx((0.5 + 1 / 3 + 1) / 3)
     assert selection_accuracy(p, np.where([[True], [False], [False]], y, NAN)) == 0.5
