@@ -7,8 +7,8 @@ recovery    error of the estimated true-positive rates on verdicts whose truth i
 scenarios   selection, area under the ROC curve and calibration on made-up verifiers, 300 x 32 x 24
 drift       a policy that gets better while three of twelve verifiers are gamed
 speed       CPU-seconds of a fit of 500 x 100 x 33, and responses a second of a prediction
-rewardmath  real scores of 30 verifiers, 10 candidates a problem of which one is right: `scores`, `correct`, `verifiers`;
-            `auto` less the means, and ten labels that it asks for less random ones, by halves and subsets of verifiers
+rewardmath  real scores of 30 verifiers, 10 candidates a problem of which one is right: `scores`, `correct`, `verifiers`
+            in a file; also paired differences of `auto` and the means, by halves of the problems and subsets of verifiers
 """
 
 from __future__ import annotations
