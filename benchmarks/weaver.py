@@ -8,7 +8,7 @@ scenarios   selection, area under the ROC curve and calibration on made-up verif
 drift       a policy that gets better while three of twelve verifiers are gamed
 speed       CPU-seconds of a fit of 500 x 100 x 33, and responses a second of a prediction
 rewardmath  real scores of 30 verifiers, 10 candidates a problem of which one is right: `scores`, `correct`, `verifiers`
-            in a file; also paired differences of `auto` and the means, by halves of the problems and subsets of verifiers
+            in a file; also paired differences of `auto` and the means, by halves of problems, subsets of verifiers
 """
 
 from __future__ import annotations
