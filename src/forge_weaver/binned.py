@@ -51,8 +51,7 @@ class BinnedDawidSkene(Aggregator):
         self._keep_solution(solution, data)
 
         # The dependence that the model ignores.
-        rms, effect, matrix = residual_correlation(normal, solution.r, data.problem)
-        self.report.residual_correlation, self.report.details["problem_effect"] = rms, effect
+        self.report.residual_correlation, matrix = residual_correlation(normal, solution.r)
         self.report.correlated, self.report.correlation = data.names, matrix.tolist()
 
     def _state_settings(self) -> dict[str, Any]:
@@ -131,10 +130,12 @@ class Online(BinnedDawidSkene):
     memory: int = 16
 
     def partial_fit(self, table: ScoreTable) -> Self:
-        """Update on another table.
+        """Update on another table; the first call is a fit.
 
         Bins and scales stay as the fit set them. A table without scores has no effect.
         """
+        if not hasattr(self, "report"):
+            return self.fit(table)
         table = self._match_verifiers(table)
         data = self._table_data(table)
         if len(data.x):

@@ -16,8 +16,8 @@ RIDGE = 1e-3  # of an estimated covariance, relative: one verifier may copy anot
 MIN_PROBLEMS = 20  # to judge an explanation by: of fewer a standard error is uncertain itself
 
 
-def residual_correlation(normal: np.ndarray, r: np.ndarray, problem: np.ndarray) -> tuple[float, float, np.ndarray]:
-    """Return how strongly errors correlate: between verifiers, between responses to one problem, and by pair.
+def residual_correlation(normal: np.ndarray, r: np.ndarray) -> tuple[float, np.ndarray]:
+    """Return how strongly the verifiers' errors correlate: one number for all pairs, and the matrix of correlations.
 
     The correlations are among right and among wrong responses, where independent verifiers have none. Each response
     counts in both classes, weighted by its posterior: if the verifiers are independent given the truth, the expectation
@@ -26,30 +26,20 @@ def residual_correlation(normal: np.ndarray, r: np.ndarray, problem: np.ndarray)
     Args:
         normal: [responses, verifiers] normal scores, NaN for missing.
         r: [responses] posterior probability of being right.
-        problem: [responses] index of each response's problem.
 
     Returns:
-        The root mean square over pairs of verifiers, less what chance explains; NaN if no pair has a correlation.
-        The median verifier's intraclass correlation within problems, 0 if responses to one problem share nothing but
-        their rate of being right; NaN if each problem has one response.
+        The root mean square over pairs, less what chance explains; NaN if no pair has a correlation.
         The matrix [verifiers, verifiers], NaN for pairs with fewer than MIN_COMMON_RESPONSES common responses.
     """
     scored = ~np.isnan(normal)
     x, weights = np.where(scored, normal, 0.0), scored.astype(np.float64)
-    covariance, residual = np.zeros((x.shape[1],) * 2), np.zeros_like(x)
+    covariance = np.zeros((x.shape[1],) * 2)
 
     # The covariance within the classes, each response in both by its posterior.
     for class_weights in (r, 1 - r):
         mean = (class_weights @ x) / np.maximum(class_weights @ weights, 1e-9)
         deviation = (x - mean) * weights
-        residual += deviation * class_weights[:, None]
         covariance += (deviation * class_weights[:, None]).T @ deviation
-
-    # Of pairs of responses to one problem, the mean product of their residuals.
-    sizes, square = np.bincount(problem), (residual**2).sum(0)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        between = ((_sum_problems(residual, problem) ** 2).sum(0) - square) / (sizes * (sizes - 1)).sum()
-    effect = float(np.median(between / (square / len(residual) + 1e-12)))
 
     pairs = weights.T @ weights
     covariance /= np.maximum(pairs, 1)
@@ -59,11 +49,11 @@ def residual_correlation(normal: np.ndarray, r: np.ndarray, problem: np.ndarray)
     matrix = np.where(pairs >= MIN_COMMON_RESPONSES, covariance / spread / spread[:, None], np.nan)
     known_pair = ~np.eye(len(matrix), dtype=bool) & ~np.isnan(matrix)
     if not known_pair.any():
-        return float("nan"), effect, matrix
+        return float("nan"), matrix
 
     # The squared correlation of n independent values is 1 / n on average.
     excess = (matrix[known_pair] ** 2 - 1 / pairs[known_pair]).mean()
-    return float(np.sqrt(max(excess, 0.0))), effect, matrix
+    return float(np.sqrt(max(excess, 0.0))), matrix
 
 
 def within_problems(a: np.ndarray, b: np.ndarray, problem: np.ndarray) -> float:
