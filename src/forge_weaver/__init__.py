@@ -14,7 +14,7 @@ _HOMES = {
     **dict.fromkeys(("METHODS", "Auto", "check_one_right", "fit_table", "make"), "auto"),
     **dict.fromkeys(("BinnedDawidSkene", "DawidSkene", "Online"), "binned"),
     "CorrelatedMixture": "correlated",
-    **dict.fromkeys(("NaiveMean", "RankMean"), "means"),
+    **dict.fromkeys(("CalibratedMean", "NaiveMean", "RankMean"), "means"),
     **dict.fromkeys(("Problem", "read_problems", "score_table", "write_problems"), "problems"),
     "PublishedWeaver": "published",
     **dict.fromkeys(("ScoreTable", "families_by_name"), "table"),

@@ -8,7 +8,7 @@ from scipy.special import expit as sigmoid
 
 from .aggregator import Aggregator, Data
 from .calibration import logistic_regression
-from .means import rank_means
+from .means import CalibratedMean
 from .normalise import NormalScores
 
 PENALTIES = tuple(10.0**e for e in (-0.5, 0, 0.5, 1, 1.5, 2, 2.5, 3))
@@ -16,9 +16,9 @@ PENALTIES = tuple(10.0**e for e in (-0.5, 0, 0.5, 1, 1.5, 2, 2.5, 3))
 
 @dataclasses.dataclass
 class AnchoredLogistic(Aggregator):
-    """Ridge logistic regression on normal scores, anchored at the rank mean: logit = b + c mean(z) + w z.
+    """Ridge logistic regression on normal scores, anchored at the naive mean m: logit = b + c m + w z.
 
-    z are a response's normal scores. Only w is penalised, so with few labels the result is the calibrated rank mean.
+    z are a response's normal scores. Only w is penalised, so with few labels the result is the calibrated mean.
     Normal scores are relative to all responses, labelled or not; a missing score counts as its verifier's mean. The
     penalty is the one with the least log loss in cross-validation over whole problems. A fold is skipped if all other
     labels are of one class; if every fold is, the largest penalty is taken.
@@ -37,14 +37,15 @@ class AnchoredLogistic(Aggregator):
     penalties: tuple[float, ...] = PENALTIES
     folds: int = 10
 
-    LEARNED: ClassVar[tuple[str, ...]] = ("values", "heights", "line", "held_out")
+    LEARNED: ClassVar[tuple[str, ...]] = ("values", "heights", "mean", "line", "held_out")
 
     def learn(self, data: Data) -> None:
         """Fit the normal scores on all responses, and the regression on the labelled ones."""
         normal = NormalScores.fit(data.x)
         self.values, self.heights = normal.values, normal.heights
         is_labelled = ~np.isnan(data.labels)
-        x, labels = self._design_matrix(data.x[is_labelled]), data.labels[is_labelled]
+        self.mean = CalibratedMean().fit(data.table)
+        x, labels = self._design_matrix(data.take(is_labelled)), data.labels[is_labelled]
         groups = np.unique(data.problem[is_labelled], return_inverse=True)[1]
         if not len(groups) or groups.max() < 1 or np.ptp(labels) == 0:
             raise ValueError("logistic regression needs at least two labelled problems, with right and wrong responses")
@@ -92,23 +93,23 @@ class AnchoredLogistic(Aggregator):
         best = int(np.nansum(losses, axis=1).argmin())
         return self.penalties[best], losses[best]
 
-    def _design_matrix(self, x: np.ndarray) -> np.ndarray:
-        # [responses, 2 + verifiers]: a constant 1, the mean normal score, each verifier's normal score.
-        z = NormalScores(self.values, self.heights)(x)
-        return np.concatenate([np.ones((len(z), 1)), rank_means(z)[:, None], np.nan_to_num(z)], axis=1)
+    def _design_matrix(self, data: Data) -> np.ndarray:
+        # [responses, 2 + verifiers]: a constant 1, the standardised mean, each verifier's normal score.
+        z = NormalScores(self.values, self.heights)(data.x)
+        return np.concatenate([np.ones((len(z), 1)), self.mean.evidence(data)[:, None], np.nan_to_num(z)], axis=1)
 
     def posterior(self, data: Data) -> np.ndarray:
         """Return each response's probability of being right, [responses], by the regression."""
-        return sigmoid(self._design_matrix(data.x) @ self.line)
+        return sigmoid(self._design_matrix(data) @ self.line)
 
 
 def ridge_logistic(x: np.ndarray, labels: np.ndarray, penalty: float) -> np.ndarray:
     """Return the coefficients of a ridge logistic regression, [columns].
 
     Args:
-        x: [responses, columns]; the first column is the constant, the second the rank mean.
+        x: [responses, columns]; the first column is the constant, the second the mean.
         labels: [responses] 1 or 0.
-        penalty: of the columns from the third on; the rank mean's is at most 1, and the constant has nearly none.
+        penalty: of the columns from the third on; the mean's is at most 1, and the constant has nearly none.
     """
     pull = np.full(x.shape[1], penalty)
     pull[:2] = 1e-6, min(1.0, penalty)

@@ -6,61 +6,63 @@ from typing import Any, ClassVar
 import numpy as np
 
 from .aggregator import Aggregator, Data
-from .anchored import AnchoredLogistic
+from .anchored import PENALTIES, AnchoredLogistic
 from .binned import BinnedDawidSkene, DawidSkene, Online
 from .calibration import log_loss
-from .correlated import CorrelatedMixture, residual_correlation, within_problems
-from .means import NaiveMean, RankMean, family_numbers, fitted_slope, rank_means, unheap_scores
+from .correlated import CorrelatedMixture, class_evidence, within_problems
+from .means import CalibratedMean, NaiveMean, RankMean
 from .normalise import NormalScores
 from .published import PublishedWeaver
 from .table import ScoreTable
 
 # With one or two verifiers more rates are unknown than their agreement determines (Dawid & Skene 1979).
 MIN_VERIFIERS = 3
-# With fewer verifiers a full covariance can explain the scores without the classes. On 105 subsets of three to nine
-# real verifiers the mixture would have lost .04 of the selection on average and .36 at most.
-MIN_FOR_COVARIANCE = 6
-# Shrinkage of the second try with `one_right`, beyond the best one on RewardMATH (.02: a selection of .517). Its .417
-# is still above the rank mean's .271.
+# Standard errors by which the mixture must explain other problems better than models without classes: by chance, 1 in
+# 44. RewardMATH's verifiers gave -1.7 at most (100 subsets), scores without classes -0.7 (40), the scenario correlated
+# 8 to 12.
+MIN_EVIDENCE = 2.0
+# Part of the way from chance to certainty that the mixture's own expected selection must go, with `one_right`. On 320
+# subsets of RewardMATH's verifiers it knew nothing (0.06 at most) or something (from 0.17 on). The former lost 0.015 of
+# the mean's selection on average, the latter gained 0.137 and lost 0.05 at most.
+MIN_SKILL = 0.1
+# Shrinkage of the second try with `one_right`, beyond the best one on RewardMATH (0.02): all 40 halves agreed with it.
 MORE_SHRINK = 0.1
 
 
 @dataclasses.dataclass
 class Auto(Aggregator):
-    """Selects a method by what the table supports. Without labels:
+    """Selects a method by what the table supports: a model where the scores show that it holds, else the mean.
 
-    - one or two verifiers: `RankMean`, with a warning; with `one_right` the mixture;
-    - verifiers whose residuals look conditionally independent: `BinnedDawidSkene`, or with `one_right` the mixture;
-    - else, with a warning, `CorrelatedMixture` if it passes these checks: at least six verifiers, a rank mean that does
-      not separate two clusters by itself, an order of each problem's responses close to that by the rank mean, and no
-      strong effect of the problem on the scores. With `one_right` only the order is checked;
-    - else, with a warning, `RankMean` with families counted as one and `class_balance`, known or estimated, as mean
-      probability.
+    Without labels:
+
+    - if the verifiers look conditionally independent: `BinnedDawidSkene`;
+    - else, with a warning, `CorrelatedMixture` if it explains other problems better than models without classes, in
+      which verifiers err together and a problem may shift all its scores;
+    - else, with a warning, the order of `NaiveMean`, with `class_balance`, known or estimated, as mean probability.
+
+    With `one_right`, in every case: `CorrelatedMixture` if its order within problems is close to the mean's and it
+    expects to select better than chance, else the mean.
 
     With labels of at least `labelled` problems, of both classes: `AnchoredLogistic`, if its held-out log loss on them
-    is no worse than that of the method selected without labels.
+    is no worse than that of the method selected without labels. Otherwise `report.ask` names the ten problems whose
+    labels would help most.
 
     Args:
         class_balance: the fraction of right responses, if known.
         one_right: exactly one response of each problem is right. Set it where it holds: it is worth many labels.
         labelled: fewest labelled problems for `AnchoredLogistic`.
         gate: largest residual correlation (root mean square, after the binned model's fit) that counts as independent.
-        heaps: the mixture is taken up to this slope of the rank mean, in logits per standard deviation.
-        agreement: the mixture is taken from this correlation, within problems, of its evidence with the rank mean on.
-        problem_effect: the mixture is taken up to this intraclass correlation of its residuals within problems.
+        agreement: with `one_right`, smallest correlation of the mixture's evidence with the mean, within problems.
     """
 
-    # The thresholds lie between the scenarios of `benchmarks/weaver.py all` (docs/weaver.md)
-    # in which a method is right and those in which it is not, and were not fitted to real scores. Independent verifiers
-    # leave a residual correlation below .05, correlated ones above .1, real ones (RewardMATH) .212. The slow tests of
-    # `tests/forge_weaver/test_aggregators.py` check the selection over ten seeds of each scenario.
+    # Independent scores leave a residual correlation below 0.02, and one of 150 subsets of three to five verifiers of
+    # RewardMATH less than 0.05 (it lost 0.012 of the mean's selection). With `one_right` no mixture of them that missed
+    # the right class agreed with the mean by more than 0.42.
     class_balance: float | None = None
     one_right: bool = False
     labelled: int = 5
     gate: float = 0.05
-    heaps: float = 2.0
     agreement: float = 0.45
-    problem_effect: float = 0.25
 
     LEARNED: ClassVar[tuple[str, ...]] = ("chosen",)
 
@@ -76,10 +78,9 @@ class Auto(Aggregator):
             enough = False
 
         # Without labels first: its report is needed in either case.
-        normal = NormalScores.fit(data.x)(data.x)
         independent = BinnedDawidSkene(class_balance=self.class_balance).fit(data.table)
-        rms, matrix = residual_correlation(normal, independent.posterior(data))
-        self.chosen, warning = self._without_labels(data, normal, independent, rms)
+        self.chosen, warning = self._without_labels(data, independent)
+        unlabelled = self.chosen
 
         # With labels, if they predict held-out labels better than the selection above does.
         if enough:
@@ -91,8 +92,8 @@ class Auto(Aggregator):
                 self.warn("too few labelled problems have right responses, or wrong ones, to hold any out: not used")
             else:
                 # Both losses on the same responses: problems differ in difficulty.
-                name = type(self.chosen).__name__
-                unsupervised = log_loss(self.chosen.posterior(data)[is_labelled][judged], labels[judged])
+                name = type(unlabelled).__name__
+                unsupervised = log_loss(unlabelled.posterior(data)[is_labelled][judged], labels[judged])
                 losses = {"AnchoredLogistic": float(supervised.held_out[judged].mean()), name: unsupervised}
                 self.report.details["log_loss_of_labels"] = losses
                 if losses["AnchoredLogistic"] <= unsupervised:
@@ -108,81 +109,108 @@ class Auto(Aggregator):
             method=f"Auto: {inner.method}",
             details={**self.report.details, **inner.details},
             warnings=self.report.warnings + [text for text in inner.warnings if text not in self.report.warnings],
-            residual_correlation=rms,
-            correlated=data.names,
-            correlation=matrix.tolist(),
+            residual_correlation=independent.report.residual_correlation,
+            correlated=independent.report.correlated,
+            correlation=independent.report.correlation,
+            ask=propose_labels(data) if self.chosen is unlabelled else [],
         )
 
-    def _without_labels(
-        self, data: Data, normal: np.ndarray, independent: BinnedDawidSkene, rms: float
-    ) -> tuple[Aggregator, str | None]:
+    def _without_labels(self, data: Data, independent: BinnedDawidSkene) -> tuple[Aggregator, str | None]:
         """Return the aggregator selected without labels, fitted, and a warning or None.
 
         Args:
-            normal: [responses, verifiers] normal scores.
             independent: a fit to the data.
-            rms: residual correlation of the verifiers after that fit.
         """
-        # Too few verifiers, too few responses, or no sign of correlated errors.
-        count = len(data.columns)
+        # What speaks against independence.
+        count, doubt, rms = len(data.columns), None, independent.report.residual_correlation
+        assert rms is not None
         if count < MIN_VERIFIERS:
-            if self.one_right:
-                return self._fit_mixture(data, normal)[0], None
-            verifiers = f"{count} verifier{'s' * (count > 1)}"
-            warning = f"of {verifiers} nothing can be inferred without labels: the rank mean is taken"
-            return self._rank_mean(data, 0.5, warning)
+            doubt = f"of {count} verifier{'s' * (count > 1)} nothing can be inferred without labels"
+        elif np.isnan(rms):
+            doubt = "too few responses to test whether the verifiers err independently"
+        elif rms > self.gate:
+            doubt = (
+                f"the verifiers err together (residual correlation {rms:.2f}; independence is up to {self.gate:.2f})"
+            )
+        elif not self.one_right:
+            return independent, None
 
-        if np.isnan(rms):
-            return independent, "too few responses to test conditional independence of the verifiers: it is assumed"
-        if rms <= self.gate:
-            return self._fit_mixture(data, normal)[0] if self.one_right else independent, None
-        warning = f"the verifiers err together (residual correlation {rms:.2f}; independence is up to {self.gate:.2f})"
+        # A model, where something shows that its classes are right and wrong responses.
+        mixture = self._fit_mixture(data, can_infer=count >= MIN_VERIFIERS and not np.isnan(rms))
+        if mixture is not None:
+            return mixture, (
+                f"{doubt}: the correlated mixture is taken; labels of a few problems would be safer"
+                if doubt is not None and count >= MIN_VERIFIERS
+                else None
+            )
 
-        # Correlated errors: the mixture, where nothing speaks against it.
-        mixture, agreement = self._fit_mixture(data, normal)
-        heaps = fitted_slope(unheap_scores(data, family_numbers(data)))
-        effect = mixture.report.details["problem_effect"]
-        self.report.details.update(agreement=agreement, heaps=heaps, problem_effect=effect)
-        sound = agreement >= self.agreement
-        if not self.one_right:
-            # The effect is NaN, and passes, if each problem has one response.
-            weak_effect = np.isnan(effect) or effect <= self.problem_effect
-            sound &= count >= MIN_FOR_COVARIANCE and heaps <= self.heaps and weak_effect
-
-        if sound:
-            return mixture, f"{warning}: the correlated mixture is taken; labels of a few problems would be safer"
-        return self._rank_mean(data, independent.report.class_balance, f"{warning}: the rank mean is taken", heaps)
-
-    def _rank_mean(
-        self, data: Data, guess: float | None, warning: str, slope: float | None = None
-    ) -> tuple[Aggregator, str]:
-        # `guess` is the class balance if neither `class_balance` nor `one_right` gives it.
-        balance = self.class_balance
-        if self.one_right:
-            balance = len(data.table) / int(data.table.present.sum())
-        elif balance is None:
-            balance = guess
+        # The mean: its order needs no model, its probabilities need the share of right responses.
+        warning = f"{doubt or 'the mixture does not find the right responses'}: the mean is taken"
+        balance = len(data.table) / int(data.table.present.sum()) if self.one_right else self.class_balance
+        if balance is None:
+            guess = independent.report.class_balance if count >= MIN_VERIFIERS else None
+            balance = 0.5 if guess is None else min(max(guess, 0.01), 0.99)
             warning = f"{warning}, and that {balance:.0%} are right is no more than a guess"
-        assert balance is not None
-        ranks = RankMean(balance, slope, by_family=data.table.families is not None).fit(data.table)
-        return ranks, f"{warning}; labels of a few problems would help most"
+        return CalibratedMean(balance).fit(data.table), f"{warning}; labels of a few problems would help most"
 
-    def _fit_mixture(self, data: Data, normal: np.ndarray) -> tuple[CorrelatedMixture, float]:
-        """Return the fitted mixture, and the correlation of its evidence with the rank mean within problems.
+    def _fit_mixture(self, data: Data, *, can_infer: bool) -> CorrelatedMixture | None:
+        """Return the fitted mixture, or None if nothing shows that its classes are right and wrong responses.
 
         With many verifiers and few problems it may fit shared noise instead of the truth. With `one_right` it is then
         fitted again with more shrinkage of the covariance.
+
+        Args:
+            can_infer: the scores can tell without `one_right`.
         """
+        if not self.one_right:
+            evidence = class_evidence(data.table, self.class_balance) if can_infer else -np.inf
+            self.report.details["class_evidence"] = evidence
+            if evidence < MIN_EVIDENCE:
+                return None
+            return CorrelatedMixture(class_balance=self.class_balance).fit(data.table)
+
+        mean = NaiveMean().fit(data.table).posterior(data)
         for shrink in (CorrelatedMixture.shrink, MORE_SHRINK):
-            mixture = CorrelatedMixture(one_right=self.one_right, class_balance=self.class_balance, shrink=shrink)
-            agreement = within_problems(mixture.fit(data.table).evidence(data), rank_means(normal), data.problem)
-            if agreement >= self.agreement or not self.one_right:
+            mixture = CorrelatedMixture(one_right=True, shrink=shrink).fit(data.table)
+            agreement = within_problems(mixture.evidence(data), mean, data.problem)
+            if agreement >= self.agreement:
                 break
-        return mixture, agreement
+
+        chance = len(data.table) / data.table.present.sum()
+        top = np.maximum.reduceat(mixture.posterior(data), np.flatnonzero(np.diff(data.problem, prepend=-1)))
+        skill = float((top.mean() - chance) / (1 - chance))
+        self.report.details.update(agreement=agreement, skill=skill)
+        return mixture if agreement >= self.agreement and skill >= MIN_SKILL else None
 
     def posterior(self, data: Data) -> np.ndarray:
         """Return each response's probability of being right, [responses], by the selected method."""
         return self.chosen.posterior(data)
+
+
+PROPOSED = 10  # problems to label: with so many, selection on RewardMATH is 0.42 where the mean's is 0.30
+MOST_CANDIDATES = 2000  # problems to propose from: each takes the memory of one matrix
+
+
+def propose_labels(data: Data) -> list[str]:
+    """Return the problems whose labels would help `AnchoredLogistic` most, the first one most: by prompt, or by index.
+
+    Each adds the most to the determinant of the information about the verifiers' weights (a greedy D-optimal design),
+    with the middle one of the regression's penalties: no label is needed to know it.
+    """
+    x = np.nan_to_num(NormalScores.fit(data.x)(data.x))
+    numbers = np.setdiff1d(data.problem, data.problem[~np.isnan(data.labels)])
+    numbers = numbers[:: 1 + len(numbers) // MOST_CANDIDATES]
+    products = [x[data.problem == number].T @ x[data.problem == number] for number in numbers]
+    information, chosen = PENALTIES[len(PENALTIES) // 2] * np.eye(x.shape[1]), list[int]()
+
+    for _ in range(min(PROPOSED, len(numbers))):
+        gains = np.linalg.slogdet(information + np.stack(products))[1]
+        gains[chosen] = -np.inf
+        chosen.append(int(gains.argmax()))
+        information = information + products[chosen[-1]]
+
+    prompts = data.table.prompts or [""] * len(data.table)
+    return [f"problem {i}{': ' * bool(prompts[i])}{' '.join(prompts[i].split())[:80]}" for i in numbers[chosen]]
 
 
 METHODS: dict[str, type[Aggregator]] = {
@@ -196,7 +224,6 @@ METHODS: dict[str, type[Aggregator]] = {
     "rank_mean": RankMean,
     "weaver": PublishedWeaver,
 }
-USE_LABELS = ("auto", "anchored")
 
 
 def check_one_right(table: ScoreTable) -> None:
@@ -227,7 +254,7 @@ def make(method: str, class_balance: float | None = None, one_right: bool = Fals
     """
     if method not in METHODS:
         raise ValueError(f"there is no method {method!r}: take one of {', '.join(METHODS)}")
-    if labelled and method not in USE_LABELS:
+    if labelled and method not in ("auto", "anchored"):
         raise ValueError(f"method {method} does not look at labels: omit labelled")
     wanted = {"one_right": one_right or None, "class_balance": class_balance}
     settings: dict[str, Any] = {name: value for name, value in wanted.items() if value is not None}
@@ -261,19 +288,10 @@ def fit_table(
         raise ValueError(f"labelled is {labelled}, and there are no labels of these problems")
     aggregator.fit(visible)
 
-    if isinstance(aggregator, BinnedDawidSkene):
-        # Report the dependence that `Auto` selects by, which these methods ignore.
-        report = aggregator.report
-        names = [name for name in aggregator.verifiers if name not in report.dropped]
-        p, scores = aggregator.predict_proba(visible)[visible.present], visible.select(names).flat
-        scored = ~np.isnan(p)
-        rms, matrix = residual_correlation(NormalScores.fit(scores)(scores)[scored], p[scored])
-        report.residual_correlation, report.correlated, report.correlation = rms, names, matrix.tolist()
-
-        if rms > Auto.gate:
-            aggregator.warn(
-                f"the verifiers err together (residual correlation {rms:.2f}; independence is up to {Auto.gate:.2f}), "
-                "but this method assumes independence: its probabilities are overconfident; use auto"
-            )
-
+    correlation = aggregator.report.residual_correlation
+    if isinstance(aggregator, BinnedDawidSkene) and correlation is not None and correlation > Auto.gate:
+        aggregator.warn(
+            f"the verifiers err together (residual correlation {correlation:.2f}; independence is up to {Auto.gate}), "
+            "but this method assumes independence: its probabilities are overconfident; use auto"
+        )
     return aggregator

@@ -8,9 +8,12 @@ import numpy as np
 from .aggregator import Aggregator, Data
 from .em import STARTS, TOLERANCE, Prior, first_guess, thin_problems
 from .normalise import NormalScores, impute_scores, scatter_scores
+from .table import ScoreTable
 
 # Fewest responses scored by two verifiers for a correlation: independent ones correlate by about 1 / sqrt(30) = .18.
 MIN_COMMON_RESPONSES = 30
+RIDGE = 1e-3  # of an estimated covariance, relative: one verifier may copy another
+MIN_PROBLEMS = 20  # to judge an explanation by: of fewer a standard error is uncertain itself
 
 
 def residual_correlation(normal: np.ndarray, r: np.ndarray) -> tuple[float, np.ndarray]:
@@ -60,30 +63,55 @@ def within_problems(a: np.ndarray, b: np.ndarray, problem: np.ndarray) -> float:
         a, b: [responses] values; each problem's mean is subtracted first.
         problem: [responses] index of each response's problem.
     """
-    sizes = np.bincount(problem)
-    a, b = (x - (np.bincount(problem, x) / np.maximum(sizes, 1))[problem] for x in (a, b))
+    a, b = _split_problems(np.stack([a, b], axis=1), problem)[2].T
     spread = np.sqrt((a @ a) * (b @ b))
     return float(a @ b / spread) if spread > 0 else 0.0
 
 
-def problem_correlation(residual: np.ndarray, problem: np.ndarray) -> float:
-    """Return how alike the residuals of one problem's responses are: the median verifier's intraclass correlation.
+def classless_likelihood(
+    x: np.ndarray, problem: np.ndarray, y: np.ndarray, y_problem: np.ndarray, *, is_shifted: bool
+) -> np.ndarray:
+    """Return the log likelihood of each problem's scores if there are no classes, [problems of y], up to a constant.
 
-    It is 0 if responses to one problem share nothing but their rate of being right, and NaN if each problem has one
-    response.
+    All scores are then of one Gaussian, whose mean every problem shifts by another Gaussian, if `is_shifted`: other
+    explanations of dependence than that of `CorrelatedMixture`. The covariances are estimated by moments.
 
     Args:
-        residual: [responses, verifiers] scores less their expectation.
-        problem: [responses] index of each response's problem.
+        x: [responses, verifiers] scores to estimate from, without NaN.
+        problem: [responses] index of each one's problem, non-decreasing; some have several responses.
+        y, y_problem: the same of the responses to judge.
     """
-    sizes = np.bincount(problem)
-    pairs = (sizes * (sizes - 1)).sum()
-    if pairs == 0:
-        return float("nan")
-    square = (residual**2).sum(0)
-    sums = np.stack([np.bincount(problem, column) for column in residual.T])
-    between = ((sums**2).sum(1) - square) / pairs
-    return float(np.median(between / (square / len(residual) + 1e-12)))
+    sizes, means, deviation = _split_problems(x, problem)
+    within = deviation.T @ deviation / (len(x) - len(sizes)) if is_shifted else np.cov(x.T)
+    within = within + RIDGE * np.diag(np.diag(within))
+    centred = (means - x.mean(0)) * np.sqrt(sizes)[:, None]
+    effective = (len(x) - (sizes**2).sum() / len(x)) / (len(sizes) - 1)
+
+    # A difference of estimates may have negative eigenvalues, a covariance has none.
+    eigenvalues, vectors = np.linalg.eigh((centred.T @ centred / (len(sizes) - 1) - within) / effective)
+    between = (vectors * np.maximum(eigenvalues, 0)) @ vectors.T * is_shifted
+
+    # Deviations from the problem's mean and the mean itself are independent.
+    y_sizes, y_means, deviation = _split_problems(y, y_problem)
+    squares = (deviation * np.linalg.solve(within, deviation.T).T).sum(1)
+    likelihood = (y_sizes - 1) * np.linalg.slogdet(within)[1] + _sum_problems(squares, y_problem)
+    for size in np.unique(y_sizes):
+        covariance, same = within + size * between, y_sizes == size
+        centred = (y_means[same] - x.mean(0)) * np.sqrt(size)
+        squares = (centred * np.linalg.solve(covariance, centred.T).T).sum(1)
+        likelihood[same] += np.linalg.slogdet(covariance)[1] + squares
+    return -likelihood / 2
+
+
+def _split_problems(x: np.ndarray, problem: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return sizes [problems], mean scores [problems, verifiers], and deviations from them [responses, verifiers]."""
+    sizes = np.unique(problem, return_counts=True)[1]
+    means = _sum_problems(x, problem) / sizes[:, None]
+    return sizes, means, x - np.repeat(means, sizes, axis=0)
+
+
+def _sum_problems(values: np.ndarray, problem: np.ndarray) -> np.ndarray:
+    return np.add.reduceat(values, np.flatnonzero(np.diff(problem, prepend=-1)))
 
 
 @dataclasses.dataclass
@@ -96,8 +124,7 @@ class CorrelatedMixture(Aggregator):
 
     With correlated errors the classes are identified by the rate of right responses varying between problems, or by
     one response of each being right. If a problem's difficulty shifts all its scores, these rates mislead, and the
-    result may be worse than chance: `report.details["problem_effect"]` is the intraclass correlation of the residuals
-    within problems, 0 under the model; `Auto` checks it first.
+    result may be worse than chance: `Auto` asks `class_evidence` first.
 
     Args:
         one_right: exactly one response of each problem is right, as in multiple choice.
@@ -139,22 +166,20 @@ class CorrelatedMixture(Aggregator):
         # With a known balance one start is enough.
         balance = len(data.table) / data.table.present.sum() if self.one_right else self.class_balance
         if balance is not None:
-            r, _ = fit_subset(np.ones(len(x), dtype=bool), balance)
+            fit_subset(np.ones(len(x), dtype=bool), balance)
         else:
             # A single start can be far off under extreme balances: the best of several initialises the full fit.
             subset, candidates = thin_problems(problem), []
             for balance in STARTS:
                 _, prior = fit_subset(subset, balance)
-                likelihood = self._log_likelihood(x[subset], problem[subset], prior)
+                likelihood = self.log_likelihood(x[subset], problem[subset], prior).sum()
                 judgement = self._judge_evidence(x @ self.line - self.offset, problem, prior, unscored)
                 candidates.append((likelihood, judgement))
             r, prior = max(candidates, key=lambda pair: pair[0])[1]
-            r, _ = self._maximise_likelihood(x, problem, (r, Prior(prior.rates, prior.weights)), unscored)
+            self._maximise_likelihood(x, problem, (r, Prior(prior.rates, prior.weights)), unscored)
 
-        means, distance, covariance = self._model_moments()
+        _, distance, covariance = self._model_moments()
         self.report.describe(data.names, weight=self.line, separation=distance / np.sqrt(np.diag(covariance)))
-
-        self.report.details["problem_effect"] = problem_correlation(x - np.stack([r, 1 - r], axis=1) @ means, problem)
 
     def _maximise_likelihood(
         self, x: np.ndarray, problem: np.ndarray, start: tuple[np.ndarray, Prior], unscored: np.ndarray
@@ -204,16 +229,20 @@ class CorrelatedMixture(Aggregator):
         shrunk = (1 - self.shrink) * covariance + self.shrink * np.diag(variances)
         return means, np.maximum(means[0] - means[1], 0.0), shrunk
 
-    def _log_likelihood(self, x: np.ndarray, problem: np.ndarray, prior: Prior) -> float:
-        """Return the log likelihood of scores x [responses, verifiers], up to a constant."""
+    def log_likelihood(self, x: np.ndarray, problem: np.ndarray, prior: Prior) -> np.ndarray:
+        """Return the log likelihood of each problem's scores, [problems], up to a constant.
+
+        Args:
+            x: [responses, verifiers] normal scores, without NaN.
+        """
         means, distance, covariance = self._model_moments()
         # That all are wrong: deviations are from the lower mean, with the distance clipped as in the evidence.
         deviation = x - means.mean(0) + distance / 2
-        squares = (deviation * np.linalg.solve(covariance, deviation.T).T).sum()
+        squares = (deviation * np.linalg.solve(covariance, deviation.T).T).sum(1)
         _, log_determinant = np.linalg.slogdet(covariance)
         # And how much likelier the evidence makes it that some are right.
         gain = prior.log_likelihood(x @ self.line - self.offset, problem)
-        return float(gain - (squares + len(x) * log_determinant) / 2)
+        return gain - _sum_problems(squares + log_determinant, problem) / 2
 
     def _judge_evidence(
         self, evidence: np.ndarray, problem: np.ndarray, prior: Prior, unscored: np.ndarray
@@ -236,6 +265,37 @@ class CorrelatedMixture(Aggregator):
         """Return log P(scores | right) / P(scores | wrong) of each response, [responses]."""
         x, _ = impute_scores(NormalScores(self.values, self.heights)(data.x), self.precision)
         return x @ self.line - self.offset
+
+
+def class_evidence(table: ScoreTable, class_balance: float | None) -> float:
+    """Return by how many standard errors `CorrelatedMixture` explains problems better than models without classes.
+
+    It is the smaller one of two differences, to `classless_likelihood` with and without shifts. Each half of the
+    problems is judged by fits to the other half. It is -inf for fewer than MIN_PROBLEMS problems, and if each has one
+    response, whose dependence cannot be seen.
+
+    Args:
+        class_balance: the fraction of right responses, if known.
+    """
+    if len(table) < MIN_PROBLEMS or table.present.sum(1).max() == 1:
+        return -np.inf
+    gains = []
+    for held_out in (np.arange(len(table)) % 2 == 0, np.arange(len(table)) % 2 == 1):
+        mixture = CorrelatedMixture(class_balance=class_balance).fit(table.take(~held_out))
+        data, judged = mixture._table_data(table.take(~held_out)), mixture._table_data(table.take(held_out))
+        x, y = (
+            impute_scores(scatter_scores(part.x, part.names, mixture.seed), mixture.precision)[0]
+            for part in (data, judged)
+        )
+        likelihood = mixture.log_likelihood(y, judged.problem, Prior(mixture.rates, mixture.weights))
+        gains.append(
+            [
+                likelihood - classless_likelihood(x, data.problem, y, judged.problem, is_shifted=is_shifted)
+                for is_shifted in (False, True)
+            ]
+        )
+    gain = np.concatenate(gains, axis=1)
+    return float((gain.mean(1) / gain.std(1, ddof=1)).min() * np.sqrt(gain.shape[1]))
 
 
 def one_of_each(evidence: np.ndarray, problem: np.ndarray, unscored: np.ndarray) -> np.ndarray:

@@ -75,12 +75,13 @@ class Prior:
             weights = _tilt_weights(weights, self.rates, balance)
         return r, Prior(self.rates, weights, self.past, counts)
 
-    def log_likelihood(self, evidence: np.ndarray, problem: np.ndarray) -> float:
-        """Return the log likelihood of the scores, less what it is if all responses are wrong; arguments as above."""
+    def log_likelihood(self, evidence: np.ndarray, problem: np.ndarray) -> np.ndarray:
+        """Return the log likelihood of each problem's scores, [problems], less what it is if all responses are wrong;
+        arguments as above."""
         return self._infer_rates(evidence, problem)[2]
 
-    def _infer_rates(self, evidence: np.ndarray, problem: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
-        """Return what `posterior` does, the expected number of problems at each rate, and the log likelihood."""
+    def _infer_rates(self, evidence: np.ndarray, problem: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return what `posterior` does, the expected number of problems at each rate, what `log_likelihood` does."""
         evidence = np.clip(evidence, -MAX_EVIDENCE, MAX_EVIDENCE)
         # The larger of the two likelihoods is factored out, against overflow.
         if_right, if_wrong = np.exp(np.minimum(evidence, 0)), np.exp(-np.maximum(evidence, 0))
@@ -94,13 +95,13 @@ class Prior:
         top = rate_posterior.max(1, keepdims=True)
         rate_posterior = np.exp(rate_posterior - top)
         total = rate_posterior.sum(1, keepdims=True)
-        likelihood = (top + np.log(total)).sum() + np.maximum(evidence, 0).sum()
+        likelihood = (top + np.log(total))[:, 0] + np.add.reduceat(np.maximum(evidence, 0), starts)
         rate_posterior /= total
 
         # The posterior of each response, given its problem's.
         per_response = np.repeat(rate_posterior, np.diff(np.append(starts, len(problem))), axis=0)
         r = np.einsum("ng,ng->n", right / likelihoods, per_response)
-        return np.minimum(r, 1.0), rate_posterior.sum(0), float(likelihood)
+        return np.minimum(r, 1.0), rate_posterior.sum(0), likelihood
 
 
 def _tilt_weights(weights: np.ndarray, rates: np.ndarray, balance: float) -> np.ndarray:
@@ -295,4 +296,4 @@ def log_likelihood(codes: np.ndarray, solution: Solution, problem: np.ndarray, s
     # A column of 0 for missing scores, which carry no evidence.
     right, wrong = (np.pad(shares, ((0, 0), (0, 1))) for shares in log_shares(solution.counts, shrink))
     if_all_wrong = float(sum_evidence(codes, wrong).sum())
-    return if_all_wrong + solution.prior.log_likelihood(sum_evidence(codes, right - wrong), problem)
+    return if_all_wrong + float(solution.prior.log_likelihood(sum_evidence(codes, right - wrong), problem).sum())

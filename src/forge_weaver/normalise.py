@@ -151,19 +151,3 @@ def apply_thresholds(x: np.ndarray, cuts: np.ndarray) -> np.ndarray:
            [ 1., nan]])
     """
     return np.where(np.isnan(x), np.nan, x >= cuts)
-
-
-def family_means(x: np.ndarray, families: np.ndarray) -> np.ndarray:
-    """Return the mean score of each family of verifiers, [responses, families], NaN where all are missing.
-
-    Args:
-        x: [responses, verifiers] scores, NaN for missing.
-        families: [verifiers] index of each one's family, from 0.
-
-    >>> family_means(np.array([[0.0, 1.0, 3.0]]), np.array([0, 0, 1]))
-    array([[0.5, 3. ]])
-    """
-    member = np.eye(families.max() + 1)[families]
-    counts = (~np.isnan(x)) @ member
-    with np.errstate(invalid="ignore"):
-        return np.where(counts > 0, np.nan_to_num(x) @ member / counts, np.nan)

@@ -7,8 +7,8 @@ import numpy as np
 from scipy.special import expit as sigmoid, logit
 
 from .aggregator import Aggregator, Data
-from .binned import estimate_balance
-from .means import rank_means
+from .binned import BinnedDawidSkene
+from .means import mean_of_known
 from .normalise import NormalScores, apply_thresholds, find_thresholds
 
 CLIP = 0.01  # rates and class balance lie at least this far from 0 and 1: no verdict is certain
@@ -46,7 +46,7 @@ class PublishedWeaver(Aggregator):
         """Turn scores into verdicts, and estimate the verifiers' rates from their moments."""
         balance = self.class_balance
         if balance is None:
-            balance = min(max(estimate_balance(data.x, data.problem), CLIP), 1 - CLIP)
+            balance = min(max(BinnedDawidSkene().fit(data.table).report.class_balance or CLIP, CLIP), 1 - CLIP)
         self.balance = np.array(balance)
         self.report.class_balance = float(balance)
         self.cuts = find_thresholds(data.x, float(balance))
@@ -80,7 +80,7 @@ class PublishedWeaver(Aggregator):
 
         # The moments do not tell the classes apart: swap them if right responses would have the lower scores.
         self.mu = np.clip(mu, CLIP, 1 - CLIP)
-        rank_mean = rank_means(NormalScores.fit(data.x)(data.x))
+        rank_mean = mean_of_known(NormalScores.fit(data.x)(data.x))
         if self.posterior(data) @ (rank_mean - rank_mean.mean()) < 0:
             self.mu = self.mu[:, ::-1]
 

@@ -16,6 +16,7 @@ from forge_weaver import (
     AnchoredLogistic,
     Auto,
     BinnedDawidSkene,
+    CalibratedMean,
     CorrelatedMixture,
     DawidSkene,
     NaiveMean,
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.costly
 MAKERS: list[Callable[[], Aggregator]] = [
     NaiveMean,
     RankMean,
-    lambda: RankMean(0.3, by_family=True),
+    lambda: CalibratedMean(0.3),
     lambda: PublishedWeaver(class_balance=0.3),
     lambda: PublishedWeaver(converged=True),
     DawidSkene,
@@ -88,7 +89,6 @@ def test_saved_aggregator_predicts_identically(make: Callable[[], Aggregator], t
         again.partial_fit(table.take(range(10)))
         fitted.partial_fit(table.take(range(10)))
         np.testing.assert_array_equal(again.predict_proba(table), fitted.predict_proba(table))
-        assert fitted.report.problems == 50
 
 
 def test_invalid_aggregator_file_raises(table: ScoreTable, tmp_path: Path):
@@ -231,14 +231,30 @@ def test_auto_chooses_method_by_labels_and_independence(table: ScoreTable):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_auto_with_one_or_two_verifiers_warns_and_ranks(count: int):
+def test_auto_with_one_or_two_verifiers_warns_and_takes_mean(count: int):
     made = generate(100, 16, count, areas=(0.8, 0.8), seed=0).table
     hidden = made.with_labels_of([])
     with pytest.warns(UserWarning, match="nothing can be inferred without labels.* no more than a guess"):
         fitted = Auto().fit(hidden)
-    assert fitted.report.method == "Auto: RankMean"
-    rank = RankMean().fit(hidden).predict_proba(hidden)
-    np.testing.assert_allclose(fitted.predict_proba(hidden), rank)
+    assert fitted.report.method == "Auto: CalibratedMean"
+    p, mean = fitted.predict_proba(hidden), NaiveMean().fit(hidden).predict_proba(hidden)
+    np.testing.assert_array_equal(np.argsort(p, axis=None), np.argsort(mean, axis=None))
+    assert p.mean() == pytest.approx(0.5)
+
+
+@quiet
+def test_auto_takes_mixture_only_where_classes_show():
+    """Shared noise looks like classes to a mixture of Gaussians, and so do problems that shift all scores."""
+    rng = np.random.default_rng(0)
+    noise = rng.normal(size=(60, 8, 5)) + rng.normal(size=(60, 8, 1))
+    doubtful = [noise, noise + rng.normal(size=(60, 1, 1)), noise.reshape(480, 1, 5)]
+    for table in [ScoreTable(scores, tuple("abcde")) for scores in doubtful]:
+        fitted = Auto().fit(table)
+        assert fitted.report.method == "Auto: CalibratedMean"
+        p, mean = fitted.predict_proba(table), NaiveMean().fit(table).predict_proba(table)
+        np.testing.assert_array_equal(p.argmax(1), mean.argmax(1))
+    correlated = scenario("correlated", 0, problems=60).table.with_labels_of([])
+    assert Auto().fit(correlated).report.method == "Auto: CorrelatedMixture"
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -293,12 +309,6 @@ def test_aggregators_ignore_unscored_responses(make: Callable[[], Aggregator], t
         assert np.isfinite(fitted.predict_proba(plain)[plain.present & ~np.isnan(plain.scores).all(2)]).all()
     else:
         np.testing.assert_allclose(fitted.predict_proba(plain), make().fit(plain).predict_proba(plain), atol=1e-12)
-    if not isinstance(fitted, Online):
-        return
-    before, report = fitted.predict_proba(plain), fitted.report.to_dict()
-    fitted.partial_fit(only(plain, np.zeros(plain.present.shape, bool)))
-    np.testing.assert_array_equal(fitted.predict_proba(plain), before)
-    assert fitted.report.to_dict() == report
 
 
 def test_published_posterior_matches_its_formula():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from forge.cli import main as forge
@@ -45,6 +46,19 @@ def test_overconfident_method_warns_about_correlated_verifiers(tmp_path, capsys,
         made.save(scores)
         forge(["weaver", "fit", str(scores), "--method", method, "--out", str(tmp_path / "fitted.npz")])
         assert ("the verifiers err together" in capsys.readouterr().out) == warned
+
+
+def test_weaver_fit_names_problems_to_label(tmp_path, capsys):
+    """One problem has scores far from all others, and two are labelled already."""
+    scores, labels = 0.1 * np.random.default_rng(0).normal(size=(30, 4, 3)), np.full((30, 4), np.nan)
+    scores[7] *= 50
+    labels[:2] = 0
+    prompts = [f"sum of\n{i}?" for i in range(30)]
+    ScoreTable(scores, tuple("abc"), labels=labels, prompts=prompts).save(tmp_path / "scores.npz")
+    forge(["weaver", "fit", str(tmp_path / "scores.npz"), "--labelled", "2", "--out", str(tmp_path / "fitted.npz")])
+    asked = [line for line in capsys.readouterr().out.splitlines() if line.startswith("label first: ")]
+    assert asked[0] == "label first: problem 7: sum of 7?"
+    assert len({*asked, "label first: problem 0: sum of 0?", "label first: problem 1: sum of 1?"}) == 12
 
 
 def copies(table: ScoreTable) -> ScoreTable:

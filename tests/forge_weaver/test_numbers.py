@@ -8,8 +8,10 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
+from scipy.stats import multivariate_normal
 
 from forge_weaver.calibration import Recalibration, auc, brier_score, ece, log_loss
+from forge_weaver.correlated import RIDGE, classless_likelihood
 from forge_weaver.em import Prior
 from forge_weaver.normalise import (
     NormalScores,
@@ -76,6 +78,27 @@ def test_likelihood_matches_enumeration():
         for rate, weight in zip(prior.rates, prior.weights, strict=True)
     )
     assert prior.log_likelihood(evidence, np.zeros(3, int)) == pytest.approx(np.log(expected))
+
+
+@pytest.mark.parametrize("is_shifted", [False, True])
+def test_classless_likelihood_matches_multivariate_normal(is_shifted: bool):
+    """Of all scores of a problem at once, under the moments of balanced problems."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(20, 4, 2)) @ rng.normal(size=(2, 2)) + rng.normal(size=(20, 1, 2))
+    within = np.cov(x.reshape(80, 2).T)
+    between = np.zeros((2, 2))
+    if is_shifted:
+        within = sum(np.cov(problem.T) for problem in x) / 20
+        between = np.cov(x.mean(1).T) - (within + RIDGE * np.diag(np.diag(within))) / 4
+    within = within + RIDGE * np.diag(np.diag(within))
+    y, sizes = rng.normal(size=(5, 2)), (3, 2)
+    found = classless_likelihood(
+        x.reshape(80, 2), np.repeat(np.arange(20), 4), y, np.repeat([0, 1], sizes), is_shifted=is_shifted
+    )
+    for part, size, likelihood in zip((y[:3], y[3:]), sizes, found, strict=True):
+        covariance = np.kron(np.eye(size), within) + np.kron(np.ones((size, size)), between)
+        expected = multivariate_normal(np.tile(x.mean((0, 1)), size), covariance).logpdf(part.ravel())
+        assert likelihood == pytest.approx(expected + size * np.log(2 * np.pi))
 
 
 def test_prior_recovers_problem_difficulty_rates():
