@@ -184,14 +184,17 @@ def drifting(seeds: int) -> None:
             truth = np.concatenate([labels(table) for table in rest])
             cells = [followed, *([one.predict_proba(table) for table in rest] for one in (static, fixed))]
             both = [np.concatenate(cell) for cell in cells]
+            alarms = {alarm.split(":")[0] for alarm in online.report.alarms}
+            right = len(alarms & set(first.verifiers[:hacked]))
             rows.append(
                 [
                     f"{hacked} gamed, seed {seed}",
                     *(f"{brier_score(p, truth):.3f} / {ece(p, truth):.3f}" for p in both),
+                    f"{right} of {hacked}, {len(alarms) - right} false",
                     f"{1e3 * each:.0f}",
                 ]
             )
-    markdown(["", "online", "static binned", "static published", "CPU-ms a batch"], rows)
+    markdown(["", "online", "static binned", "static published", "alarms", "CPU-ms a batch"], rows)
 
 
 def speed(seeds: int) -> None:

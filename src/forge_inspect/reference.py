@@ -46,7 +46,7 @@ FEWEST_SEEDS = 3
 MAX_DIFFERENCES = 8  # in settings: beyond these a run is of another recipe
 # The chance that a healthy run departs at any look at any metric.
 FALSE_ALARM = 0.01
-# Part of a seeds' mean that is no departure where all seeds have the same value.
+# Part of the seeds' mean that counts as rounding, where all seeds have the same value.
 ROUNDING = 0.02
 
 Rows = Sequence[Mapping[str, float]]

@@ -40,6 +40,7 @@ class FitReport:
         correlation: the correlation of each pair of verifiers among right and among wrong responses.
         details: values specific to the method, such as the selected penalty.
         warnings: messages.
+        alarms: messages naming verifiers that are being gamed.
         ask: the problems whose labels would help most, the most helpful one first: by prompt, or else by index.
     """
 
@@ -55,17 +56,18 @@ class FitReport:
     correlation: list[list[float]] = dataclasses.field(default_factory=list)
     details: Json = dataclasses.field(default_factory=dict)
     warnings: list[str] = dataclasses.field(default_factory=list)
+    alarms: list[str] = dataclasses.field(default_factory=list)
     ask: list[str] = dataclasses.field(default_factory=list)
 
     def __str__(self) -> str:
-        """Return the report as lines: one on the whole fit, warnings, one for each verifier, the problems to label."""
+        """Return the report as lines: on the whole fit, alarms, warnings, each verifier, the problems to label."""
         summary = f"{self.method}, {self.responses} responses to {self.problems} problems"
         if self.class_balance is not None:
             summary += f", {self.class_balance:.3f} of them right"
         if self.residual_correlation is not None:
             summary += f", residual correlation {self.residual_correlation:.3f}"
 
-        lines = [summary, *(f"warning: {text}" for text in self.warnings)]
+        lines = [summary, *(f"alarm: {text}" for text in self.alarms), *(f"warning: {text}" for text in self.warnings)]
         lines += [f"left out: {name}, {reason}" for name, reason in self.dropped.items()]
         lines += [
             f"{name}: {', '.join(f'{key} {value:.3f}' for key, value in entry.items())}"
@@ -74,6 +76,16 @@ class FitReport:
         ]
         lines += [f"label first: {problem}" for problem in self.ask]
         return "\n".join(lines)
+
+    def grow(self, data: Data) -> None:
+        """Add the responses of another table to the counts and to the coverage of each verifier."""
+        self.problems += len(data.table)
+        scored = ~np.isnan(data.table.flat)
+        share = len(scored) / (self.responses + len(scored))
+        self.responses += len(scored)
+        self.coverage += share * (float(scored.any(1).mean()) - self.coverage)
+        for name, coverage in zip(data.table.verifiers, scored.mean(0), strict=True):
+            self.verifiers[name]["coverage"] += share * (float(coverage) - self.verifiers[name]["coverage"])
 
     def describe(self, names: list[str], **values: np.ndarray) -> None:
         """Add numbers to the entries of the verifiers `names`: of each value, [names], its element."""

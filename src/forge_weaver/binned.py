@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import warnings
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -112,22 +113,62 @@ class DawidSkene(BinnedDawidSkene):
         self.report.describe(data.names, tpr=accepted_right, tnr=rejected_wrong)
 
 
+# The constants of alarms are those of the test with a gamed policy (docs/weaver.md, "Measured: methods"): over 20
+# seeds, 60 of 60 gamed verifiers raised an alarm, and no other verifier did.
+ALARM_WINDOW = 700  # responses of the sliding window, about three batches
+MIN_RESPONSES = 300  # for an alarm: with fewer the standard errors are themselves uncertain
 BATCH = 256  # responses to which `decay` refers
+MIN_VARIANCE = 0.02  # of the others' probabilities, for measuring agreement with them
+STANDARD_ERRORS = 4.0  # for an alarm: each batch tests every verifier twice, over hundreds of batches
+# With this many verifiers or fewer none is muted: the majority that contradicts one would be too small. With three,
+# updating made the Brier score worse (docs/weaver.md: .230 against .195).
+MIN_VERIFIERS = 3
 
 
 @dataclasses.dataclass
 class Online(BinnedDawidSkene):
     """`BinnedDawidSkene` for a changing policy: counts decay, and the prior follows recent problems.
 
-    Call `partial_fit` with each batch, then `predict_proba`.
+    Call `partial_fit` with each batch, then `predict_proba`. When a verifier is being gamed an alarm is raised, at most
+    once per verifier: as a warning, and in `report.alarms`. Compared with the fit, and judged by the other verifiers on
+    about the last 700 responses, there are two signs of gaming:
+
+    - runaway: the verifier's mean score is above what the rate of right responses explains;
+    - lost agreement: its separation of right from wrong responses has fallen.
+
+    An alarm needs a sign that is statistically significant, scores of other verifiers, and responses that differ. The
+    verifier is then muted and monitoring of the others restarts, unless `mute` is False or at most three verifiers are
+    left, where rising scores and rising skill are hard to tell apart.
 
     Args:
         decay: factor by which the counts of earlier responses shrink with every 256 more.
         memory: number of earlier problems that the prior remembers, besides those of the batch.
+        runaway: standard deviations above the expected mean score that raise an alarm.
+        fallen: fraction of the separation whose loss raises an alarm.
+        mute: ignore a verifier after its alarm.
     """
 
     decay: float = 0.97
     memory: int = 16
+    runaway: float = 0.25
+    fallen: float = 0.5
+    mute: bool = True
+
+    LEARNED: ClassVar[tuple[str, ...]] = (*BinnedDawidSkene.LEARNED, "levels", "origin", "watch", "muted")
+
+    def learn(self, data: Data) -> None:
+        """Fit with no verifier muted, and record the moments that alarms compare later batches with."""
+        self.muted = np.zeros(len(data.columns), dtype=bool)
+        super().learn(data)
+        normal = NormalScores.fit(data.x)(data.x)
+        codes = to_bins(data.x, self.edges)
+        # Each bin is represented by its mean normal score: alarms do not depend on a verifier's scale.
+        self.levels = np.full((len(codes), self.bins + 1), np.nan)
+        for v, code in enumerate(codes):
+            for bin_number in np.unique(code[code < self.bins]):
+                self.levels[v, bin_number] = normal[code == bin_number, v].mean()
+        self.origin = self._sum_moments(data)
+        self.watch = np.zeros_like(self.origin)
 
     def partial_fit(self, table: ScoreTable) -> Self:
         """Update on another table; the first call is a fit.
@@ -146,7 +187,8 @@ class Online(BinnedDawidSkene):
         return self
 
     def _update_counts(self, data: Data) -> None:
-        """Continue EM from decayed counts."""
+        """Continue EM from decayed counts; then raise an alarm if a verifier is being gamed, and mute it."""
+        self.report.grow(data)
         # The prior counts earlier problems as at most `memory`.
         prior = Prior(self.rates, self.weights, self.tally * min(1.0, self.memory / self.tally.sum()))
         decay = self.decay ** (len(data.x) / BATCH)
@@ -154,3 +196,103 @@ class Online(BinnedDawidSkene):
         start, codes = self.posterior(data), self.codes(data)
         solution = solve_em(codes, self.bins, data.problem, start, prior, past=past, **self._state_settings())
         self._keep_solution(solution, data)
+
+        # Alarms are by an exponentially weighted window.
+        self.watch = self.watch * np.exp(-len(data.x) / ALARM_WINDOW) + self._sum_moments(data)
+        self._raise_alarm(data.names)
+
+    def codes(self, data: Data) -> np.ndarray:
+        """Return the bin of each score, [verifiers, responses]; a muted verifier's scores count as missing."""
+        codes = super().codes(data)
+        codes[self.muted] = self.bins
+        return codes
+
+    def _sum_moments(self, data: Data) -> np.ndarray:
+        """Return each verifier's sums over responses of 1, q, q^2, x, x^2 and x q, [6, verifiers].
+
+        x is the verifier's normal score of a response, and q its probability of being right by all other active
+        verifiers. Responses without either are left out.
+        """
+        codes = to_bins(data.x, self.edges)
+        active = (codes < self.bins) & ~self.muted[:, None]
+        total, prior = self.evidence(data), Prior(self.rates, self.weights)
+        sums = np.zeros((6, len(codes)))
+        for v, code in enumerate(codes):
+            x = self.levels[v, code]
+            scored_by_others = active.sum(0) > active[v]
+            judged = (code < self.bins) & scored_by_others & ~np.isnan(x)
+            evidence_of_v = 0.0 if self.muted[v] else self.ratios[v, code]
+            x, q = x[judged], prior.posterior(total - evidence_of_v, data.problem)[judged]
+            sums[:, v] = len(x), q.sum(), q @ q, x.sum(), x @ x, x @ q
+        return sums
+
+    def _raise_alarm(self, names: list[str]) -> None:
+        """Raise an alarm for the verifier with the strongest sign of being gamed, if any, and mute it.
+
+        One per update: a gamed verifier may be what makes the others look bad.
+        """
+        then, now = _Line(self.origin), _Line(self.watch)
+
+        # Runaway: the mean score is above the line from the fit, at today's rate of right responses.
+        away = now.q - then.q
+        excess = now.x - (then.x + away * then.slope)
+        error = np.sqrt(now.error_x**2 + then.error_x**2 + (away * then.error) ** 2)
+        ran = np.where(excess > STANDARD_ERRORS * error, excess / self.runaway, 0.0)
+
+        # Lost agreement: the slope has fallen.
+        lost = then.slope - now.slope
+        significant = lost > STANDARD_ERRORS * np.hypot(then.error, now.error)
+
+        # A verifier that separated little at the fit has no separation to lose.
+        fell = np.where((then.slope > 0.25) & significant, lost / then.slope, 0.0)
+        fell = np.where((now.spread >= MIN_VARIANCE) & (then.spread >= MIN_VARIANCE), fell / self.fallen, 0.0)
+
+        # Severity is in multiples of the setting, `runaway` or `fallen`: an alarm is raised from 1 on.
+        alarmed = np.array([any(alarm.startswith(f"{name}: ") for alarm in self.report.alarms) for name in names])
+        too_few = (now.n < MIN_RESPONSES) | (then.n < MIN_RESPONSES)
+        severity = np.where(alarmed | too_few, 0.0, np.maximum(ran, fell))
+        v = int(severity.argmax())
+        if severity[v] < 1:
+            return
+
+        if ran[v] >= fell[v]:
+            message = f"its scores are {excess[v]:.2f} standard deviations above what the other verifiers explain"
+        else:
+            change = f"from {then.slope[v]:.2f} to {now.slope[v]:.2f} standard deviations"
+            message = f"it agrees less with the others: its separation of right from wrong fell {change}"
+
+        if self.mute and (~self.muted).sum() <= MIN_VERIFIERS:
+            message += f"; not muted, {MIN_VERIFIERS} verifiers or fewer are left"
+        elif self.mute:
+            self.muted[v] = True
+            message += "; it is muted"
+            # Sums so far judged the other verifiers by this one among others: reset them.
+            self.watch = np.zeros_like(self.watch)
+
+        self.report.alarms.append(f"{names[v]}: {message}")
+        warnings.warn(f"a verifier may be gamed: {names[v]}: {message}", stacklevel=5)
+
+
+class _Line:
+    """Regression of each verifier's score x on the probability q by the others, from the sums of `_sum_moments`.
+
+    Regressing on a calibrated probability has the same slope as regressing on the truth: the mean score of right
+    responses less the mean of wrong ones.
+
+    Attributes, each [verifiers]:
+        n: number of responses.
+        q, x: means.
+        spread: variance of q.
+        slope: of the regression.
+        error_x, error: standard errors of the mean of x and of the slope.
+    """
+
+    def __init__(self, sums: np.ndarray) -> None:
+        self.n = sums[0]
+        self.q, q2, self.x, x2, xq = sums[1:] / np.maximum(self.n, 1e-9)
+        self.spread = np.maximum(q2 - self.q**2, 0.0)
+        covariance = xq - self.x * self.q
+        self.slope = covariance / (self.spread + 1e-6)
+        noise = np.maximum(x2 - self.x**2 - self.slope * covariance, 0.0)
+        self.error_x = np.sqrt(noise / np.maximum(self.n, 1.0))
+        self.error = self.error_x / np.sqrt(self.spread + 1e-6)

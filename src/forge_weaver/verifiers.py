@@ -14,6 +14,7 @@ import yaml
 
 from forge.config import build, to_dict
 from forge.config.yaml_files import read_yaml
+from forge.observability import Reduce, record_metric
 from forge.rewards.reward import report_missing
 from forge.rewards.verifier import Scores
 from forge_verifiers.config import ModelSettings, RewardModelSettings, VerifiersConfig
@@ -246,6 +247,7 @@ class Ensemble:
                 assert isinstance(learned, Online)
                 await asyncio.to_thread(learned.partial_fit, self._pad_table(groups))
                 self.aggregator, self._seen = learned, self._seen[len(groups) :]
+                record_metric("reward/alarms", len(learned.report.alarms), Reduce.MAX)
 
     def _pad_table(self, groups: Sequence[np.ndarray]) -> ScoreTable:
         """Return a table of groups, each the scores [responses, verifiers] of one prompt.

@@ -100,7 +100,7 @@ def test_unscored_veto_leaves_reward_unscored(fitted):
     assert rewards(reward, ["2 2 2 2", "-1 -1 -1 -1"], "????") == [None, None]
 
 
-def test_online_ensemble_reward_learns():
+def test_online_ensemble_reward_learns_and_alarms():
     reward = Ensemble.over(Panel([Written()]), Online().fit(table()), follow=4)
     before = reward.aggregator
     rng = np.random.default_rng(1)
@@ -108,12 +108,17 @@ def test_online_ensemble_reward_learns():
     async def judge(number):
         for truth in rng.random((number, 8)) < 0.4:
             scores = 1.5 * truth[:, None] + rng.normal(size=(8, 4))
+            scores[:, 3] = 3 + 0.01 * rng.normal(size=8)  # the last verifier is content with everything
             await reward.score("p", [" ".join(map(str, row)) for row in scores])
 
     asyncio.run(judge(3))
     assert reward.aggregator is before
-    asyncio.run(judge(61))
-    assert reward.aggregator.report.verifiers["d"]["weight"] != before.report.verifiers["d"]["weight"]
+    with pytest.warns(UserWarning, match="d: "):
+        asyncio.run(judge(61))
+    assert reward.aggregator.report.problems > before.report.problems
+    alarms = reward.aggregator.report.alarms
+    assert alarms
+    assert all(alarm.startswith("d: ") for alarm in alarms)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ export const METRICS = {
   "certificate/idle": "certificate/batch, certificate/idle: their tokens in a step; of episodes without an advantage",
   "branches/NAME": "branches/NAME: branches of agents' episodes, by reason",
   "missing/NAME": "missing/NAME: responses that this verifier could not score",
+  "reward/alarms": "reward/alarms: verifiers that a reward with follow ignores as gamed",
   "dropped/NAME": "dropped/NAME: dropped groups or episodes, by reason",
   "buffer/size": "buffer/size: groups in the replay buffer",
   "sampler/NAME": "sampler/NAME: state of dataset.sampler: level by its place, solved share of right answers, retired rows",
