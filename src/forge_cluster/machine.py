@@ -17,6 +17,7 @@ from forge.system.masking import without_secrets
 
 from .credentials import Credentials
 from .inventory import Inventory
+from .rooms import HostRoom
 from .wire import (
     BEAT,
     CONNECT_TIMEOUT,
@@ -115,6 +116,7 @@ class Machine:
     def __init__(self, address: str, credentials: Credentials) -> None:
         self.address = address
         self.inventory: Inventory
+        self.room: HostRoom  # what is free
         self.leased = False
         self.peer_address = address  # its address and port, as its processes and other hosts see it
         self._loop = asyncio.get_running_loop()
@@ -152,6 +154,7 @@ class Machine:
         request = {"do": "hold", "who": holder, "folder": os.getcwd(), "environment": inherited}
         leasing = asyncio.run_coroutine_threadsafe(self._lease_host(request), _hosts_loop())
         self.inventory = await asyncio.wrap_future(leasing)
+        self.room = HostRoom.of_host(self.inventory)
         self.leased = True
 
     async def _lease_host(self, request: Message) -> Inventory:
