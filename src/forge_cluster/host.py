@@ -208,10 +208,6 @@ class HostLease:
         """Handle a message of the controller: a beat at once, a request in a task that sends its answer."""
         match request["do"]:
             case "beat":
-                for worker in self.workers.values():
-                    with suppress(BrokenPipeError):  # it ended, which is reported below
-                        assert worker.stdin is not None
-                        worker.stdin.write(b"\n")
                 ended = [address for address, worker in self.workers.items() if worker.poll() is not None]
                 for address in ended:
                     del self.workers[address]
@@ -302,10 +298,10 @@ class HostLease:
         }
         settings.pop(SECRET, None)  # the certificate is enough for a process of the run
         command = [sys.executable, "-m", "forge_cluster.worker", str(os.getpid())]
-        worker = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=self.folder, env=settings, bufsize=0)
+        worker = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, cwd=self.folder, env=settings)
         assert worker.stdin is not None
-        os.set_blocking(worker.stdin.fileno(), False)
-        worker.stdin.write(f"{address}\n".encode())  # other users may read the arguments of a process
+        with worker.stdin as pipe:
+            pipe.write(f"{address}\n")  # other users may read the arguments of a process
         return worker
 
     async def close(self) -> None:
