@@ -198,16 +198,13 @@ class PooledHosts(Hosts):
         return RemoteProcess(machine, pid, ended)
 
     def when_lost(self, on_lost: Callable[[str], None]) -> None:
-        """Call `on_lost(reason)` when one of the machines, or the worker on it, is lost."""
+        """Call `on_lost(reason)` when one of the machines is lost."""
 
         def report_loss(machine: Machine, lost: asyncio.Future[str]) -> None:
             on_lost(f"host {machine} was lost: {lost.result()}")
 
         for machine in self.allocation.machines:
             machine.lost.add_done_callback(partial(report_loss, machine))
-        # Otherwise a start of processes by a worker that has just ended would wait for Monarch's limit of a minute.
-        for machine, worker in self._workers.items():
-            machine.when_worker_ends(worker, partial(on_lost, f"its worker on host {machine} ended"))
 
     def give_up(self) -> None:
         """Forget the mesh, so that the next use of `mesh` starts new workers."""
@@ -216,8 +213,6 @@ class PooledHosts(Hosts):
     async def stop(self) -> None:
         """Stop the workers on all machines."""
         workers, self._workers, self._mesh = self._workers, {}, None
-        for machine, worker in workers.items():
-            machine.forget_worker(worker)
         stopping = [machine.request("stop", worker=worker) for machine, worker in workers.items()]
         for error in await asyncio.gather(*stopping, return_exceptions=True):
             if isinstance(error, Exception) and not isinstance(error, HostError):  # lost hosts stop their workers

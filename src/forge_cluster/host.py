@@ -208,10 +208,7 @@ class HostLease:
         """Handle a message of the controller: a beat at once, a request in a task that sends its answer."""
         match request["do"]:
             case "beat":
-                ended = [address for address, worker in self.workers.items() if worker.poll() is not None]
-                for address in ended:
-                    del self.workers[address]
-                    send_message(self.writer, {"event": "ended", "worker": address})
+                self._report_workers()
                 send_message(self.writer, {"event": "beat"})
             case _:
                 task = asyncio.get_running_loop().create_task(self._answer_request(request))
@@ -258,8 +255,15 @@ class HostLease:
             case unknown:
                 raise ValueError(f"unknown request {unknown!r}: is another version of forge there?")
 
+    def _report_workers(self) -> None:
+        for address in [address for address, worker in self.workers.items() if worker.poll() is not None]:
+            del self.workers[address]
+            send_message(self.writer, {"event": "ended", "worker": address})
+
     def _report_end(self, pid: int) -> None:
         self._watched.pop(pid, None)
+        # First, as the processes of a worker end with it: no other may be started by it.
+        self._report_workers()
         send_message(self.writer, {"event": "ended", "pid": pid})
 
     async def _start_worker(self, identity: str) -> str:

@@ -128,7 +128,6 @@ class Machine:
         self._ids = itertools.count()
         self._answers: dict[int, asyncio.Future[Json]] = {}
         self.watched: dict[int, Callable[[], None]] = {}  # by process: what is called at its end
-        self._on_worker_end: dict[str, list[Callable[[], None]]] = {}
         self._tasks: list[asyncio.Task] = []  # of the hosts' loop
         self._sending: set[asyncio.Task] = set()
 
@@ -269,8 +268,6 @@ class Machine:
         if "id" not in message:
             if "worker" in message:
                 self.ended.add(message["worker"])
-                for on_end in self._on_worker_end.pop(message["worker"], ()):
-                    on_end()
             on_process_end = self.watched.pop(message.get("pid", -1), None)
             if on_process_end is not None:
                 on_process_end()
@@ -290,17 +287,6 @@ class Machine:
             return
         self.watched[pid] = on_end
         self.send("watch", pid=pid)
-
-    def when_worker_ends(self, worker: str, on_end: Callable[[], None]) -> None:
-        """Call `on_end` when a worker on this host ends without being stopped, or soon if it has already ended so."""
-        if worker in self.ended:
-            asyncio.get_running_loop().call_soon(on_end)
-            return
-        self._on_worker_end.setdefault(worker, []).append(on_end)
-
-    def forget_worker(self, worker: str) -> None:
-        """Call nothing when this worker ends, as it was stopped on purpose."""
-        self._on_worker_end.pop(worker, None)
 
 
 class RemoteProcess:
