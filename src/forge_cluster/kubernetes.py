@@ -4,8 +4,10 @@ No operator is needed. Pods share a volume at `mount` for the code's data, model
 are checked against the schemas of Kubernetes; scheduling, quotas and policies depend on the cluster.
 """
 
+import json
 import re
 import secrets
+import subprocess
 from dataclasses import dataclass
 
 from forge.runtime.names import REQUEUE
@@ -210,44 +212,25 @@ class KubernetesJob:
         if not self.python or self.python.startswith("-"):
             raise ValueError(f"--python {self.python[:80]!a} is not a program of the image")
 
-    def create(self) -> list[str]:
-        """Create the Kubernetes objects of this job in the cluster, and return what was created, as "KIND NAME".
+    def text(self) -> str:
+        """Return the objects of `manifests` as a JSON document for kubectl."""
+        return json.dumps({"apiVersion": "v1", "kind": "List", "items": self.manifests()}, indent=2)
 
-        The cluster is the one in kubectl's configuration, or the one of the pod in which this runs.
+    def create(self) -> str:
+        """Create the objects in the cluster of kubectl's configuration, and return what kubectl says.
 
         Raises:
-            ImportError: the package kubernetes is not installed.
-            RuntimeError: no cluster is configured, or it did not accept an object; the message names the object and the
-                reason.
+            RuntimeError: kubectl is not installed, or did not accept an object; the message quotes its error.
         """
         try:
-            from kubernetes import client, config, utils
-        except ImportError:
-            raise ImportError(
-                "`forge launch kubernetes` needs a client: pip install kubernetes, or use --dry-run "
-                "and kubectl apply -f"
-            ) from None
-
-        # From ~/.kube/config, as kubectl does, or from the service account of the pod in which this runs.
-        try:
-            config.load_config()
-        except config.ConfigException as error:
-            raise RuntimeError(f"no Kubernetes cluster is configured here: {error}") from None
-
-        created: list[str] = []
-        # In this order, as the later objects refer to the earlier ones.
-        for manifest in self.manifests():
-            label = f"{manifest['kind']} {manifest['metadata']['name']}"
-            try:
-                utils.create_from_dict(client.ApiClient(), manifest, namespace=self.namespace)
-            except utils.FailToCreateError as error:
-                reason = "; ".join(f"{failure.status} {failure.reason}" for failure in error.api_exceptions)
-                raise RuntimeError(
-                    f"{label} was not created: {reason}; created before it: {created or 'nothing'}"
-                ) from None
-            created.append(label)
-
-        return created
+            process = subprocess.run(
+                ["kubectl", "apply", "-f", "-"], input=self.text(), capture_output=True, text=True, check=False
+            )
+        except FileNotFoundError:
+            raise RuntimeError("kubectl is not on this machine: install it, or see --dry-run") from None
+        if process.returncode:
+            raise RuntimeError(f"kubectl did not accept the objects: {process.stderr.strip()}")
+        return process.stdout.strip()
 
 
 def escape_word(word: str) -> str:

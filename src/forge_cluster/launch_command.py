@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import itertools
-import json
 import logging
 import os
 import re
@@ -256,10 +255,7 @@ def _launch_kubernetes(options: argparse.Namespace, cfg: TrainingRecipe, runs: R
             options.python,
             options.namespace,
         )
-        if options.dry_run:
-            print(json.dumps({"apiVersion": "v1", "kind": "List", "items": job.manifests()}, indent=2))
-        else:
-            print(f"created {', '.join(job.create())}; kubectl logs -f job/{job.name}")
+        print(job.text() if options.dry_run else f"{job.create()}\nkubectl logs -f job/{job.name}")
 
 
 # By launcher: a function that starts runs, and the options of an example.
