@@ -129,7 +129,6 @@ class Machine:
         self._answers: dict[int, asyncio.Future[Json]] = {}
         self.watched: dict[int, Callable[[], None]] = {}  # by process: what is called at its end
         self._tasks: list[asyncio.Task] = []  # of the hosts' loop
-        self._sending: set[asyncio.Task] = set()
 
     def __str__(self) -> str:
         return f"{self.inventory.name} ({self.address})"
@@ -203,17 +202,9 @@ class Machine:
             del self._answers[number]
 
     def send(self, action: str, **values: Json) -> None:
-        """Send a request without waiting for its answer; an error is logged."""
-
-        async def request_quietly() -> None:
-            try:
-                await self.request(action, **values)
-            except HostError as error:
-                log.debug("%s: %s", action, error)
-
-        task = self._loop.create_task(request_quietly())
-        self._sending.add(task)
-        task.add_done_callback(self._sending.discard)
+        """Send a request whose answer nobody waits for."""
+        message = {"do": action, "id": next(self._ids), **values}
+        _hosts_loop().call_soon_threadsafe(send_message, self._writer, message)
 
     def end(self, level: int = logging.INFO, reason: str = "it was given back") -> None:
         """End the lease: close the connection, and tell all who wait for the host or watch its processes.
