@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from forge.runtime.names import REQUEUE
 
-from .processes import check_words
 from .wire import PORT, Json
 
 # Seconds from SIGTERM to SIGKILL: time to write a checkpoint.
@@ -62,7 +61,7 @@ class KubernetesJob:
             secret: of the run; None for a random one.
 
         Raises:
-            ValueError: Kubernetes takes no such name, image, amount or path, or an argument of the command is invalid.
+            ValueError: Kubernetes takes no such name, image, amount or path.
         """
         self._check()
         workers = f"{self.name}-workers"
@@ -189,7 +188,6 @@ class KubernetesJob:
         ]
 
     def _check(self) -> None:
-        check_words([*self.command, self.python])
         if re.fullmatch(LABEL, self.name) is None or not self.name[0].isalpha() or len(self.name) > MAX_NAME:
             raise ValueError(
                 f"{self.name[:80]!a} cannot be the name of Kubernetes' objects: set run.name to at most {MAX_NAME} "

@@ -221,7 +221,7 @@ def _launch_ssh(options: argparse.Namespace, cfg: TrainingRecipe, runs: Runs) ->
     from .ssh import check_words_of_ssh, start_workers
 
     hosts = options.hosts.split(",")
-    check_words_of_ssh(hosts, os.getcwd(), options.python)
+    check_words_of_ssh(hosts, options.python)
     if options.dry_run:
         worker = [options.python, "-m", "forge", "worker", "--listen", ":0", "--stdin"]
         print("\n".join(shlex.join(["ssh", host, *worker]) for host in hosts))

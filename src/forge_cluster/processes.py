@@ -1,11 +1,10 @@
 """Processes that daemons and launchers watch or start, and the arguments of their command lines."""
 
 import os
-import re
 import signal
 import subprocess
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -104,10 +103,3 @@ def run_as_child(command: Sequence[str], environment: Mapping[str, str]) -> int:
         signal.signal(number, lambda number, _: process.send_signal(number))
     signal.signal(signal.SIGINT, lambda *_: None)
     return process.wait()
-
-
-def check_words(words: Iterable[str]) -> None:
-    """Check the arguments of a command. ValueError: one contains a NUL or a lone surrogate, half of a character."""
-    for word in words:
-        if re.search("[\0\ud800-\udfff]", word):
-            raise ValueError(f"{word[:80]!a} cannot be a word of a command: it has a NUL or half a character")

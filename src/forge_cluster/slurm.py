@@ -8,8 +8,6 @@ from pathlib import Path
 
 from forge.runtime.names import REQUEUE
 
-from .processes import check_words
-
 GRACE = 3600  # seconds that workers serve after SIGTERM; Slurm's own GraceTime is shorter
 BEFORE_END = 300  # seconds before the time limit at which Slurm sends SIGUSR1: time to write a checkpoint
 
@@ -93,7 +91,7 @@ class SlurmJob:
 
         Raises:
             ValueError: an option contains a line break or another control character, after which sbatch would read
-                another option or command; or an argument of a command contains a NUL.
+                another option or command.
         """
         output = "slurm-%j.out" if len(self.commands) == 1 else "slurm-%A-%a.out"
         lines = [
@@ -117,7 +115,6 @@ class SlurmJob:
             if not line.isprintable():
                 raise ValueError(f"sbatch cannot take {line!r}: it has a line break or another control character")
 
-        check_words([str(self.folder), *(word for command in self.commands for word in command)])
         # An array job runs the command that its task number selects.
         command = shlex.join(self.commands[0])
         if len(self.commands) > 1:

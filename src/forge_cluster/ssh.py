@@ -28,9 +28,9 @@ def start_workers(
 
     Raises:
         NotStarted: one of them did not start.
-        ValueError: a host, the folder or the Python is invalid.
+        ValueError: a host or the Python is invalid.
     """
-    check_words_of_ssh(hosts, folder, python)
+    check_words_of_ssh(hosts, python)
     secret = read_secret() or secrets.token_hex(32)
     path = os.environ.get("PYTHONPATH", "")
     worker = f"cd -- {shlex.quote(folder)} && PYTHONPATH={shlex.quote(path)} exec {shlex.quote(python)} -m forge worker"
@@ -39,11 +39,10 @@ def start_workers(
         yield {"FORGE_HOSTS": ",".join(addresses), "FORGE_SECRET": secret}
 
 
-def check_words_of_ssh(hosts: Sequence[str], folder: str, python: str) -> None:
-    """Check the arguments of `start_workers`. ValueError: a host, the folder or the Python is invalid."""
+def check_words_of_ssh(hosts: Sequence[str], python: str) -> None:
+    """Check the arguments of `start_workers`. ValueError: a host or the Python is invalid."""
     for host in hosts:
         check_host(host)
-    processes.check_words([folder, python])
     if python.startswith("-"):
         raise ValueError(f"--python {python[:80]!a} would be an option of the shell: give the path of a Python")
 
