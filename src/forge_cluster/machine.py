@@ -202,7 +202,7 @@ class Machine:
             del self._answers[number]
 
     def send(self, action: str, **values: Json) -> None:
-        """Send a request whose answer nobody waits for."""
+        """Send a request without waiting for its answer."""
         message = {"do": action, "id": next(self._ids), **values}
         _hosts_loop().call_soon_threadsafe(send_message, self._writer, message)
 
