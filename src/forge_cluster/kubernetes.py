@@ -7,11 +7,11 @@ are checked against the schemas of Kubernetes; scheduling, quotas and policies d
 import json
 import re
 import secrets
-import subprocess
 from dataclasses import dataclass
 
 from forge.runtime.names import REQUEUE
 
+from .processes import submit_text
 from .wire import PORT, Json
 
 # Seconds from SIGTERM to SIGKILL: time to write a checkpoint.
@@ -218,17 +218,9 @@ class KubernetesJob:
         """Create the objects in the cluster of kubectl's configuration, and return what kubectl says.
 
         Raises:
-            RuntimeError: kubectl is not installed, or did not accept an object; the message quotes its error.
+            RuntimeError: as of `submit_text`.
         """
-        try:
-            process = subprocess.run(
-                ["kubectl", "apply", "-f", "-"], input=self.text(), capture_output=True, text=True, check=False
-            )
-        except FileNotFoundError:
-            raise RuntimeError("kubectl is not on this machine: install it, or see --dry-run") from None
-        if process.returncode:
-            raise RuntimeError(f"kubectl did not accept the objects: {process.stderr.strip()}")
-        return process.stdout.strip()
+        return submit_text(["kubectl", "apply", "-f", "-"], self.text())
 
 
 def escape_word(word: str) -> str:

@@ -103,3 +103,20 @@ def run_as_child(command: Sequence[str], environment: Mapping[str, str]) -> int:
         signal.signal(number, lambda number, _: process.send_signal(number))
     signal.signal(signal.SIGINT, lambda *_: None)
     return process.wait()
+
+
+def submit_text(command: Sequence[str], text: str) -> str:
+    """Give a script or manifests to a program of the cluster, and return what it says.
+
+    Raises:
+        RuntimeError: the program is not installed, or did not accept the text; the message quotes its error.
+    """
+    try:
+        process = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise RuntimeError(
+            f"{command[0]} is not on this machine: submit from one that has it, or see --dry-run"
+        ) from None
+    if process.returncode:
+        raise RuntimeError(f"{command[0]} did not accept what was submitted: {process.stderr.strip()}")
+    return process.stdout.strip()

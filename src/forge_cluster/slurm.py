@@ -2,11 +2,12 @@
 
 import re
 import shlex
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 from forge.runtime.names import REQUEUE
+
+from .processes import submit_text
 
 GRACE = 3600  # seconds that workers serve after SIGTERM; Slurm's own GraceTime is shorter
 BEFORE_END = 300  # seconds before the time limit at which Slurm sends SIGUSR1: time to write a checkpoint
@@ -134,18 +135,6 @@ class SlurmJob:
         )
 
     def submit(self) -> str:
-        """Submit the script to sbatch, and return the job's number.
-
-        Raises:
-            RuntimeError: sbatch is not installed, or rejected the script; the message quotes its error.
-        """
+        """Submit the script to sbatch, and return the job's number. RuntimeError: as of `submit_text`."""
         self.runs.mkdir(parents=True, exist_ok=True)
-        try:
-            process = subprocess.run(
-                ["sbatch", "--parsable"], input=self.script(), capture_output=True, text=True, check=False
-            )
-        except FileNotFoundError:
-            raise RuntimeError("sbatch is not on this machine: submit from a login node, or see --dry-run") from None
-        if process.returncode:
-            raise RuntimeError(f"sbatch did not accept the job: {process.stderr.strip()}")
-        return process.stdout.strip().partition(";")[0]
+        return submit_text(["sbatch", "--parsable"], self.script()).partition(";")[0]
