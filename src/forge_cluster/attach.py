@@ -26,7 +26,7 @@ from forge.runtime.names import HOSTS
 from forge.runtime.process_groups import TCP
 from forge_http.addresses import join_address
 
-from .credentials import SECRET, Credentials, NoSecret, read_secret
+from .credentials import Credentials, read_secret
 from .inventory import Inventory
 from .machine import Machine, RemoteProcess, query_host
 from .pool import Allocation, Pool, parse_addresses, survey_hosts
@@ -48,7 +48,7 @@ async def attach_hosts(hosts: str | Sequence[str], wait: float = 600.0) -> Poole
         NoSecret: FORGE_SECRET is not set.
         ForgeError: no host could be leased (the message has the reasons), or a component was already started.
     """
-    secret = _require_secret()
+    secret = read_secret()
     with _temporary_credentials() as credentials:
         addresses = list(await survey_hosts(hosts, credentials))
     if not addresses:
@@ -354,13 +354,5 @@ def own_address(hosts: Sequence[str]) -> str:
 @contextmanager
 def _temporary_credentials() -> Iterator[Credentials]:
     """Yield certificates in a folder that is removed after the block."""
-    secret = _require_secret()
     with TemporaryDirectory() as folder:
-        yield Credentials.make(secret, Path(folder))
-
-
-def _require_secret() -> str:
-    secret = read_secret()
-    if secret is None:
-        raise NoSecret(f"hosts are given and {SECRET} is not set: set it to the secret of their workers")
-    return secret
+        yield Credentials.make(read_secret(), Path(folder))

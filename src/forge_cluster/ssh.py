@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from . import processes
-from .credentials import read_secret
+from .credentials import SECRET, read_secret
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def start_workers(
         ValueError: a host or the Python is invalid.
     """
     check_words_of_ssh(hosts, python)
-    secret = read_secret() or secrets.token_hex(32)
+    secret = read_secret() if os.environ.get(SECRET) else secrets.token_hex(32)
     path = os.environ.get("PYTHONPATH", "")
     worker = f"cd -- {shlex.quote(folder)} && PYTHONPATH={shlex.quote(path)} exec {shlex.quote(python)} -m forge worker"
     commands = {host: [*ssh, "--", host, f"{worker} --listen :0 --stdin"] for host in hosts}

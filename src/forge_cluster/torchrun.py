@@ -69,12 +69,9 @@ def _require_secret(world: int) -> str:
     if SECRET not in os.environ and world == 1:
         return secrets.token_hex(32)
     try:
-        secret = read_secret()
+        return read_secret()
     except ValueError as error:
-        raise SystemExit(f"error: {SECRET}: {error}") from None
-    if secret is None:
-        raise SystemExit(f"error: {SECRET} is not set: set it to the same 32 characters or more on every machine")
-    return secret
+        raise SystemExit(f"error: {error}") from None
 
 
 def _open_store(rank: int, world: int, address: str, port: int) -> TCPStore:
