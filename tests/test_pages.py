@@ -22,7 +22,7 @@ from forge.cli import clean, recipes
 from forge.config import Arguments, ConfigError, keys_of, read, section_in
 from forge.config.yaml_files import Loader
 from forge_agents import serving as serve
-from forge_cluster import launch_command as launch, table_command as table, worker_command as worker
+from forge_cluster import launch_command as launch, worker_command as worker
 from forge_compat import convert
 from forge_inspect.cli import audit, doctor, evaluate, mismatch, plan, replay, runs, watch
 from forge_tinker import command as tinker
@@ -36,7 +36,7 @@ LANGUAGES = {"python", "bash", "yaml", "text"}
 MARK = re.compile(r"<!-- not run: \S.* -->\s*\Z")
 COMMANDS = (
     *(recipes, serve, clean, worker, doctor, launch, plan, evaluate),
-    *(audit, mismatch, replay, table, runs, watch, convert, tinker),
+    *(audit, mismatch, replay, runs, watch, convert, tinker),
 )
 # Words of the shell, and programs that come with every machine.
 SHELL = {"export", "source", "until", "do", "done", "cd", "[", "break"}

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from secrets import token_hex
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Any
 
 from forge.runtime.controller import ForgeError, Options, Unrecoverable
@@ -25,10 +26,10 @@ from forge.runtime.names import HOSTS
 from forge.runtime.process_groups import TCP
 from forge_http.addresses import join_address
 
-from .credentials import SECRET, Credentials, NoSecret, read_secret
-from .doctor import Diagnosis, host_sees, query_hosts as examine_hosts
-from .machine import Machine, RemoteProcess
-from .pool import Allocation, Pool, expected_addresses, parse_addresses, survey_hosts
+from .credentials import Credentials, read_secret
+from .inventory import Inventory
+from .machine import Machine, RemoteProcess, query_host
+from .pool import Allocation, Pool, parse_addresses, survey_hosts
 from .rooms import Demand, NoHostRoom, check_fit
 from .store_ref import share_across_hosts
 from .wire import LEASE, HostError, split_address
@@ -47,8 +48,9 @@ async def attach_hosts(hosts: str | Sequence[str], wait: float = 600.0) -> Poole
         NoSecret: FORGE_SECRET is not set.
         ForgeError: no host could be leased (the message has the reasons), or a component was already started.
     """
-    secret = _require_secret()
-    addresses = await expected_addresses(hosts)
+    secret = read_secret()
+    with _temporary_credentials() as credentials:
+        addresses = list(await survey_hosts(hosts, credentials))
     if not addresses:
         raise ForgeError(f"expected the addresses of hosts, got none from {hosts}")
     if runtime().services:
@@ -62,11 +64,9 @@ async def attach_hosts(hosts: str | Sequence[str], wait: float = 600.0) -> Poole
     pool = Pool(hosts, credentials, wait)
 
     try:
-        await pool.open()
-    except BaseException as error:
+        await pool.open(addresses)
+    except BaseException:
         await pool.close()
-        if isinstance(error, NoHostRoom):
-            raise ForgeError(str(error)) from None
         raise
 
     return PooledMachines(pool)
@@ -88,11 +88,9 @@ class PooledMachines:
         """
         options = component.options
         key = component.name, index // options.per_process
-        kind = component.name
-
         # Processes that several components share are placed once, under the name of the share.
         if options.share is not None:
-            key, kind = (f"share {options.share}", 0), ""
+            key = f"share {options.share}", 0
 
         max_hosts = options.host_count if options.procs == 1 else None
         demand = demand_of(f"{component.name}[{index}]", options)
@@ -103,7 +101,7 @@ class PooledMachines:
             try:
                 # A run without its last replica of a vital component makes no progress: then the wait has a limit.
                 allocation = await self.pool.allocate(
-                    key, demand, lambda: component.cls.vital and service.is_only_replica(index), kind, max_hosts
+                    key, demand, lambda: component.cls.vital and service.is_only_replica(index), max_hosts
                 )
             except NoHostRoom as error:
                 raise Unrecoverable(str(error)) from error
@@ -200,16 +198,13 @@ class PooledHosts(Hosts):
         return RemoteProcess(machine, pid, ended)
 
     def when_lost(self, on_lost: Callable[[str], None]) -> None:
-        """Call `on_lost(reason)` when one of the machines, or the worker on it, is lost."""
+        """Call `on_lost(reason)` when one of the machines is lost."""
 
         def report_loss(machine: Machine, lost: asyncio.Future[str]) -> None:
             on_lost(f"host {machine} was lost: {lost.result()}")
 
         for machine in self.allocation.machines:
             machine.lost.add_done_callback(partial(report_loss, machine))
-        # Otherwise a start of processes by a worker that has just ended would wait for Monarch's limit of a minute.
-        for machine, worker in self._workers.items():
-            machine.when_worker_ends(worker, partial(on_lost, f"its worker on host {machine} ended"))
 
     def give_up(self) -> None:
         """Forget the mesh, so that the next use of `mesh` starts new workers."""
@@ -218,8 +213,6 @@ class PooledHosts(Hosts):
     async def stop(self) -> None:
         """Stop the workers on all machines."""
         workers, self._workers, self._mesh = self._workers, {}, None
-        for machine, worker in workers.items():
-            machine.forget_worker(worker)
         stopping = [machine.request("stop", worker=worker) for machine, worker in workers.items()]
         for error in await asyncio.gather(*stopping, return_exceptions=True):
             if isinstance(error, Exception) and not isinstance(error, HostError):  # lost hosts stop their workers
@@ -262,13 +255,14 @@ def check_room(hosts: str | Sequence[str], placements: Mapping[str, Mapping[str,
         count = 1 if options.share else math.ceil(options.num_replicas / options.per_process)
         demands += [demand_of(f"{setting}, replica {index}", options) for index in range(count)]
 
-    with _temporary_credentials() as credentials:
-        failures: list[str] = []
-        try:
-            machines, failures = asyncio.run(survey_hosts(hosts, credentials))
-            check_fit(machines, demands)
-        except NoHostRoom as error:
-            raise ValueError("; ".join([str(error), *failures])) from None
+    found: dict[str, Inventory | str] = {}
+    try:
+        with _temporary_credentials() as credentials:
+            found = asyncio.run(survey_hosts(hosts, credentials))
+        check_fit([outcome for outcome in found.values() if isinstance(outcome, Inventory)], demands)
+    except NoHostRoom as error:
+        reasons = [outcome for outcome in found.values() if isinstance(outcome, str)]
+        raise ValueError("; ".join([str(error), *reasons])) from None
 
 
 def check_files(hosts: str | Sequence[str], files: Mapping[Path, str]) -> None:
@@ -283,14 +277,19 @@ def check_files(hosts: str | Sequence[str], files: Mapping[Path, str]) -> None:
     with _temporary_credentials() as credentials:
         for host in parse_addresses(hosts):
             for path, content in files.items():
-                if not asyncio.run(host_sees(host, credentials, path.absolute(), content)):
+                query = {"do": "sees", "path": str(path.absolute()), "content": content}
+                try:
+                    is_seen = asyncio.run(query_host(host, credentials, **query))
+                except (OSError, HostError):  # it is not part of the run yet
+                    continue
+                if not is_seen:
                     raise ValueError(
                         f"host {host} does not see {path.parent}: share it between the hosts, at the same path"
                     )
 
 
-def examine_hosts_of_run(hosts: str | None, folder: Path | None) -> Diagnosis:
-    """Examine the hosts of a run for `forge doctor cluster`.
+def examine_hosts(hosts: str | None, folder: Path | None) -> tuple[list[str], list[str]]:
+    """Return for `forge doctor cluster` a line on each host that can be used, and the problems of the others.
 
     Args:
         hosts: as in `parse_addresses`; None for the environment variable FORGE_HOSTS.
@@ -305,7 +304,25 @@ def examine_hosts_of_run(hosts: str | None, folder: Path | None) -> Diagnosis:
     if not hosts:
         raise ValueError(f"which hosts? give --hosts, or set {HOSTS}")
     with _temporary_credentials() as credentials:
-        return asyncio.run(examine_hosts(parse_addresses(hosts), credentials, folder))
+        found = asyncio.run(survey_hosts(hosts, credentials))
+    lines = [
+        f"{address}  {outcome.name}: {outcome}, free"
+        for address, outcome in found.items()
+        if isinstance(outcome, Inventory)
+    ]
+    problems = [outcome for outcome in found.values() if isinstance(outcome, str)]
+
+    if folder is not None:
+        # A random content, so that a file of another process does not count.
+        with NamedTemporaryFile("w", dir=folder, prefix=".forge-doctor-") as mark:
+            token = token_hex(8)
+            mark.write(token)
+            mark.flush()
+            try:
+                check_files(hosts, {Path(mark.name): token})
+            except ValueError as error:
+                problems.append(str(error))
+    return lines, problems
 
 
 def own_address(hosts: Sequence[str]) -> str:
@@ -337,13 +354,5 @@ def own_address(hosts: Sequence[str]) -> str:
 @contextmanager
 def _temporary_credentials() -> Iterator[Credentials]:
     """Yield certificates in a folder that is removed after the block."""
-    secret = _require_secret()
     with TemporaryDirectory() as folder:
-        yield Credentials.make(secret, Path(folder))
-
-
-def _require_secret() -> str:
-    secret = read_secret()
-    if secret is None:
-        raise NoSecret(f"hosts are given and {SECRET} is not set: set it to the secret of their workers")
-    return secret
+        yield Credentials.make(read_secret(), Path(folder))

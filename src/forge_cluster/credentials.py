@@ -33,17 +33,20 @@ class NoSecret(ValueError):
     """The secret is missing, too short, or readable by other users."""
 
 
-def read_secret() -> str | None:
-    """Return the secret in the environment variable FORGE_SECRET, or None if it is not set.
+def read_secret() -> str:
+    """Return the secret in the environment variable FORGE_SECRET.
 
     If the variable is a path that starts with /, ./ or ~, the secret is the content of that file.
 
     Raises:
-        NoSecret: the file is missing or readable by other users, or the secret is too short.
+        NoSecret: the variable is not set, the file is missing or readable by other users, or the secret is too short.
     """
     secret = os.environ.get(SECRET)
     if not secret:
-        return None
+        raise NoSecret(
+            f"{SECRET} is not set: every process that has it can run programs here. Make one with "
+            "`openssl rand -hex 32`, and give it to the workers and the controller"
+        )
 
     # A secret of hexadecimal digits does not start like a path.
     if secret.startswith(("/", "./", "~")):

@@ -208,14 +208,7 @@ class HostLease:
         """Handle a message of the controller: a beat at once, a request in a task that sends its answer."""
         match request["do"]:
             case "beat":
-                for worker in self.workers.values():
-                    with suppress(BrokenPipeError):  # it ended, which is reported below
-                        assert worker.stdin is not None
-                        worker.stdin.write(b"\n")
-                ended = [address for address, worker in self.workers.items() if worker.poll() is not None]
-                for address in ended:
-                    del self.workers[address]
-                    send_message(self.writer, {"event": "ended", "worker": address})
+                self._report_workers()
                 send_message(self.writer, {"event": "beat"})
             case _:
                 task = asyncio.get_running_loop().create_task(self._answer_request(request))
@@ -262,8 +255,15 @@ class HostLease:
             case unknown:
                 raise ValueError(f"unknown request {unknown!r}: is another version of forge there?")
 
+    def _report_workers(self) -> None:
+        for address in [address for address, worker in self.workers.items() if worker.poll() is not None]:
+            del self.workers[address]
+            send_message(self.writer, {"event": "ended", "worker": address})
+
     def _report_end(self, pid: int) -> None:
         self._watched.pop(pid, None)
+        # First, as the processes of a worker end with it: no other may be started by it.
+        self._report_workers()
         send_message(self.writer, {"event": "ended", "pid": pid})
 
     async def _start_worker(self, identity: str) -> str:
@@ -302,10 +302,10 @@ class HostLease:
         }
         settings.pop(SECRET, None)  # the certificate is enough for a process of the run
         command = [sys.executable, "-m", "forge_cluster.worker", str(os.getpid())]
-        worker = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=self.folder, env=settings, bufsize=0)
+        worker = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, cwd=self.folder, env=settings)
         assert worker.stdin is not None
-        os.set_blocking(worker.stdin.fileno(), False)
-        worker.stdin.write(f"{address}\n".encode())  # other users may read the arguments of a process
+        with worker.stdin as pipe:
+            pipe.write(f"{address}\n")  # other users may read the arguments of a process
         return worker
 
     async def close(self) -> None:

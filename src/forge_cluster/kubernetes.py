@@ -4,13 +4,14 @@ No operator is needed. Pods share a volume at `mount` for the code's data, model
 are checked against the schemas of Kubernetes; scheduling, quotas and policies depend on the cluster.
 """
 
+import json
 import re
 import secrets
 from dataclasses import dataclass
 
 from forge.runtime.names import REQUEUE
 
-from .processes import check_words
+from .processes import submit_text
 from .wire import PORT, Json
 
 # Seconds from SIGTERM to SIGKILL: time to write a checkpoint.
@@ -60,7 +61,7 @@ class KubernetesJob:
             secret: of the run; None for a random one.
 
         Raises:
-            ValueError: Kubernetes takes no such name, image, amount or path, or an argument of the command is invalid.
+            ValueError: Kubernetes takes no such name, image, amount or path.
         """
         self._check()
         workers = f"{self.name}-workers"
@@ -187,7 +188,6 @@ class KubernetesJob:
         ]
 
     def _check(self) -> None:
-        check_words([*self.command, self.python])
         if re.fullmatch(LABEL, self.name) is None or not self.name[0].isalpha() or len(self.name) > MAX_NAME:
             raise ValueError(
                 f"{self.name[:80]!a} cannot be the name of Kubernetes' objects: set run.name to at most {MAX_NAME} "
@@ -210,44 +210,17 @@ class KubernetesJob:
         if not self.python or self.python.startswith("-"):
             raise ValueError(f"--python {self.python[:80]!a} is not a program of the image")
 
-    def create(self) -> list[str]:
-        """Create the Kubernetes objects of this job in the cluster, and return what was created, as "KIND NAME".
+    def text(self) -> str:
+        """Return the objects of `manifests` as a JSON document for kubectl."""
+        return json.dumps({"apiVersion": "v1", "kind": "List", "items": self.manifests()}, indent=2)
 
-        The cluster is the one in kubectl's configuration, or the one of the pod in which this runs.
+    def create(self) -> str:
+        """Create the objects in the cluster of kubectl's configuration, and return what kubectl says.
 
         Raises:
-            ImportError: the package kubernetes is not installed.
-            RuntimeError: no cluster is configured, or it did not accept an object; the message names the object and the
-                reason.
+            RuntimeError: as of `submit_text`.
         """
-        try:
-            from kubernetes import client, config, utils
-        except ImportError:
-            raise ImportError(
-                "`forge launch kubernetes` needs a client: pip install kubernetes, or use --dry-run "
-                "and kubectl apply -f"
-            ) from None
-
-        # From ~/.kube/config, as kubectl does, or from the service account of the pod in which this runs.
-        try:
-            config.load_config()
-        except config.ConfigException as error:
-            raise RuntimeError(f"no Kubernetes cluster is configured here: {error}") from None
-
-        created: list[str] = []
-        # In this order, as the later objects refer to the earlier ones.
-        for manifest in self.manifests():
-            label = f"{manifest['kind']} {manifest['metadata']['name']}"
-            try:
-                utils.create_from_dict(client.ApiClient(), manifest, namespace=self.namespace)
-            except utils.FailToCreateError as error:
-                reason = "; ".join(f"{failure.status} {failure.reason}" for failure in error.api_exceptions)
-                raise RuntimeError(
-                    f"{label} was not created: {reason}; created before it: {created or 'nothing'}"
-                ) from None
-            created.append(label)
-
-        return created
+        return submit_text(["kubectl", "apply", "-f", "-"], self.text())
 
 
 def escape_word(word: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import itertools
-import json
 import logging
 import os
 import re
@@ -222,7 +221,7 @@ def _launch_ssh(options: argparse.Namespace, cfg: TrainingRecipe, runs: Runs) ->
     from .ssh import check_words_of_ssh, start_workers
 
     hosts = options.hosts.split(",")
-    check_words_of_ssh(hosts, os.getcwd(), options.python)
+    check_words_of_ssh(hosts, options.python)
     if options.dry_run:
         worker = [options.python, "-m", "forge", "worker", "--listen", ":0", "--stdin"]
         print("\n".join(shlex.join(["ssh", host, *worker]) for host in hosts))
@@ -256,10 +255,7 @@ def _launch_kubernetes(options: argparse.Namespace, cfg: TrainingRecipe, runs: R
             options.python,
             options.namespace,
         )
-        if options.dry_run:
-            print(json.dumps({"apiVersion": "v1", "kind": "List", "items": job.manifests()}, indent=2))
-        else:
-            print(f"created {', '.join(job.create())}; kubectl logs -f job/{job.name}")
+        print(job.text() if options.dry_run else f"{job.create()}\nkubectl logs -f job/{job.name}")
 
 
 # By launcher: a function that starts runs, and the options of an example.

@@ -17,6 +17,7 @@ from forge.system.masking import without_secrets
 
 from .credentials import Credentials
 from .inventory import Inventory
+from .rooms import HostRoom
 from .wire import (
     BEAT,
     CONNECT_TIMEOUT,
@@ -115,6 +116,7 @@ class Machine:
     def __init__(self, address: str, credentials: Credentials) -> None:
         self.address = address
         self.inventory: Inventory
+        self.room: HostRoom  # what is free
         self.leased = False
         self.peer_address = address  # its address and port, as its processes and other hosts see it
         self._loop = asyncio.get_running_loop()
@@ -126,9 +128,7 @@ class Machine:
         self._ids = itertools.count()
         self._answers: dict[int, asyncio.Future[Json]] = {}
         self.watched: dict[int, Callable[[], None]] = {}  # by process: what is called at its end
-        self._on_worker_end: dict[str, list[Callable[[], None]]] = {}
         self._tasks: list[asyncio.Task] = []  # of the hosts' loop
-        self._sending: set[asyncio.Task] = set()
 
     def __str__(self) -> str:
         return f"{self.inventory.name} ({self.address})"
@@ -152,6 +152,7 @@ class Machine:
         request = {"do": "hold", "who": holder, "folder": os.getcwd(), "environment": inherited}
         leasing = asyncio.run_coroutine_threadsafe(self._lease_host(request), _hosts_loop())
         self.inventory = await asyncio.wrap_future(leasing)
+        self.room = HostRoom.of_host(self.inventory)
         self.leased = True
 
     async def _lease_host(self, request: Message) -> Inventory:
@@ -201,17 +202,9 @@ class Machine:
             del self._answers[number]
 
     def send(self, action: str, **values: Json) -> None:
-        """Send a request without waiting for its answer; an error is logged."""
-
-        async def request_quietly() -> None:
-            try:
-                await self.request(action, **values)
-            except HostError as error:
-                log.debug("%s: %s", action, error)
-
-        task = self._loop.create_task(request_quietly())
-        self._sending.add(task)
-        task.add_done_callback(self._sending.discard)
+        """Send a request without waiting for its answer."""
+        message = {"do": action, "id": next(self._ids), **values}
+        _hosts_loop().call_soon_threadsafe(send_message, self._writer, message)
 
     def end(self, level: int = logging.INFO, reason: str = "it was given back") -> None:
         """End the lease: close the connection, and tell all who wait for the host or watch its processes.
@@ -266,8 +259,6 @@ class Machine:
         if "id" not in message:
             if "worker" in message:
                 self.ended.add(message["worker"])
-                for on_end in self._on_worker_end.pop(message["worker"], ()):
-                    on_end()
             on_process_end = self.watched.pop(message.get("pid", -1), None)
             if on_process_end is not None:
                 on_process_end()
@@ -287,17 +278,6 @@ class Machine:
             return
         self.watched[pid] = on_end
         self.send("watch", pid=pid)
-
-    def when_worker_ends(self, worker: str, on_end: Callable[[], None]) -> None:
-        """Call `on_end` when a worker on this host ends without being stopped, or soon if it has already ended so."""
-        if worker in self.ended:
-            asyncio.get_running_loop().call_soon(on_end)
-            return
-        self._on_worker_end.setdefault(worker, []).append(on_end)
-
-    def forget_worker(self, worker: str) -> None:
-        """Call nothing when this worker ends, as it was stopped on purpose."""
-        self._on_worker_end.pop(worker, None)
 
 
 class RemoteProcess:

@@ -5,7 +5,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Coroutine, Hashable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from forge_http.addresses import join_address
 from .credentials import Credentials
 from .inventory import Inventory
 from .machine import Machine, describe_host
-from .rooms import Demand, HostRoom, NoHostRoom, choose_rooms
+from .rooms import Demand, NoHostRoom, choose_rooms
 from .wire import LEASE, HostError, split_address
 
 log = logging.getLogger(f"forge.{__name__}")
@@ -30,6 +30,7 @@ RETRY_INTERVAL = 1.0  # seconds between attempts to reach a host
 RECHECK_INTERVAL = 1.0
 
 Callback = Callable[[str], Coroutine[Any, Any, None]]  # awaited with the address of a host
+Key = tuple[str, int]  # of a replica: the name of its service, and its number
 
 
 @dataclass
@@ -78,35 +79,6 @@ def parse_addresses(hosts: str | Sequence[str]) -> list[str]:
     return addresses
 
 
-async def expected_addresses(hosts: str | Sequence[str]) -> list[str]:
-    """Return the addresses of hosts as `parse_addresses` does, once there are as many as FORGE_EXPECT_HOSTS says.
-
-    Raises:
-        NoHostRoom: fewer have registered within five minutes.
-        OSError, ValueError: as `parse_addresses`.
-    """
-    count = _expected_count()
-    deadline = time.monotonic() + REGISTRATION_TIMEOUT
-    while True:
-        try:
-            addresses = await asyncio.to_thread(parse_addresses, hosts)
-        except FileNotFoundError:  # no worker has registered yet
-            addresses = []
-        if len(addresses) >= count and (addresses or not count):
-            return addresses
-        if time.monotonic() > deadline:
-            registered = ", ".join(addresses) or "none"
-            raise NoHostRoom(
-                f"{len(addresses)} of {count} hosts have registered within {REGISTRATION_TIMEOUT:g} s: {registered}"
-            )
-
-        await asyncio.sleep(0.2)
-
-
-def _expected_count() -> int:
-    return int(os.environ.get(EXPECT, "0"))
-
-
 class Pool:
     """The hosts of this controller.
 
@@ -118,8 +90,7 @@ class Pool:
     def __init__(self, hosts: str | Sequence[str], credentials: Credentials, wait: float) -> None:
         self.hosts, self.wait, self._credentials = hosts, wait, credentials
         self._machines: dict[str, Machine] = {}  # those that are up
-        self._rooms: dict[str, HostRoom] = {}
-        self._allocations: dict[Hashable, Allocation] = {}
+        self._allocations: dict[Key, Allocation] = {}
         self._failures: dict[str, str] = {}  # the reason why a host is not up
         self._supervising: dict[str, asyncio.Task] = {}  # one task for each host, in the order of `hosts`
         self._reading: asyncio.Task | None = None
@@ -129,19 +100,13 @@ class Pool:
         self.on_leaving: Callable[[str], object] | None = None  # called when every host will be taken away
         self.on_lost: list[Callback] = []
 
-    async def open(self) -> None:
+    async def open(self, addresses: Sequence[str]) -> None:
         """Lease every host that is up, and from then on every host that joins.
 
         Raises:
             NoHostRoom: no host is up; the message has the reasons.
         """
-        addresses = await expected_addresses(self.hosts)
-        deadline = time.monotonic() + REGISTRATION_TIMEOUT
         await asyncio.gather(*map(self._lease_host, addresses))
-        # Workers that register may still be booting.
-        while len(self._machines) < _expected_count() and time.monotonic() < deadline:
-            await asyncio.sleep(RETRY_INTERVAL)
-            await asyncio.gather(*(self._lease_host(address) for address in addresses if address not in self._machines))
         if not self._machines:
             raise NoHostRoom(f"no host could be held: {'; '.join(self._failures.values()) or 'none is given'}")
 
@@ -159,19 +124,13 @@ class Pool:
         return [self._machines[address] for address in self._supervising if address in self._machines]
 
     async def allocate(
-        self,
-        key: Hashable,
-        demand: Demand,
-        limited: Callable[[], bool],
-        kind: Hashable = None,
-        max_hosts: int | None = None,
+        self, key: Key, demand: Demand, limited: Callable[[], bool], max_hosts: int | None = None
     ) -> Allocation:
         """Return the machines of a replica: those that it had if none is lost, or others as soon as one has room.
 
         Args:
-            key: of the replica.
             limited: returns whether the wait has a limit now, as its service has no other replica.
-            kind: the service, whose replicas are spread over at most `max_hosts` hosts.
+            max_hosts: number of hosts over which the replicas of its service are spread.
 
         Raises:
             NoHostRoom: there was no room within `wait` seconds.
@@ -183,24 +142,25 @@ class Pool:
             self.release(key)
 
         # There must be no `await` from the choice to the reservation: another replica would reserve the same resources.
-        addresses = await self._choose_hosts(demand, limited, kind, max_hosts)
-        machines = [self._machines[address] for address in addresses]
+        machines = await self._choose_machines(key[0], demand, limited, max_hosts)
         procs = demand.procs // len(machines)
-        gpus = {machine.peer_address: self._rooms[machine.address].reserve(demand, procs) for machine in machines}
+        gpus = {machine.peer_address: machine.room.reserve(demand, procs) for machine in machines}
         self._allocations[key] = Allocation(demand, machines, gpus)
         return self._allocations[key]
 
-    async def _choose_hosts(
-        self, demand: Demand, limited: Callable[[], bool], kind: Hashable, max_hosts: int | None
-    ) -> list[str]:
-        """Return the addresses of hosts for a demand, as soon as they have room. Arguments as for `allocate`."""
+    async def _choose_machines(
+        self, service: str, demand: Demand, limited: Callable[[], bool], max_hosts: int | None
+    ) -> list[Machine]:
+        """Return machines for a demand, as soon as they have room. Arguments as for `allocate`."""
         start = time.monotonic()
         warned = False
         while True:
-            rooms = self._open_rooms(demand)
+            machines = {machine.room: machine for machine in self.machines if _admits(machine, demand)}
+            of_service = [allocation for key, allocation in self._allocations.items() if key[0] == service]
+            used = {machine.room for allocation in of_service for machine in allocation.machines}
             try:
-                chosen = choose_rooms(list(rooms.values()), demand, self._rooms_of(kind, rooms), max_hosts)
-                return [address for address, room in rooms.items() if room in chosen]
+                chosen = choose_rooms(list(machines), demand, [room for room in machines if room in used], max_hosts)
+                return [machines[room] for room in chosen]
             except NoHostRoom as error:
                 absent = [reason for address, reason in self._failures.items() if address not in self._machines]
                 text = "; ".join([str(error), *absent])
@@ -215,38 +175,13 @@ class Pool:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), RECHECK_INTERVAL)
 
-    def _open_rooms(self, demand: Demand) -> dict[str, HostRoom]:
-        """Return the free resources of each host that a demand may use, by address."""
-        rooms = {}
-        for address in self._supervising:
-            machine = self._machines.get(address)
-            if machine is None or machine.leaving.is_set():
-                continue
-            if demand.host is None or join_address(*split_address(demand.host)) in (address, machine.peer_address):
-                rooms[address] = self._rooms[address]
-        return rooms
-
-    def _rooms_of(self, kind: Hashable, rooms: dict[str, HostRoom]) -> list[HostRoom]:
-        """Return the `rooms` that replicas of the service `kind` are on, each once; none if `kind` is None."""
-        if kind is None:
-            return []
-        allocations = [
-            allocation for key, allocation in self._allocations.items() if isinstance(key, tuple) and key[0] == kind
-        ]
-        addresses = [machine.address for allocation in allocations for machine in allocation.machines]
-        return [rooms[address] for address in dict.fromkeys(addresses) if address in rooms]
-
-    def release(self, key: Hashable) -> None:
+    def release(self, key: Key) -> None:
         """Release what `allocate` reserved for a replica, if it did."""
         allocation = self._allocations.pop(key, None)
-        if allocation is None:
-            return
-        for machine in allocation.machines:
-            # A host that was lost and came back is another `Machine`, with nothing reserved.
-            if self._machines.get(machine.address) is machine:
-                gpus = allocation.gpus[machine.peer_address]
-                self._rooms[machine.address].release(allocation.demand, allocation.procs, gpus)
-        self._changed.set()
+        if allocation is not None:
+            for machine in allocation.machines:
+                machine.room.release(allocation.demand, allocation.procs, allocation.gpus[machine.peer_address])
+            self._changed.set()
 
     def on_up(self, call: Callback) -> None:
         """Run `call(address)` as a task for every host that is up, and for every host that joins later."""
@@ -281,7 +216,6 @@ class Pool:
         # From here on the host is part of the pool: replicas are placed on it, and its end is watched.
         self._failures.pop(address, None)
         self._machines[address] = machine
-        self._rooms[address] = HostRoom.of_host(machine.inventory)
         log.info("host %s: %s", machine, machine.inventory)
         self._run_callback(self._when_leaving(machine))
         for call in self._on_up:
@@ -361,25 +295,46 @@ def check_versions(inventory: Inventory) -> None:
         raise ValueError(f"host {inventory.name} has other versions than {host}: {'; '.join(differences)}")
 
 
-async def survey_hosts(hosts: str | Sequence[str], credentials: Credentials) -> tuple[list[Inventory], list[str]]:
-    """Return the inventories of the hosts that are free, and for each other host the reason why it is not.
+def _admits(machine: Machine, demand: Demand) -> bool:
+    """Return whether a demand may use a machine, if it has room."""
+    is_named = demand.host is None or join_address(*split_address(demand.host)) in (
+        machine.address,
+        machine.peer_address,
+    )
+    return is_named and not machine.leaving.is_set()
 
-    Waits up to five minutes until as many are free as FORGE_EXPECT_HOSTS says.
+
+async def survey_hosts(hosts: str | Sequence[str], credentials: Credentials) -> dict[str, Inventory | str]:
+    """Return by address what each host has, or the reason why this run cannot use it.
+
+    Waits up to five minutes until as many hosts are free as FORGE_EXPECT_HOSTS says.
+
+    Raises:
+        NoHostRoom: fewer have registered.
+        OSError, ValueError: as `parse_addresses`.
     """
-    start = time.monotonic()
+    expected, start = int(os.environ.get(EXPECT, "0")), time.monotonic()
     while True:
-        addresses = await expected_addresses(hosts)
-        found = await asyncio.gather(*(_inspect_host(address, credentials) for address in addresses))
-        inventories = [outcome for outcome in found if isinstance(outcome, Inventory)]
-        failures = [outcome for outcome in found if isinstance(outcome, str)]
+        try:
+            addresses = await asyncio.to_thread(parse_addresses, hosts)
+        except FileNotFoundError:  # no worker has registered yet
+            addresses = []
+        outcomes = await asyncio.gather(*(_inspect_host(address, credentials) for address in addresses))
+        reasons = [outcome for outcome in outcomes if isinstance(outcome, str)]
 
         elapsed = time.monotonic() - start
-        are_enough = len(inventories) >= _expected_count()
         # A host that is held may be free within a lease: the run before this one may have just ended.
-        may_be_freed = any("is held by" in failure for failure in failures) and elapsed < LEASE
-        if (are_enough and not may_be_freed) or elapsed > REGISTRATION_TIMEOUT:
-            return inventories, failures
+        may_be_freed = elapsed < LEASE and any("is held by" in reason for reason in reasons)
+        if elapsed > REGISTRATION_TIMEOUT or (len(outcomes) - len(reasons) >= expected and not may_be_freed):
+            break
         await asyncio.sleep(RETRY_INTERVAL)
+
+    if len(addresses) < expected:
+        registered = ", ".join(addresses) or "none"
+        raise NoHostRoom(
+            f"{len(addresses)} of {expected} hosts have registered within {REGISTRATION_TIMEOUT:g} s: {registered}"
+        )
+    return dict(zip(addresses, outcomes, strict=True))
 
 
 async def _inspect_host(address: str, credentials: Credentials) -> Inventory | str:

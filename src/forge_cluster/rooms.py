@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from forge.runtime.controller import ForgeError
+
 from .inventory import Inventory
 
 
-class NoHostRoom(RuntimeError):
+class NoHostRoom(ForgeError):
     """No host, or no set of hosts, has room for a replica; the message lists the free resources of each host."""
 
 

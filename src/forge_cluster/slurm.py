@@ -2,13 +2,12 @@
 
 import re
 import shlex
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 from forge.runtime.names import REQUEUE
 
-from .processes import check_words
+from .processes import submit_text
 
 GRACE = 3600  # seconds that workers serve after SIGTERM; Slurm's own GraceTime is shorter
 BEFORE_END = 300  # seconds before the time limit at which Slurm sends SIGUSR1: time to write a checkpoint
@@ -93,7 +92,7 @@ class SlurmJob:
 
         Raises:
             ValueError: an option contains a line break or another control character, after which sbatch would read
-                another option or command; or an argument of a command contains a NUL.
+                another option or command.
         """
         output = "slurm-%j.out" if len(self.commands) == 1 else "slurm-%A-%a.out"
         lines = [
@@ -117,7 +116,6 @@ class SlurmJob:
             if not line.isprintable():
                 raise ValueError(f"sbatch cannot take {line!r}: it has a line break or another control character")
 
-        check_words([str(self.folder), *(word for command in self.commands for word in command)])
         # An array job runs the command that its task number selects.
         command = shlex.join(self.commands[0])
         if len(self.commands) > 1:
@@ -137,18 +135,6 @@ class SlurmJob:
         )
 
     def submit(self) -> str:
-        """Submit the script to sbatch, and return the job's number.
-
-        Raises:
-            RuntimeError: sbatch is not installed, or rejected the script; the message quotes its error.
-        """
+        """Submit the script to sbatch, and return the job's number. RuntimeError: as of `submit_text`."""
         self.runs.mkdir(parents=True, exist_ok=True)
-        try:
-            process = subprocess.run(
-                ["sbatch", "--parsable"], input=self.script(), capture_output=True, text=True, check=False
-            )
-        except FileNotFoundError:
-            raise RuntimeError("sbatch is not on this machine: submit from a login node, or see --dry-run") from None
-        if process.returncode:
-            raise RuntimeError(f"sbatch did not accept the job: {process.stderr.strip()}")
-        return process.stdout.strip().partition(";")[0]
+        return submit_text(["sbatch", "--parsable"], self.script()).partition(";")[0]

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import os
 import secrets
-import subprocess
 import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from .credentials import SECRET, read_secret
-from .processes import run_as_child
+from .processes import NotStarted, run_as_child, start_workers
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -40,33 +39,25 @@ def main() -> int:
     # After a restart by torchrun the ranks exchange under new keys.
     attempt = f"forge/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     command = [sys.executable, "-m", "forge", "worker", "--listen", ":0", "--stdin"]
-    worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert worker.stdin is not None and worker.stdout is not None
-    worker.stdin.write(f"{secret}\n")
-    worker.stdin.flush()
-
     try:
-        listening = worker.stdout.readline().strip()
-        if not listening:
-            raise SystemExit(f"error: the worker of rank {rank} ended with {worker.wait()}")
-        store.set(f"{attempt}/{rank}", listening)
+        with start_workers({f"rank {rank}": command}, secret) as (listening,):
+            store.set(f"{attempt}/{rank}", listening)
 
-        # The other ranks serve until rank 0 stores the exit code of the run.
-        if rank:
-            store.wait([f"{attempt}/over"], timedelta(days=365))
-            return int(store.get(f"{attempt}/over"))
+            # The other ranks serve until rank 0 stores the exit code of the run.
+            if rank:
+                store.wait([f"{attempt}/over"], timedelta(days=365))
+                return int(store.get(f"{attempt}/over"))
 
-        hosts = [store.get(f"{attempt}/{number}").decode() for number in range(world)]
-        environment = {
-            **{name: value for name, value in os.environ.items() if name not in RANKS},
-            **{"FORGE_HOSTS": ",".join(hosts), "FORGE_EXPECT_HOSTS": str(world), SECRET: secret},
-        }
-        code = run_as_child([sys.executable, "-m", "forge", *sys.argv[1:]], environment)
-        store.set(f"{attempt}/over", str(code))
-        return code
-    finally:
-        worker.stdin.close()
-        worker.wait()
+            hosts = [store.get(f"{attempt}/{number}").decode() for number in range(world)]
+            environment = {
+                **{name: value for name, value in os.environ.items() if name not in RANKS},
+                **{"FORGE_HOSTS": ",".join(hosts), "FORGE_EXPECT_HOSTS": str(world), SECRET: secret},
+            }
+            code = run_as_child([sys.executable, "-m", "forge", *sys.argv[1:]], environment)
+            store.set(f"{attempt}/over", str(code))
+            return code
+    except NotStarted as error:
+        raise SystemExit(f"error: {error}") from None
 
 
 def _require_secret(world: int) -> str:
@@ -78,12 +69,9 @@ def _require_secret(world: int) -> str:
     if SECRET not in os.environ and world == 1:
         return secrets.token_hex(32)
     try:
-        secret = read_secret()
+        return read_secret()
     except ValueError as error:
-        raise SystemExit(f"error: {SECRET}: {error}") from None
-    if secret is None:
-        raise SystemExit(f"error: {SECRET} is not set: set it to the same 32 characters or more on every machine")
-    return secret
+        raise SystemExit(f"error: {error}") from None
 
 
 def _open_store(rank: int, world: int, address: str, port: int) -> TCPStore:

@@ -1,10 +1,9 @@
 """Weights between hosts: each host has a store in its shared memory, and a cache that copies versions into it.
 
 A version stays in the memory of the hosts that wrote it; the home store, on the controller's host, has its manifest. To
-read a version a process asks its host's cache, which copies it once for all processes there. Caches form a chain: each
-reads from the one that asked before it, chunk by chunk as they arrive there, through RDMA windows (by InfiniBand if the
-host has it, otherwise by TCP). So a version leaves its writer once, and reaches n hosts in the time of one transfer and
-n chunks.
+read a version a process asks its host's cache, which copies it once for all processes there. Caches form a tree of two
+branches, in the order in which they ask: the first one reads from the writers, each other one from the cache above it,
+through RDMA windows (by InfiniBand if the host has it, otherwise by TCP). So a version leaves its writers once.
 """
 
 import asyncio
@@ -13,9 +12,7 @@ import os
 import re
 import time
 import warnings
-from collections import deque
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any
 
 from monarch.rdma import RDMABuffer, RDMATcpFallbackWarning
@@ -72,38 +69,14 @@ class HostVersions(VersionStore):
 
 log = logging.getLogger(f"forge.{__name__}")
 
-# Bytes; large enough that the set-up of a window takes a small part of the time, small enough that the next host in the
-# chain starts early.
-CHUNK = 16 << 20
-# Chunks that are read at a time. At 1 Gbit/s, 210 MB took 2.19 s with one, 2.06 with two, 1.94 with three; the wire
-# alone takes 1.68.
-READS = 3
-CHUNK_TIMEOUT = 60  # seconds for a chunk
+START_TIMEOUT = 60  # seconds of a transfer before its first byte must have arrived
+SLOWEST = 10 << 20  # bytes a second of the slowest network that is waited for
 RETRY_DELAY = 2.0  # seconds between attempts to read a version whose writers are lost
-IDLE = 60.0  # seconds after which a cache closes memory that no other cache has asked for
-KEPT_CHAINS = 8  # number of last versions of which the home cache keeps the chain
+KEPT_ORDERS = 8  # number of last versions of which the home cache keeps who asked for them
 HOME = "home"  # name of the controller's host
 COPY = "copy"  # name of copies in `HostVersions.keep_part`
 
-
-@dataclass
-class Source:
-    """A segment that other caches read, while it arrives or later. `ready` is the number of chunks that are here."""
-
-    memory: Tensor
-    ready: int
-    resources: ExitStack
-    windows: dict[int, RDMABuffer] = field(default_factory=dict)
-    grown: asyncio.Event = field(default_factory=asyncio.Event)
-    error: str | None = None
-    version: tuple[str, int] | None = None  # key and number, if the segment came from another host
-    idle_timer: asyncio.TimerHandle | None = None
-
-    def announce(self, chunks: int) -> None:
-        """Note that this many chunks have arrived, and wake the readers that wait for one."""
-        self.ready = chunks
-        self.grown.set()
-        self.grown = asyncio.Event()
+Version = tuple[str, int]  # its key and number
 
 
 class WeightCache(ForgeActor):
@@ -125,9 +98,10 @@ class WeightCache(ForgeActor):
         self.host, self.store = local_store(self.home_store)
         if not self.store.is_local():
             raise ValueError(f"the weight cache of {self.store.root} must run on the host where it is")
-        self._sources: dict[str, Source] = {}
-        self._fetching: dict[tuple[str, int], asyncio.Task[str]] = {}
-        self._chains: dict[tuple[str, int], list[str]] = {}
+        self._fetching: dict[Version, asyncio.Task[str]] = {}
+        self._orders: dict[Version, list[str]] = {}  # at home: the hosts that asked for a version
+        self._copies: dict[Version, dict[str, str]] = {}  # names of a version's segments here, by NAME@HOST
+        self._windows: dict[Version, dict[str, tuple[RDMABuffer, ExitStack]]] = {}  # by NAME@HOST
 
     @endpoint
     async def link(self, home: RemoteService) -> None:
@@ -159,15 +133,20 @@ class WeightCache(ForgeActor):
         versions = await asyncio.to_thread(self.store.versions, key)
         if version not in versions:
             raise MissingVersion(f"{key} version {version} is not in the store; it holds {versions or 'none'}")
-        manifest = await asyncio.to_thread(self.store.manifest, key, version)
-        for outdated in [link for link in self._chains if link[0] == key and link[1] < version - KEPT_CHAINS]:
-            del self._chains[outdated]
-        # Each host reads from the one that asked before it; a host that asks again keeps its position in the chain.
-        chain = self._chains.setdefault((key, version), [])
-        if host not in chain:
-            chain.append(host)
-        earlier_hosts = [name for name in chain[: chain.index(host)] if name not in avoid]
-        return manifest.on_host(HOME).to_json(), earlier_hosts[-1] if earlier_hosts else None
+        manifest = (await asyncio.to_thread(self.store.manifest, key, version)).on_host(HOME).to_json()
+        for outdated in [asked for asked in self._orders if asked[0] == key and asked[1] < version - KEPT_ORDERS]:
+            del self._orders[outdated]
+
+        # A host that asks again keeps its place in the tree.
+        order = self._orders.setdefault((key, version), [])
+        if host not in order:
+            order.append(host)
+        place = order.index(host)
+        while place > 0:
+            place = (place - 1) // 2
+            if order[place] not in avoid:
+                return manifest, order[place]
+        return manifest, None
 
     @endpoint
     async def fetch(self, key: str, version: int, timeout: float) -> str:
@@ -176,6 +155,34 @@ class WeightCache(ForgeActor):
         Raises:
             MissingVersion, TimeoutError: no host has it any more, or it did not arrive within `timeout` seconds.
         """
+        return await self._fetch_once(key, version, timeout)
+
+    @endpoint
+    async def window(self, key: str, version: int, segment: str, size: int, timeout: float) -> RDMABuffer:
+        """Return a window to the first `size` bytes of a version's segment, which was written here or is copied first.
+
+        Args:
+            segment: NAME@HOST.
+            timeout: seconds for the copy.
+
+        Raises:
+            MissingVersion, TimeoutError: it is no longer here, or its copy did not arrive in time.
+        """
+        if host_of(segment) != self.host and (key, version) not in self._copies:
+            await self._fetch_once(key, version, timeout)
+        await self._release_before(key, version)
+        windows = self._windows.setdefault((key, version), {})
+        if segment not in windows:
+            name = self._copies.get((key, version), {}).get(segment, local_name(segment))
+            lock = ExitStack()
+            try:
+                memory = lock.enter_context(self.store.segments.reading([name]))[name]
+            except FileNotFoundError:
+                raise MissingVersion(f"{segment} of {key} version {version} is no longer on {self.host}") from None
+            windows[segment] = open_window(memory[:size]), lock
+        return windows[segment][0]
+
+    async def _fetch_once(self, key: str, version: int, timeout: float) -> str:
         if (key, version) not in self._fetching:
             task = asyncio.get_running_loop().create_task(self._fetch_version(key, version, time.monotonic() + timeout))
             self._fetching[key, version] = task
@@ -183,168 +190,58 @@ class WeightCache(ForgeActor):
         # Shielded: a caller that stops waiting must not end the transfer for the others.
         return await asyncio.wait_for(asyncio.shield(self._fetching[key, version]), timeout)
 
-    @endpoint
-    async def chunk(self, name: str, index: int, size: int) -> RDMABuffer:
-        """Return a window to chunk number `index`, of `size` bytes, of a segment, once the chunk is on this host.
-
-        Args:
-            name: of the segment, as `whole_name` returns it.
-
-        Raises:
-            MissingVersion: the segment is neither on this host nor on the way to it.
-        """
-        deadline = time.monotonic() + CHUNK_TIMEOUT
-        while name not in self._sources:
-            if host_of(name) == self.host:
-                resources = ExitStack()
-                memory = await asyncio.to_thread(self._open_segment, name, resources)
-                opened = Source(memory, -(-len(memory) // CHUNK), resources)
-                if self._sources.setdefault(name, opened) is not opened:  # another request has opened it meanwhile
-                    resources.close()
-            elif not self._fetching or time.monotonic() > deadline:
-                raise MissingVersion(f"{name} is not on {self.host}")
-            else:
-                # The chain may ask for a segment before the transfer to this host has started.
-                await asyncio.sleep(0.01)
-
-        source = self._sources[name]
-        self._restart_idle_timer(name, source)
-        while source.ready <= index:
-            if source.error is not None:
-                raise MissingVersion(source.error)
-            await asyncio.wait_for(source.grown.wait(), CHUNK_TIMEOUT)
-
-        if index not in source.windows:
-            source.windows[index] = open_window(source.memory[index * CHUNK : index * CHUNK + size])
-        return source.windows[index]
-
     async def _fetch_version(self, key: str, version: int, deadline: float) -> str:
         avoid: list[str] = []
         while True:
             text, parent = await self.home.locate.route(key, version, self.host, avoid)
             manifest = Manifest.from_json(text)
-            # Segments on other hosts, each with the name under which caches send it.
-            foreign = {
-                segment: whole_name(manifest.within(segment))
-                for segment in sorted(manifest.segments)
-                if host_of(segment) != self.host
-            }
-
             try:
-                return await self._copy_version(manifest, foreign, parent)
+                return await self._copy_version(manifest, version, parent, deadline)
             except (KeyError, RuntimeError, TimeoutError) as error:  # the version, a cache, or a host is lost
-                # Segments that did arrive are released: the next attempt copies all of them.
-                for name in foreign.values():
-                    if name in self._sources:
-                        await self._release_source(name, self._sources[name])
-
-                writers = ", ".join(sorted({host_of(segment) for segment in foreign}))
+                source = parent or ", ".join(sorted(set(map(host_of, manifest.segments))))
                 if parent is None and time.monotonic() > deadline - RETRY_DELAY:
-                    raise MissingVersion(
-                        f"{key} version {version} could not be read from {writers}: {error}"
-                    ) from error
-                log.warning("%s version %d could not be read from %s: %s", key, version, parent or writers, error)
+                    raise MissingVersion(f"{key} version {version} could not be read from {source}: {error}") from error
+                log.warning("%s version %d could not be read from %s: %s", key, version, source, error)
                 if parent is not None:
                     avoid.append(parent)
                 else:  # the lost trainer is replaced, and publishes the version again
                     await asyncio.sleep(RETRY_DELAY)
 
-    async def _copy_version(self, manifest: Manifest, foreign: dict[str, str], parent: str | None) -> str:
-        """Copy the foreign segments of a version into this host's store; return the manifest of the copy as JSON."""
+    async def _copy_version(self, manifest: Manifest, version: int, parent: str | None, deadline: float) -> str:
+        """Copy a version's segments on other hosts into this host's store; return the manifest of the copy as JSON."""
         start = time.monotonic()
         names = {segment: local_name(segment) for segment in manifest.segments}
+        foreign = [segment for segment in sorted(names) if host_of(segment) != self.host]
         with ExitStack() as writing:
             for segment in foreign:
-                names[segment] = await self._copy_segment(manifest.within(segment), parent, writing)
+                size = manifest.extent(segment)
+                reserved = await asyncio.to_thread(writing.enter_context, self.store.segments.writing(size))
+                names[segment], memory = reserved
+                # A cache above may be copying too; half of the time is left for another source.
+                timeout = max(1.0, deadline - time.monotonic()) / (1 if parent is None else 2)
+                ask = self.home.named(cache_name(parent or host_of(segment))).window.options(timeout=timeout)
+                window: RDMABuffer = await ask.route(manifest.key, version, segment, size, timeout)
+                await window.read_into(memory, timeout=START_TIMEOUT + size // SLOWEST)
             copied = manifest.renamed(names)
             await asyncio.to_thread(self.store.keep_part, copied, COPY)
 
-        # The memory is not reused while other caches read it.
-        for segment, name in foreign.items():
-            if name in self._sources:
-                lock = self.store.segments.reading([names[segment]])
-                await asyncio.to_thread(self._sources[name].resources.enter_context, lock)
-
-        # Release versions before the last but one: a run that updates often would otherwise hold all of a minute.
-        assert manifest.version is not None
-        for name, source in [*self._sources.items()]:
-            key, version = source.version or ("", 0)
-            if key == manifest.key and version < manifest.version - 1:
-                await self._release_source(name, source)
-
+        self._copies[manifest.key, version] = names
+        await self._release_before(manifest.key, version)
         if foreign:
             record_metric("weight_sync/bytes", sum(map(manifest.extent, foreign)), Reduce.SUM)
             record_metric("weight_sync/seconds", time.monotonic() - start, Reduce.MEAN)
         return copied.to_json()
 
-    async def _copy_segment(self, wanted: Manifest, parent: str | None, writing: ExitStack) -> str:
-        """Copy the only segment of a manifest from another host into this host's store; return its name here."""
-        (segment,) = wanted.segments
-        whole, size = whole_name(wanted), wanted.extent(segment)
-        name, memory = await asyncio.to_thread(writing.enter_context, self.store.segments.writing(size))
-        cache = self.home.named(cache_name(parent or host_of(segment)))
-        assert wanted.version is not None
-        source = Source(memory, 0, ExitStack(), version=(wanted.key, wanted.version))
-        self._sources[whole] = source
-
-        try:
-            await self._receive_chunks(whole, source, cache)
-        except BaseException as error:
-            # The remaining chunks will never arrive: their readers raise MissingVersion.
-            source.error = f"{whole} did not arrive on {self.host}: {error}"
-            source.grown.set()
-            if self._sources.get(whole) is source:
-                del self._sources[whole]
-            raise
-
-        self._restart_idle_timer(whole, source)
-        return name
-
-    async def _receive_chunks(self, name: str, source: Source, cache: RemoteService) -> None:
-        """Read a segment from another cache, READS chunks at a time, and announce each chunk when it is here."""
-        chunk = cache.chunk.options(timeout=CHUNK_TIMEOUT)
-        parts = source.memory.split(CHUNK)
-
-        async def read_chunk(number: int) -> None:
-            window: RDMABuffer = await chunk.route(name, number, len(parts[number]))
-            await window.read_into(parts[number], timeout=CHUNK_TIMEOUT)
-
-        reads: deque[asyncio.Task[None]] = deque()
-        try:
-            for number in range(len(parts)):
-                reads.append(asyncio.create_task(read_chunk(number)))
-                # No more than this many reads continue: none after the last chunk.
-                most = READS - 1 if number + 1 < len(parts) else 0
-                while len(reads) > most:
-                    await reads[0]
-                    reads.popleft()
-                    source.announce(number + 1 - len(reads))
-        finally:
-            # The memory is released after this: nothing may write into it any more.
-            await asyncio.gather(*reads, return_exceptions=True)
-
-    def _open_segment(self, segment: str, resources: ExitStack) -> Tensor:
-        """Return the memory of a segment that was written on this host."""
-        name = local_name(segment)
-        try:
-            return resources.enter_context(self.store.segments.reading([name]))[name]
-        except FileNotFoundError:
-            raise MissingVersion(f"{segment} is no longer on {self.host}") from None
-
-    def _restart_idle_timer(self, segment: str, source: Source) -> None:
-        if source.idle_timer is not None:
-            source.idle_timer.cancel()
-        loop = asyncio.get_running_loop()
-        source.idle_timer = loop.call_later(IDLE, lambda: loop.create_task(self._release_source(segment, source)))
-
-    async def _release_source(self, segment: str, source: Source) -> None:
-        if self._sources.get(segment) is source:
-            del self._sources[segment]
-        if source.idle_timer is not None:
-            source.idle_timer.cancel()
-        windows, source.windows = source.windows, {}
-        await asyncio.gather(*(window.drop() for window in windows.values()))
-        source.resources.close()
+    async def _release_before(self, key: str, version: int) -> None:
+        """Close the windows to versions before the one that precedes this one, so that their memory is reused."""
+        for old in [other for other in self._copies if other[0] == key and other[1] < version - 1]:
+            del self._copies[old]
+        # Another call may close them too while this one waits.
+        for old in [other for other in self._windows if other[0] == key and other[1] < version - 1]:
+            windows = self._windows.pop(old, {}).values()
+            await asyncio.gather(*(window.drop() for window, _ in windows))
+            for _, lock in windows:
+                lock.close()
 
 
 def local_store(store: VersionStore) -> tuple[str, HostVersions]:
@@ -365,19 +262,13 @@ def cache_name(host: str) -> str:
     return "weights_" + re.sub(r"\W", "_", host)
 
 
-def whole_name(part: Manifest) -> str:
-    """Return SEGMENT/VERSION, the name of a manifest's only segment between caches: later versions may reuse it."""
-    (segment,) = part.segments
-    return f"{segment}/{part.version}"
-
-
 def host_of(segment: str) -> str:
-    """Return the host in a segment's full name, NAME@HOST, or in the name under which caches send it.
+    """Return the host in a segment's full name, NAME@HOST.
 
     >>> host_of("segment1@10.0.0.2:7070")
     '10.0.0.2:7070'
     """
-    return segment.partition("@")[2].partition("/")[0]
+    return segment.partition("@")[2]
 
 
 def local_name(segment: str) -> str:

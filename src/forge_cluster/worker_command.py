@@ -50,6 +50,7 @@ def run(args: argparse.Namespace) -> None:
     """Serve runs until a signal ends the worker; invalid input ends it with one line."""
     from forge_http.addresses import join_address, listening_error
 
+    from .credentials import check_certificates
     from .host import Daemon, routable_address
     from .inventory import count_gpus
     from .wire import PORT, split_address
@@ -64,11 +65,8 @@ def run(args: argparse.Namespace) -> None:
             Path(args.register).mkdir(parents=True, exist_ok=True)
         gpus = tuple(filter(None, args.gpus.split(","))) if args.gpus is not None else count_gpus()
 
-        # Import it here to fail early: certificates need it.
-        import cryptography  # noqa: F401
-    except ImportError as error:
-        raise SystemExit(f"error: {error}: a worker needs certificates: pip install cryptography") from error
-    except (ValueError, OSError, RuntimeError) as error:
+        check_certificates()
+    except (ImportError, ValueError, OSError, RuntimeError) as error:
         raise SystemExit(f"error: {error}") from error
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s forge worker: %(message)s", datefmt="%H:%M:%S")
@@ -82,18 +80,12 @@ def run(args: argparse.Namespace) -> None:
 
 def _take_secret(from_stdin: bool) -> str:
     """Return the secret from standard input or the environment. NoSecret: it is missing or invalid."""
-    from .credentials import SECRET, NoSecret, read_secret
+    from .credentials import SECRET, read_secret
 
     # Given by standard input, the secret is in no command line, which other users could read.
     if from_stdin:
         os.environ[SECRET] = sys.stdin.readline().strip()
-    secret = read_secret()
-    if secret is None:
-        raise NoSecret(
-            f"{SECRET} is not set: every process that has it can run programs here. Make one with "
-            "`openssl rand -hex 32`, and give it to the workers and the controller"
-        )
-    return secret
+    return read_secret()
 
 
 async def _serve_daemon(daemon: Daemon, args: argparse.Namespace) -> None:

@@ -1,8 +1,7 @@
 """Parsers of tool calls in the markup of each family of models, for `forge_envs.calls`.
 
 A closing tag within a value must not end the call. In JSON, the parser finds the end. A value in XML ends at the first
-closing tag that is followed by another tag of the call, is not within quotes, and does not close a tag that was opened
-within the value.
+closing tag that is followed by another tag of the call.
 """
 
 import json
@@ -18,7 +17,6 @@ Found = tuple[str, list[Call], list[str]]  # the text without calls, the calls, 
 
 MAX_CALLS = 64  # calls of one turn
 MAX_CHARACTERS = 1 << 16  # characters of one call
-_SCANNED = 100  # closing tags that are examined after the first one that may close a value
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _FRAME = re.compile("<｜tool▁calls▁(?:begin|end)｜>")
 _MISTRAL = "[TOOL_CALLS]"
@@ -235,58 +233,21 @@ def _read_call(text: str, start: int, tags: Tags) -> tuple[str, list[tuple[str, 
 
 
 def _value_end(text: str, start: int, limit: int, tags: Tags) -> int:
-    """Return the position of the tag that closes a value.
-
-    If several tags may, it is the first one that is neither quoted nor closes a tag within the value; without such a
-    tag, the first one that is followed by another tag of the call.
+    """Return the position of the first closing tag of a value that another tag of the call follows.
 
     Args:
         start: the position of the value.
         limit: the position up to which tags are searched.
 
     Raises:
-        ValueError: no tag closes it.
+        ValueError: no tag closes it before the next call.
     """
-    # A JSON value ends where the parser says so, if the closing tag comes then. Otherwise it is text.
-    json_end = _SPACES.match(text, _json_end(text, start))
-    assert json_end is not None
-    if text.startswith(tags.closing, json_end.end()) and tags.follows.match(text, json_end.end() + len(tags.closing)):
-        return json_end.end()
-
-    # Only opening tags on a new line or after another tag count, as templates write them: others are only mentioned.
-    first_candidate, open_tags, scanned = -1, 0, 0
-    for tag in re.compile(f"(?<=[\n>]){tags.opening}|{tags.closing}").finditer(text, start, limit):
-        if tag[0] == tags.opening:
-            open_tags += 1
-            continue
-        after = tags.follows.match(text, tag.end())
-        if first_candidate < 0 and after is not None:
-            first_candidate = tag.start()
-        if open_tags:
-            open_tags -= 1
-        elif after is not None and not _is_quoted(text[start : tag.start()], text[after.end() : limit]):
-            return tag.start()
-
-        scanned += first_candidate >= 0
-        if scanned > _SCANNED:
+    for tag in re.compile(tags.closing).finditer(text, start, limit):
+        if tags.follows.match(text, tag.end()):
+            if _BEGIN not in text[start : tag.start()]:
+                return tag.start()
             break
-
-    if first_candidate < 0 or _BEGIN in text[start:first_candidate]:
-        raise ValueError(f"an argument is not closed by {tags.closing}")
-    return first_candidate
-
-
-def _is_quoted(before: str, following: str) -> bool:
-    """Return whether a quote is open before a tag and closed after it.
-
-    Args:
-        before, following: the texts before and after the tag. Single quotes count on the tag's line only, triple ones
-            anywhere.
-    """
-    if any(before.count(quotes) % 2 and quotes in following for quotes in ('"""', "'''", "```")):
-        return True
-    line_before, line_after = before.rpartition("\n")[2], following.partition("\n")[0]
-    return any(line_before.count(quote) % 2 and quote in line_after for quote in "\"'`")
+    raise ValueError(f"an argument is not closed by {tags.closing}")
 
 
 def _find_mark(text: str, mark: str, start: int) -> int:

@@ -64,7 +64,8 @@ def test_key_files_are_private_and_without_secret(tmp_path):
 
 def test_secret_is_read_only_from_private_file(tmp_path, monkeypatch):
     monkeypatch.delenv(credentials.SECRET, raising=False)
-    assert read_secret() is None
+    with pytest.raises(NoSecret, match="FORGE_SECRET is not set"):
+        read_secret()
     monkeypatch.setenv(credentials.SECRET, SECRET)
     assert read_secret() == SECRET
     monkeypatch.setenv(credentials.SECRET, "short")

@@ -58,7 +58,7 @@ def test_disconnected_host_ends_its_processes_and_rejoins(lab):
 def test_killed_daemon_or_worker_ends_its_processes(lab):
     controller = Controller(lab[0], "replicas", "2", "2", hosts="m2,m3")
     controller.read("ready")
-    lab[1].run(["pkill", "-9", "-f", "[f]orge.@@CL@@.worker"])
+    lab[1].run(["pkill", "-9", "-f", "[f]orge_cluster.worker"])
     wait_until(lambda: controller.ask("states") == ["up", "up"], 30, "another worker is started")
     assert [host for _, host, _ in controller.ask("where")] == ["m2", "m3"]
     lab[1].run(["pkill", "-9", "-f", "[f]orge worker"])

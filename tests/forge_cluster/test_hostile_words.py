@@ -113,13 +113,9 @@ def test_slurm_script_preserves_hostile_arguments(text: str, tmp_path: Path):
 
 
 @examples
-@given(st.text())
+@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")))
 def test_kubernetes_manifest_preserves_hostile_arguments(text: str):
     job = KubernetesJob("run", ["python", "-m", "forge", text], "registry.example/forge:1", claim="shared")
-    if "\0" in text or re.search("[\ud800-\udfff]", text):
-        with pytest.raises(ValueError, match=ONE_LINE):
-            job.manifests()
-        return
     [container] = job.manifests("s")[-1]["spec"]["template"]["spec"]["containers"]
     variables = {variable["name"]: variable.get("value", "SEKRET") for variable in container["env"]}
     assert expanded(container["command"], variables) == ["python", "-m", "forge", text]

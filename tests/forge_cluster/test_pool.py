@@ -12,7 +12,7 @@ from forge_cluster.rooms import Demand, HostRoom, NoHostRoom, check_fit, choose_
 
 def host(name: str, gpus: int = 8, cores: int = 64, gigabytes: int = 1000) -> Inventory:
     numbers = tuple(str(number) for number in range(gpus))
-    return Inventory(name, numbers, cores, gigabytes * 10**9, 10**11, 0.0)
+    return Inventory(name, numbers, cores, gigabytes * 10**9, 10**11)
 
 
 def place(rooms: list[HostRoom], demands: list[Demand]) -> list[list[str]]:

@@ -55,12 +55,12 @@ def run(args: argparse.Namespace) -> None:
         from forge.runtime.controller.placement import machines_module
 
         try:
-            diagnosis = machines_module().examine_hosts_of_run(args.hosts, args.folder)
+            lines, problems = machines_module().examine_hosts(args.hosts, args.folder)
         except (ValueError, OSError, ImportError, RuntimeError) as error:
             raise SystemExit(f"error: {error}") from error
 
-        print(diagnosis.render())
-        if diagnosis.problems:
+        print("\n".join([*lines, *(f"problem: {problem}" for problem in problems)]))
+        if problems:
             raise SystemExit(1)
 
 

@@ -90,26 +90,34 @@ def test_quoted_json_arguments_are_read_verbatim(form, text):
     assert [dict(call.arguments) for call in action.calls] == [arguments]
 
 
-@pytest.mark.parametrize("form", [*IN_JSON, *IN_XML], ids=lambda form: form.__name__)
+PLAIN = [
+    "ends with </tool_call> here",
+    "it's one </parameter> of many",
+    "one </arg_value> of many",
+    "the tag <parameter=x> or <arg_value> opens a value",
+    "<|call|> and <｜tool▁call▁end｜> and [TOOL_CALLS] and [ARGS]",
+    "thought </think> and more",
+    "don't",
+    "",
+]
+# In XML a value ends where another tag of the call follows.
+NESTED = [
+    "a <tool_call> begins a call, </tool_call> ends it",
+    "print('</parameter></function></tool_call>')",
+    'print("</arg_value></tool_call>", "<arg_key>")',
+    's = """\n</parameter>\n</function>\n</tool_call>\n"""',
+    "```xml\n</arg_value>\n</tool_call>\n```\nis how it ends",
+    qwen_xml({"path": "inner", "text": "1"}),
+    glm({"path": "inner", "text": "1"}),
+    hermes({"path": "inner", "text": "1"}),
+]
+
+
 @pytest.mark.parametrize(
-    "text",
+    ("form", "text"),
     [
-        "ends with </tool_call> here",
-        "a <tool_call> begins a call, </tool_call> ends it",
-        "print('</parameter></function></tool_call>')",
-        'print("</arg_value></tool_call>", "<arg_key>")',
-        "it's one </parameter> of many",
-        "one </arg_value> of many",
-        "the tag <parameter=x> or <arg_value> opens a value",
-        "<|call|> and <｜tool▁call▁end｜> and [TOOL_CALLS] and [ARGS]",
-        "thought </think> and more",
-        's = """\n</parameter>\n</function>\n</tool_call>\n"""',
-        "```xml\n</arg_value>\n</tool_call>\n```\nis how it ends",
-        qwen_xml({"path": "inner", "text": "1"}),
-        glm({"path": "inner", "text": "1"}),
-        hermes({"path": "inner", "text": "1"}),
-        "don't",
-        "",
+        *((form, text) for form in IN_JSON for text in (*PLAIN, *NESTED)),
+        *((form, text) for form in IN_XML for text in PLAIN),
     ],
 )
 def test_delimiters_inside_values_do_not_end_calls(form, text):
