@@ -73,6 +73,8 @@ TORCHFORGE = Suite(
             "test_replay_buffer",
             "observability/test_perf_tracker",
             "losses/test_grpo_loss",
+            "rl/test_math_reward",
+            "rl/test_thinking_reward",
             "util/test_ops",
             "test_env_constants",
         )
@@ -80,6 +82,7 @@ TORCHFORGE = Suite(
     helpers=("tests/__init__.py", "tests/conftest.py", "tests/unit_tests/__init__.py"),
     imports={
         r"^from forge\.controller\.service import": "from tests.forge_compat.upstream.private_names import",
+        r"^from forge\.data\.rewards import": "from forge_compat.upstream.rewards import",
         r"^from forge\.types import ProcessConfig": (
             "from tests.forge_compat.upstream.private_names import ProcessConfig"
         ),
@@ -98,6 +101,7 @@ TORCHFORGE = Suite(
         r"test_metrics_collection": "an endpoint's error is raised by the call here; there it is the call's value",
         r"test_comprehensive_workflow|test_tracer_and_timer_reuse|test_metric_timer_uses": INTERNAL + "its timers",
         r"test_memory_tracking|nested_memory_tracking": "replaces parts of torch.cuda, which a CPU build lacks",
+        r"test_thinking_reward.*test_regex_patterns": INTERNAL + "compiled expressions of the reward",
     },
     outside={
         "observability/test_metrics.py": INTERNAL + "collectors and backends of one rank, with an emulated Monarch",
@@ -109,8 +113,6 @@ TORCHFORGE = Suite(
         "test_generator_config.py": "needs vLLM's arguments at the top of a generator; here generator.vllm",
         "test_torchstore_utils.py": INTERNAL + "handles of checkpoints in the store; here versions",
         "util/test_shared_tensor.py": INTERNAL + "tensors in shared memory; here the store's segments",
-        "rl/test_math_reward.py": "the rewards of these names compare answers as mathematics",
-        "rl/test_thinking_reward.py": "the rewards of these names compare answers as mathematics",
         "datasets/": "forge.data.datasets is not here: forge.data.load.load_data",
     },
 )
