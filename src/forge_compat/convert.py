@@ -24,9 +24,17 @@ def add_to(commands: Subparsers) -> None:
 def run(args: argparse.Namespace) -> None:
     """Print the converted YAML, with a comment for each key without an equivalent; a bad file is a one-line error."""
     # Imported here, as other commands do not need it.
-    from .torchforge_files import convert_config, read_upstream
+    from forge.system.trial import try_in_child
 
     try:
-        print(convert_config(read_upstream(args.file), args.file.stem).text(args.file.name), end="")
-    except (ValueError, OSError) as error:
+        print(try_in_child(f"{__name__}:print_converted", str(args.file), subject=str(args.file), seconds=10), end="")
+    except ValueError as error:
         raise SystemExit(f"error: {error}") from None
+
+
+def print_converted(file: str) -> None:
+    """Print the YAML of a converted file; to be called in a child process, as the file may be somebody else's."""
+    from .torchforge_files import convert_config, read_upstream
+
+    path = Path(file)
+    print(convert_config(read_upstream(path), path.stem).text(path.name), end="")
