@@ -7,6 +7,7 @@ Measured: the most bytes that torch's CPU allocator holds in the second update, 
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 import statistics
 import tempfile
@@ -22,6 +23,7 @@ import transformers
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
+from forge.training.build import Backend
 from forge.training.distributed import join_ranks, leave_ranks
 from forge.training.policy import Head
 from forge.training.settings import LoraSettings, OptimizerSettings, Parallelism, PassSettings
@@ -60,6 +62,7 @@ class Case:
     optimizer: dict[str, Any] = field(default_factory=dict)
     layout: dict[str, int] = field(default_factory=dict)
     shape: dict[str, Any] = field(default_factory=dict)
+    backend: Backend = "fsdp"
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in asdict(self).items() if value != asdict(Case())[name])
@@ -74,6 +77,7 @@ class Case:
 RECOMPUTED = {"gradient_checkpointing": True}
 TENSOR = {"tensor_parallel_degree": 2}
 CONTEXT = {"context_parallel_degree": 2}
+EXPERT = {"expert_parallel_degree": 2}
 CASES = [
     *(Case(family) for family in ("Qwen3", "Qwen2", "Llama", "Mistral", "Gemma3Text", "Qwen3Moe")),
     *(Case(family, passes=RECOMPUTED, updates=2) for family in ("Qwen3", "Llama", "Gemma3Text", "Qwen3Moe")),
@@ -98,6 +102,18 @@ CASES = [
     Case(ranks=4, layout={"data_parallel_replicate_degree": 2}),
     Case(ranks=2, layout=TENSOR, passes=RECOMPUTED),
     Case("Llama", ranks=2, layout=CONTEXT, lora=8),
+]
+# Mixtures of TorchTitan, which is an extra.
+TITAN = [
+    Case("Qwen3Moe", backend="titan"),
+    Case("Qwen3Moe", ranks=2, backend="titan"),
+    Case("Qwen3Moe", ranks=2, backend="titan", layout=EXPERT),
+    Case("Qwen3Moe", ranks=2, backend="titan", layout=EXPERT, updates=2),
+    Case("Qwen3Moe", ranks=2, backend="titan", layout=EXPERT, passes=RECOMPUTED, updates=2),
+    Case("Qwen3Moe", ranks=2, backend="titan", layout={**EXPERT, **CONTEXT}),
+    Case("Qwen3Moe", ranks=4, backend="titan", layout=EXPERT, updates=2),
+    Case("Qwen3Moe", ranks=4, backend="titan", layout={"expert_parallel_degree": 4}, passes=RECOMPUTED, updates=2),
+    Case("Qwen3Moe", ranks=4, backend="titan", layout={**EXPERT, "data_parallel_replicate_degree": 2}),
 ]
 
 
@@ -134,7 +150,7 @@ def train(case: Case, model: str, store: str, rank: int, answers: Any) -> None:
     meeting = dist.FileStore(store, case.ranks) if case.ranks > 1 else None
     ranks = join_ranks(rank, case.ranks, meeting, Parallelism(**case.layout))
     lora = None if case.lora is None else LoraSettings(rank=case.lora)
-    settings = {"seq_len": SEQ_LEN, **case.passes}
+    settings = {"seq_len": SEQ_LEN, "backend": case.backend, **case.passes}
     trainer = PolicyTrainer(model, ranks, OptimizerSettings(**case.optimizer), head=case.head, lora=lora, **settings)
     batch = full_batch(SEQ_LEN * case.updates, case.length, case.data_ranks)
     loss = weighted_scores if case.head == "policy" else weighted_values
@@ -182,6 +198,7 @@ def plan(case: Case, model: Path) -> int:
         lora=None if case.lora is None else LoraSettings(rank=case.lora),
         parallelism=layout,
         world_size=case.ranks,
+        backend=case.backend,
     )
     shards = layout.data_parallel_shard_degree * layout.context_parallel_degree
     memory = trainer_memory(
@@ -198,7 +215,8 @@ def plan(case: Case, model: Path) -> int:
 def compare_cases() -> None:
     """Print each case, and the errors of all."""
     errors = []
-    for case in CASES:
+    cases = [*CASES, *TITAN] if importlib.util.find_spec("torchtitan") else CASES
+    for case in cases:
         with tempfile.TemporaryDirectory() as folder:
             model = write_model(case, Path(folder) / "model")
             measured = measure(case, model, Path(folder))

@@ -30,8 +30,10 @@ from forge.losses import SFTLoss
 from forge.runtime.store import VersionStore
 from forge.training import checkpoint
 from forge.training.distributed import Ranks, join_ranks
-from forge.training.settings import Parallelism
+from forge.training.settings import Parallelism, PassSettings
 from forge.types import UNKNOWN_EXPERT
+from forge_inspect.plan.components import full_batch, weighted_scores
+from forge_inspect.plan.passes import run_passes
 from forge_titan.setup import VERSION, check_layout, check_model
 from tests.training import layouts, ranks
 from tests.training.cases import example, make_trainer, tiny_model, weights_of, write_model
@@ -271,3 +273,12 @@ def test_pipeline_resumes_exactly_and_publishes_all_stages(pipelines: dict[int, 
 def test_model_without_stages_raises(config: Any, says: str):
     with pytest.raises(ValueError, match=f"pipeline_parallel_degree = 2: {says}"):
         check_layout(in_stages(2, 1, 2).over(2), config)
+
+
+def test_plan_of_pipeline_divides_layers(deep: dict[str, Path]):
+    def count_weights(ranks: int) -> int:
+        settings = {"parallelism": in_stages(ranks), "world_size": ranks, "backend": "titan"}
+        return run_passes(deep["llama"], full_batch(64, 8, 1), weighted_scores, PassSettings(), **settings).elements
+
+    # Embedding or head, and two of four layers.
+    assert count_weights(1) / 2 == pytest.approx(count_weights(2), rel=0.02)

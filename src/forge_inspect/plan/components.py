@@ -124,6 +124,7 @@ def trainer_plan(cfg: TrainingRecipe, folder: Path, name: str, machines: Machine
         world_size=options.procs,
         device_type=device_type,
         learns=learns,
+        backend=cfg.trainer.backend if kind == "trainer" else "fsdp",
     )
 
     memory = trainer_memory(
@@ -136,6 +137,10 @@ def trainer_plan(cfg: TrainingRecipe, folder: Path, name: str, machines: Machine
         learns=learns,
     )
     parts = {part: size for part, size in asdict(memory).items() if part != "moment"}
+    if layout.stages > 1:
+        # Stages have a buffer for the states of every micro-batch of an update and for their gradients.
+        tokens = samples * length // (options.procs // layout.pipeline_parallel_degree)
+        parts["activations"] += 2 * tokens * model_config(folder).hidden_size * passes.itemsize
     if cfg.training.cpu_offload and learns:
         # FSDP2 keeps these in host memory, where the optimiser computes too.
         parts |= {"weights": 0, "gradients": 0, "optimizer": 0}
@@ -147,7 +152,7 @@ def trainer_plan(cfg: TrainingRecipe, folder: Path, name: str, machines: Machine
         {part: size for part, size in parts.items() if size},
         machines.memory,
         memory.moment,
-        elements=passes.elements * layout.tensor_parallel_degree,
+        elements=passes.elements * layout.tensor_parallel_degree if layout.stages == 1 else count_elements(folder),
     )
 
 

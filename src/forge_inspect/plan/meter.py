@@ -189,3 +189,92 @@ def _grouped_product(a: Tensor, b: Tensor, offs: Tensor, **_: Any) -> Tensor:
 def _storage_key(tensor: Tensor) -> int:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.untyped_storage()._cdata
+
+
+class PlannedExperts(nn.Module):
+    """One rank's experts of a layer on the meta device, which allocate what TorchTitan's do.
+
+    It has the tensors of `forge_titan.policy.TitanExperts` and of TorchTitan's `AllToAllTokenDispatcher`, replaces the
+    experts of a transformers model and has the names of their weights. A rank receives as many rows as it sends: tokens
+    are assumed to be divided equally.
+
+    Args:
+        experts: the module of transformers with the experts of all ranks.
+        degree: number of ranks that divide the experts between them; must divide their number.
+        has_grouped_kernel: one kernel computes all experts, as on a GPU in bfloat16; otherwise each has its own.
+    """
+
+    def __init__(self, experts: nn.Module, degree: int, has_grouped_kernel: bool) -> None:
+        super().__init__()
+        gate_up: Tensor = experts.get_parameter("gate_up_proj")
+        down: Tensor = experts.get_parameter("down_proj")
+        self.count, self.degree = len(gate_up) // degree, degree
+        self.has_grouped_kernel = has_grouped_kernel
+        # Not views: those would hold the weights of all ranks.
+        self.gate_up_proj = nn.Parameter(gate_up.new_empty(self.count, *gate_up.shape[1:]))
+        self.down_proj = nn.Parameter(down.new_empty(self.count, *down.shape[1:]))
+
+    def forward(self, hidden: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
+        """Return a result of the shape of `hidden`, [tokens, width]; `experts` and `gates` are [tokens, k]."""
+        tokens, k = experts.shape
+        routes = torch.zeros(tokens, self.count * self.degree, dtype=torch.bool, device=hidden.device)
+        order = experts.reshape(-1).argsort(stable=True)
+        scores, rows = gates.reshape(-1)[order], order // k
+        # Tensors are deleted when TorchTitan's are.
+        received, order_received = self._dispatch_rows(hidden, rows)
+        computed = self._compute_experts(received)
+        del received
+
+        if self.degree > 1:
+            by_rank = computed.new_empty(computed.shape)
+            by_rank[order_received] = computed
+            computed = _Exchange.apply(by_rank)
+            del by_rank
+
+        # The scores are multiplied in float32, whatever the dtype of the passes.
+        weighted = (computed.to(torch.float32) * scores[:, None]).to(computed.dtype)
+        result = torch.zeros_like(hidden).scatter_add(0, rows[:, None].expand(-1, hidden.shape[1]), weighted)
+        del routes  # the map of tokens lives as long as the layer's forward pass
+
+        return result
+
+    def _dispatch_rows(self, hidden: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows that this rank's experts compute, [tokens * k, width], and their indices as received."""
+        sent = hidden[rows]
+        if self.degree == 1:
+            return sent, rows
+        received = _Exchange.apply(sent)
+        order_received = torch.empty_like(rows)
+        # `sent` is kept until the rows are sorted by expert.
+        return received[order_received], order_received
+
+    def _compute_experts(self, x: Tensor) -> Tensor:
+        if self.has_grouped_kernel:
+            ends = torch.empty(self.count, dtype=torch.int32, device=x.device)
+            gate, up = F.grouped_mm(x, self.gate_up_proj.transpose(-2, -1), offs=ends).chunk(2, -1)
+            return F.grouped_mm(F.silu(gate) * up, self.down_proj.transpose(-2, -1), offs=ends)
+        outputs = []
+        for part, gate_up, down in zip(x.tensor_split(self.count), self.gate_up_proj, self.down_proj, strict=True):
+            gate, up = F.linear(part, gate_up).chunk(2, -1)
+            outputs.append(F.linear(F.silu(gate) * up, down))
+        return torch.cat(outputs)
+
+
+class _Exchange(torch.autograd.Function):
+    """An all-to-all of equal parts, forward and backward: allocates a new tensor of the same shape."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return torch.empty_like(gradients[0])
+
+
+def divide_experts(model: nn.Module, degree: int, has_grouped_kernel: bool) -> None:
+    """Replace the experts in each mixture of a transformers model by those of one rank; see `PlannedExperts`."""
+    for module in list(model.modules()):
+        experts = getattr(module, "experts", None)
+        if isinstance(experts, nn.Module):
+            module.register_module("experts", PlannedExperts(experts, degree, has_grouped_kernel))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from forge.config.plugin import resolve
 from forge.data.packing import split_batch
 from forge.system.devices import planning_for
 from forge.training.build import find_layers
@@ -19,12 +20,12 @@ from forge.training.distributed import Ranks, lay_out
 from forge.training.experts import balance_loss
 from forge.training.lora import LoraLinear, add_adapters
 from forge.training.policy import Policy, ScalarModel, make_policy
-from forge.training.settings import Head, LoraSettings, OptimizerSettings, Parallelism, PassSettings
+from forge.training.settings import Backend, Head, LoraSettings, OptimizerSettings, Parallelism, PassSettings
 from forge.training.step import Loss, loss_inputs, micro_batch_loss
 from forge.training.tensor_parallel import parallelize_model
 from forge.types import Batch
 
-from .meter import Moment, measure_block
+from .meter import Moment, divide_experts, measure_block
 
 META = torch.device("meta")
 
@@ -34,19 +35,18 @@ class Weight:
     """One weight of a rank, before FSDP divides it.
 
     Args:
-        elements: number of elements on this rank, after tensor parallelism.
+        elements: number of elements on this rank, after tensor and expert parallelism.
         is_inner: it is in a decoder layer.
         trains: it has a gradient.
+        spread: number of ranks of expert parallelism that divide it; FSDP divides it over that many times fewer ranks.
+        is_resharded: it is in no layer, but is gathered only while it is used, as layers are.
     """
 
     elements: int
     is_inner: bool
     trains: bool
-
-
-def count_elements(weights: Iterable[Weight]) -> int:
-    """Return the number of elements of weights, before FSDP divides them."""
-    return sum(weight.elements for weight in weights)
+    spread: int = 1
+    is_resharded: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Passes:
     @property
     def elements(self) -> int:
         """Return the number of elements of all weights, divided by tensor parallelism only."""
-        return count_elements(self.weights.values())
+        return sum(weight.elements * weight.spread for weight in self.weights.values())
 
 
 def run_passes(
@@ -83,6 +83,7 @@ def run_passes(
     world_size: int = 1,
     device_type: str = "cpu",
     learns: bool = True,
+    backend: Backend = "fsdp",
 ) -> Passes:
     """Run the forward and backward pass of one micro-batch on the meta device, and return what they hold.
 
@@ -96,24 +97,34 @@ def run_passes(
         world_size: number of ranks.
         device_type: that the code is run for: "cpu" or the type of a GPU.
         learns: whether there is a backward pass.
+        backend: with "titan" mixtures of experts compute as TorchTitan's do; the other modules are assumed to be alike.
 
     Raises:
-        ValueError: a model or degrees that the trainer rejects, or expert or pipeline parallelism.
+        ValueError: a model or degrees that the trainer rejects.
     """
     dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
     layout = (parallelism or Parallelism()).over(world_size)
-    if layout.expert_parallel_degree > 1 or layout.stages > 1:
-        raise ValueError("expert_parallel_degree and pipeline_parallel_degree are not planned: set them to 1")
     with ranks_of(layout, world_size) as ranks, planning_for(device_type):
         policy = _build_meta(model, head, dtype, settings.gradient_checkpointing, lora, ranks)
+        if backend == "titan":
+            resolve("forge_titan.setup:check_model", "trainer.backend")(policy.model.config)
+            resolve("forge_titan.setup:check_layout", "trainer.backend")(
+                layout, AutoConfig.from_pretrained(model, trust_remote_code=False)
+            )
+            divide_experts(policy, ranks.experts, device_type != "cpu" and dtype == torch.bfloat16)
+
         policy.ranks = ranks
         policy.train()
-        weights = dict(policy.named_parameters())
+        # In a pipeline the embedding is on other ranks than the head, which is as large and needs more memory.
+        weights = {name: w for name, w in policy.named_parameters() if layout.stages == 1 or "embed_tokens" not in name}
         local = {name: w.to_local() if isinstance(w, DTensor) else w for name, w in weights.items()}
         pack = split_batch(batch, ranks=ranks.data.size, max_tokens=settings.seq_len)[0][0]
 
         with measure_block(weights) as meter, torch.set_grad_enabled(learns):
             output = policy(pack, 1.0)
+            # The first group runs ahead of the last by its distance, with two stages by half as much again, and holds
+            # the activations of these micro-batches as well.
+            ahead = int(learns * meter.held * (ranks.pipeline.size - 1) * (1 + ranks.stages / ranks.pipeline.size) / 2)
             if learns:
                 value = micro_batch_loss(loss, pack, loss_inputs(pack, output), output)
                 if policy.routers is not None:
@@ -123,6 +134,9 @@ def run_passes(
                 del value
             del output
 
+        # TorchTitan shards an embedding on its own, unless it is the head as well.
+        is_untied = any(name.endswith("lm_head.weight") for name in weights)
+        resharded = ("embed_tokens.weight",) if backend == "titan" and is_untied else ()
         # Matrices in four bits, with a scale for each block of 64, are whole on every rank.
         is_packed = lora is not None and lora.quantize is not None
         adapted = {f"{name}.weight" for name, module in policy.named_modules() if isinstance(module, LoraLinear)}
@@ -136,10 +150,13 @@ def run_passes(
                 int(tensor.numel() * share) if is_packed and name in adapted else tensor.numel(),
                 is_inner=".layers." in name,
                 trains=weights[name].requires_grad,
+                spread=ranks.experts if tensor.dim() > 2 else 1,
+                is_resharded=name.endswith(resharded),
             )
             for name, tensor in local.items()
         }
-        return Passes(described, meter.peaks, dtype.itemsize, len(find_layers(policy.model)))
+        peaks = {moment: (first + ahead, most + ahead) for moment, (first, most) in meter.peaks.items()}
+        return Passes(described, peaks, dtype.itemsize, len(find_layers(policy.model)))
 
 
 @contextmanager
@@ -169,6 +186,11 @@ def _build_meta(
     options: dict[str, Any] = {} if head == "policy" else {"num_labels": 1}
     kind: Any = AutoModelForCausalLM if head == "policy" else AutoModelForSequenceClassification
     config = AutoConfig.from_pretrained(model, **options, trust_remote_code=False)
+    if ranks.stages > 1:
+        # Embedding and head count as a layer each. The first group holds the most micro-batches, and the others as much
+        # only if they have few layers.
+        layers = -(-(config.num_hidden_layers + 2) // ranks.stages) * (ranks.stages // ranks.pipeline.size)
+        config.num_hidden_layers = layers - (layers >= ranks.pipeline.size)
     with META:
         built = kind.from_config(config, dtype=dtype, attn_implementation="eager", trust_remote_code=False)
 
@@ -238,19 +260,22 @@ def trainer_memory(
     # Held at every moment: this rank's part of weights and state, and of gradients once they are summed.
     itemsize, parts = ITEMSIZE[settings.weights_dtype], shards or 1
     trained = [weight for weight in passes.weights.values() if weight.trains and learns]
-    learned = count_elements(trained)
-    weights = passes.elements * itemsize // parts
-    gradients = learned * itemsize // parts
+    elements = sum(weight.elements for weight in passes.weights.values())
+    learned = sum(weight.elements for weight in trained)
+    weights = _count_sharded(passes.weights.values()) * itemsize // parts
+    gradients = _count_sharded(trained) * itemsize // parts
 
-    state = sum(state_bytes(weight, settings, optimizer) for weight in trained) // parts
+    state = sum(state_bytes(weight, settings, optimizer) * weight.spread for weight in trained) // parts
     update = max((update_bytes(weight, settings, optimizer, parts) for weight in trained), default=0)
 
     # The summed gradient is kept without a copy, unless it is added to an earlier one or cast.
     copied = FLOAT if micro_batches > 1 or itemsize != FLOAT else 0
     size = passes.itemsize
-    inner = count_elements(weight for weight in passes.weights.values() if weight.is_inner)
-    learned_inner = count_elements(weight for weight in trained if weight.is_inner)
+    inner = sum(weight.elements for weight in passes.weights.values() if weight.is_inner)
+    stays = sum(weight.elements for weight in passes.weights.values() if not (weight.is_inner or weight.is_resharded))
+    learned_inner = sum(weight.elements for weight in trained if weight.is_inner)
     learned_layer = learned_inner // passes.layers
+    sharded_layer = _count_sharded(weight for weight in trained if weight.is_inner) // passes.layers
 
     # The update of the weights is one of the moments; the passes have the others.
     moments = [TrainerMemory(weights, gradients, state, update, 0, "update of the weights")]
@@ -264,8 +289,8 @@ def trainer_memory(
         # in no layer, and has undivided gradients of a layer until all of them are complete.
         complete_layers = moment.layers // (size * learned_layer) if learned_layer else 0
         current = moment.layers - complete_layers * size * learned_layer
-        reduced = gradients if micro_batches > 1 else complete_layers * learned_layer * itemsize // parts
-        gathered = size * (passes.elements - inner) + 2 * size * (inner // passes.layers)
+        reduced = gradients if micro_batches > 1 else complete_layers * sharded_layer * itemsize // parts
+        gathered = size * stays + 2 * size * (inner // passes.layers)
 
         # FSDP2 keeps the buffer of one layer's gradients while the next layer's are computed.
         held = FLOAT * learned_layer if complete_layers else 0
@@ -275,7 +300,7 @@ def trainer_memory(
             )
         )
         if complete_layers and not current:
-            summed = FLOAT * learned_layer * (1 + gloo) + copied * learned_layer // parts
+            summed = FLOAT * learned_layer * (1 + gloo) + copied * sharded_layer // parts
             undivided = reduced + size * learned_layer + moment.root
             moments.append(TrainerMemory(weights, undivided, state, first, gathered + summed, "sum of gradients"))
 
@@ -284,12 +309,17 @@ def trainer_memory(
         root = learned - learned_inner
         last = min(first for first, _ in passes.peaks.values())
         summed = FLOAT * root * (1 + gloo) + copied * root // parts
-        gathered = size * (passes.elements - inner) + summed
+        gathered = size * (elements - inner) + summed
         moments.append(
             TrainerMemory(weights, gradients + size * root, state, last, gathered, "sum of the last gradients")
         )
 
     return max(moments, key=lambda moment: moment.total)
+
+
+def _count_sharded(weights: Iterable[Weight]) -> int:
+    """Return the number of elements of these weights, divided by tensor parallelism only."""
+    return sum(weight.elements * weight.spread for weight in weights)
 
 
 def state_bytes(weight: Weight, settings: PassSettings, optimizer: OptimizerSettings) -> int:
@@ -307,7 +337,7 @@ def update_bytes(weight: Weight, settings: PassSettings, optimizer: OptimizerSet
         return 0  # fused
     # In float32: weight and gradient if they are in bfloat16, and both moments if they are.
     copies = (settings.weights_dtype == "bfloat16") * 2 + (dtype == "bfloat16") * 2
-    return weight.elements * FLOAT * copies // parts
+    return weight.elements * weight.spread * FLOAT * copies // parts
 
 
 def _next_phase(gradients: int) -> str:
