@@ -9,6 +9,52 @@ from forge.data.sampler import Sampler
 SOLVED = 1.0  # the outcome of a right answer
 
 
+class Curriculum(Sampler):
+    """Draws rows of one level until most answers are right, then rows of the next level, up to the last.
+
+    Args:
+        level: the column with a row's level, a number; lower is easier.
+        advance_at: the share of right answers in the last `window` groups of the level at which the next level starts.
+        window: a number of groups.
+
+    Raises:
+        ValueError: a row has no level.
+    """
+
+    def __init__(
+        self, rows: Sequence[Row], seed: int, level: str = "level", advance_at: float = 0.8, window: int = 32
+    ) -> None:
+        super().__init__(rows, seed)
+        for number, row in enumerate(rows, 1):
+            if row.get(level) is None:
+                raise ValueError(f"row {number} has no {level}: it has {', '.join(map(str, row))}")
+        self.level, self.advance_at, self.window = level, advance_at, window
+        self.levels = sorted({row[level] for row in rows})
+        self.stage = 0  # index of the current level in `levels`
+        self.shares: list[float] = []  # of right answers in the last groups of the current level
+
+    def draw(self) -> int:
+        """Return the number of a random row of the current level."""
+        level = self.levels[self.stage]
+        return self.random().choice([number for number, row in enumerate(self.rows) if row[self.level] == level])
+
+    def observe(self, row: int, outcomes: Sequence[float]) -> None:
+        """Record the outcomes of a row's group, and start the next level if this one is mostly solved."""
+        # Groups that were drawn from an earlier level may still arrive.
+        if not outcomes or self.rows[row][self.level] != self.levels[self.stage]:
+            return
+        self.shares = [*self.shares, _solved_share(outcomes)][-self.window :]
+        # Only with a full window: a few lucky groups at its beginning must not end a level.
+        is_full = len(self.shares) == self.window
+        if is_full and sum(self.shares) / self.window >= self.advance_at and self.stage + 1 < len(self.levels):
+            self.stage += 1
+            self.shares = []
+
+    def metrics(self) -> dict[str, float]:
+        """Return the current level, by its place from 1, and the share of right answers in its last groups."""
+        return {"level": self.stage + 1} | ({"solved": mean(self.shares)} if self.shares else {})
+
+
 class Frontier(Sampler):
     """Prefers rows that are sometimes solved, the only ones whose groups have advantages other than 0.
 

@@ -6,13 +6,31 @@ import pytest
 
 from forge.data.sampler import Sampler, make_sampler
 from forge.data.sources import SampledRows
-from forge_envs.samplers import Frontier, Retire
+from forge_envs.samplers import Curriculum, Frontier, Retire
 
 ROWS = [{"question": f"q{number}", "level": number // 4, "kind": ["even", "odd"][number % 2]} for number in range(12)]
 
 
 def drawn(sampler, count):
     return [sampler.draw() for _ in range(count)]
+
+
+def test_curriculum_advances_when_level_is_solved():
+    sampler = Curriculum(ROWS, 0, advance_at=0.75, window=4)
+    assert {ROWS[row]["level"] for row in drawn(sampler, 40)} == {0}
+    for rewards in ([1.0, 0.0], [1.0, 1.0], [1.0, 1.0]):
+        sampler.observe(0, rewards)
+    assert ROWS[sampler.draw()]["level"] == 0  # the window is not full
+    sampler.observe(1, [1.0, 1.0])
+    assert {ROWS[row]["level"] for row in drawn(sampler, 40)} == {1}
+    for _ in range(20):
+        sampler.observe(2, [1.0])  # of the level before
+    assert ROWS[sampler.draw()]["level"] == 1
+    for _ in range(8):
+        sampler.observe(5, [1.0])
+    for _ in range(8):
+        sampler.observe(9, [1.0])
+    assert ROWS[sampler.draw()]["level"] == 2  # the last one stays
 
 
 def test_frontier_sampler_prefers_sometimes_solved_rows():
@@ -29,6 +47,7 @@ def test_frontier_sampler_prefers_sometimes_solved_rows():
 @pytest.mark.parametrize(
     ("use", "state"),
     [
+        ({"use": "curriculum", "window": 1}, {"sampler/level": 2}),
         ("frontier", {"sampler/solved": 0.75}),
         ("retire", {"sampler/retired": 1}),
         (Sampler, {}),
@@ -49,6 +68,7 @@ def test_state_of_sampler_is_in_metrics(use, state, monkeypatch):
 @pytest.mark.parametrize(
     "make",
     [
+        lambda rows: Curriculum(rows, 3, window=2, advance_at=0.5),
         lambda rows: Frontier(rows, 3),
         lambda rows: Retire(rows, 3),
     ],
@@ -85,6 +105,7 @@ def test_resumed_sampler_draws_the_same_rows(make):
         ("easy", "sampler '(?i:easy)' was not found"),
         ({"name": "retire"}, "must have `use: "),
         ({"use": "retire", "time": 2}, "unknown key 'dataset.sampler.time'; did you mean 'times'"),
+        ({"use": "curriculum", "level": "hardness"}, "row 1 has no hardness: it has question, level, kind"),
         ({"use": "frontier", "floor": 0.0}, "floor must be above 0"),
         (lambda rows, seed: object(), "has no draw, observe"),
     ],

@@ -131,8 +131,8 @@ class DatasetConfig(RowsConfig):
     too_long: Literal["skip", "error"] = "skip"
     """Longer prompts are skipped and counted, or an error."""
     sampler: Any = None
-    """Instead of the shuffled order, one that follows from what came of the rows before: frontier, retire or
-    package.module:Class, by name or as `{use: name, <settings>}` ([data.md](data.md)). Needs a recipe
+    """Instead of the shuffled order, one that follows from what came of the rows before: curriculum, frontier, retire
+    or package.module:Class, by name or as `{use: name, <settings>}` ([data.md](data.md)). Needs a recipe
     that samples groups, and stored rows."""
 
 

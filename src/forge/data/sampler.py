@@ -64,7 +64,7 @@ def make_sampler(sampler: Any, rows: Sequence[Row], seed: int) -> Any:
     """Return the sampler that the setting `dataset.sampler` describes, with the methods of `Sampler`.
 
     Args:
-        sampler: a name (frontier, retire, or `package.module:Class`), `{use: name, <settings>}`, or a
+        sampler: a name (curriculum, frontier, retire, or `package.module:Class`), `{use: name, <settings>}`, or a
             class or function that takes rows and a seed.
 
     Raises:

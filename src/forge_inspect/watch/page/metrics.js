@@ -33,7 +33,7 @@ export const METRICS = {
   "reward/alarms": "reward/alarms: verifiers that a reward with follow ignores as gamed",
   "dropped/NAME": "dropped/NAME: dropped groups or episodes, by reason",
   "buffer/size": "buffer/size: groups in the replay buffer",
-  "sampler/NAME": "sampler/NAME: state of dataset.sampler: solved share of right answers, retired rows",
+  "sampler/NAME": "sampler/NAME: state of dataset.sampler: level by its place, solved share of right answers, retired rows",
   "data/skipped": "data/skipped: rows that were skipped, such as too long prompts",
   "train/loss": "train/loss: mean over the updates of the step",
   "train/grad_norm": "train/grad_norm, train/learning_rate: gradient norm before clipping; of the schedule",
