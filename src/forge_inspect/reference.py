@@ -46,8 +46,9 @@ FEWEST_SEEDS = 3
 MAX_DIFFERENCES = 8  # in settings: beyond these a run is of another recipe
 # The chance that a healthy run departs at any look at any metric.
 FALSE_ALARM = 0.01
-# Part of the seeds' mean that counts as rounding, where all seeds have the same value.
-ROUNDING = 0.02
+# Added to the spread of the seeds, as they may all have one value: 0.005 of a share or, of a logarithm, half a percent.
+ROUNDING = 0.005
+LOGARITHMIC = ("train/learning_rate", "train/tokens", "train/grad_norm")
 
 Rows = Sequence[Mapping[str, float]]
 
@@ -116,34 +117,39 @@ class Reference:
     def list_departures(self, rows: Rows) -> list[Departure]:
         """Return the metrics that left the band, by their first look outside, the earliest first.
 
-        A look is the mean of a metric over the steps since the last look. Its deviation from the seeds is compared with
-        the t distribution; the seeds' variance at this look is moderated by that of all looks (Smyth 2004, with a prior
-        of as many degrees of freedom as there are seeds, and one more). All looks share the chance `FALSE_ALARM`.
+        A look is the mean of a metric over the steps since the last look. It is compared with the seeds' by itself and
+        as the change since the first look, as the starting models of seeds differ. The deviation has a t distribution;
+        the seeds' variance at this look is moderated by that of all looks (Smyth 2004, with a prior of as many degrees
+        of freedom as there are seeds, and one more). All looks share the chance `FALSE_ALARM`.
         """
         ends = look_ends(self.steps)
         run = curves_of_rows(rows, self.curves, self.steps)
-        by_metric = {name: (np.array(curves, float), np.array(run[name])) for name, curves in self.curves.items()}
+        tests = 2 * len(ends) * len(self.curves)
         found = []
 
-        for name, (curves, own) in by_metric.items():
-            seeds = average_looks(curves, ends)
-            variance = seeds.var(axis=0, ddof=1) + 1e-24
-            prior = np.exp(np.nanmean(np.log(variance)))
-            degrees = 2 * self.seeds
-            moderated = ((self.seeds + 1) * prior + (self.seeds - 1) * variance) / degrees
-            mean = seeds.mean(axis=0)
-            spread = np.sqrt(moderated * (1 + 1 / self.seeds) + (ROUNDING * mean) ** 2)
-
-            values = average_looks(own[None], ends)[0]
-            for look, score in enumerate(np.abs(values - mean) / spread):
-                chance = student_tail(score, degrees) * len(ends) * len(by_metric)
+        for name, curves in self.curves.items():
+            scale = (lambda values: np.log(values + 1e-12)) if name in LOGARITHMIC else np.asarray
+            looks = average_looks(np.array([*curves, run[name]], float), ends)
+            scaled = scale(looks)
+            levels, changes = self.score_looks(scaled), self.score_looks(scaled[:, 1:] - scaled[:, :1])
+            for look, chance in enumerate(tests * np.minimum(levels, [1.0, *changes])):
                 if chance < FALSE_ALARM:
-                    low, high = seeds[:, look].min(), seeds[:, look].max()
-                    found.append(Departure(name, ends[look], float(values[look]), low, high, chance))
+                    low, high = looks[:-1, look].min(), looks[:-1, look].max()
+                    found.append(Departure(name, ends[look], float(looks[-1, look]), low, high, chance))
                     break
 
         order = list(CAUSES)
         return sorted(found, key=lambda departure: (departure.step, order.index(departure.metric)))
+
+    def score_looks(self, looks: np.ndarray) -> list[float]:
+        """Return the chance of each look of a run, the last row of [seeds and run, looks], by those of the seeds."""
+        seeds, run = looks[:-1], looks[-1]
+        variance = seeds.var(axis=0, ddof=1) + 1e-24
+        prior = np.exp(np.log(variance[~np.isnan(variance)]).sum() / max(1, (~np.isnan(variance)).sum()))
+        degrees = 2 * self.seeds
+        moderated = ((self.seeds + 1) * prior + (self.seeds - 1) * variance) / degrees
+        spread = np.sqrt(moderated * (1 + 1 / self.seeds) + ROUNDING**2)
+        return [student_tail(score, degrees) for score in np.abs(run - seeds.mean(axis=0)) / spread]
 
 
 def look_ends(steps: int) -> list[int]:
