@@ -98,6 +98,7 @@ function result({ about, columns }) {
   const parts = [`${about.ending || about.state}, step ${number(about.step)}${about.steps ? ` of ${about.steps}` : ""}${early}`, about.settings.algorithm ? `${settingText(about.settings.algorithm)} of ${model}` : model];
   if (last("seconds") !== undefined) parts.push(`${seconds(last("seconds"))}, last written ${new Date(about.written * 1000).toLocaleString()}`);
   if (accuracies.length) parts.push(`held-out accuracy ${number(accuracies[0], 3)}${accuracies.length > 1 ? ` at first, ${number(accuracies.at(-1), 3)} at last` : ""}`);
+  if (about.reference) parts.push(`grey: ${about.reference.seeds} seeds of ${about.reference.name}`);
   return `${parts.join("; ")}.`;
 }
 
@@ -106,8 +107,8 @@ function bandOf({ about, columns }, wanted) {
   const last = columns.step?.at(-1) ?? 0;
   return wanted.filter((metric) => about.reference?.bands[metric] && columns[metric]).flatMap((metric) => about.reference.bands[metric].map((values, i) => {
     const kept = values.map((value, k) => [k + 1, value]).filter(([step, value]) => value !== null && step <= last);
-    return { label: `${i ? "highest" : "lowest"} of ${about.reference.seeds} seeds of ${about.reference.name}`, x: kept.map(([step]) => step), y: kept.map(([, value]) => value),
-      colour: css("--quiet"), width: 0.5, help: metric };
+    return { label: `${metric} ${i}`, band: true, x: kept.map(([step]) => step), y: kept.map(([, value]) => value),
+      colour: css("--line"), width: 0.5 };
   }));
 }
 

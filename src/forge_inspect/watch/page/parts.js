@@ -78,8 +78,8 @@ export function select(values, chosen, onchange, attributes = {}) {
     pairs.map(([value, text]) => el("option", { value, selected: value === chosen }, visible(text))));
 }
 
-// A chart of series {label, x, y, colour, width, dash, help}; values may be null. The x axis shows at least the values `ends`.
-// The space within the first `bands` pairs of series is filled.
+// A chart of series {label, x, y, colour, width, dash, help, band}; values may be null. The x axis shows at least the values `ends`.
+// The space within the first `bands` pairs of series is filled; these have `band` set, and are not in the legend.
 export function chart(holder, series, { height = 190, xLabel = "", ends = [], bands = 0 } = {}) {
   const joined = series.length ? uPlot.join([...series.map((one) => [one.x, one.y]), [ends]]) : [[]];
   const key = JSON.stringify([xLabel, series.map((one) => [one.label, one.colour, one.width])]);
@@ -99,10 +99,10 @@ export function chart(holder, series, { height = 190, xLabel = "", ends = [], ba
     legend: { markers: { width: 2, dash: (_, i) => styleOf(series[i - 1]?.dash) } },
     series: [{ label: xLabel, value: pointed }, ...series.map((one) => ({
       label: visible(one.label), stroke: one.colour, width: one.width ?? 1.6, dash: one.dash, spanGaps: true,
-      points: { show: one.y.filter((value) => value !== null).length < 40, size: 4 }, value: pointed,
+      points: { show: !one.band && one.y.filter((value) => value !== null).length < 40, size: 4 }, value: pointed,
     }))],
   }, joined, holder);
-  holder.querySelectorAll(".u-series").forEach((row, i) => { row.title = series[i - 1]?.help ?? ""; });
+  holder.querySelectorAll(".u-series").forEach((row, i) => { row.title = series[i - 1]?.help ?? ""; row.hidden = series[i - 1]?.band ?? false; });
   if (!holder.watched) {
     holder.watched = new ResizeObserver(() => holder.plot.setSize({ width: Math.max(200, holder.clientWidth), height }));
     holder.watched.observe(holder);
