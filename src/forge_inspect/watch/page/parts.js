@@ -102,7 +102,7 @@ export function chart(holder, series, { height = 190, xLabel = "", ends = [], ba
       points: { show: !one.band && one.y.filter((value) => value !== null).length < 40, size: 4 }, value: pointed,
     }))],
   }, joined, holder);
-  holder.querySelectorAll(".u-series").forEach((row, i) => { row.title = series[i - 1]?.help ?? ""; row.hidden = series[i - 1]?.band ?? false; });
+  holder.querySelectorAll(".u-series").forEach((row, i) => { row.title = series[i - 1]?.help ?? ""; if (series[i - 1]?.band) row.style.display = "none"; });
   if (!holder.watched) {
     holder.watched = new ResizeObserver(() => holder.plot.setSize({ width: Math.max(200, holder.clientWidth), height }));
     holder.watched.observe(holder);
