@@ -223,7 +223,9 @@ def make_reference(folders: Sequence[Path], name: str) -> Reference:
             )
 
     runs = [read_metric_rows(folder) for folder in folders]
-    steps = int(min(rows[-1]["step"] for rows in runs))
+    steps = int(min(rows[-1]["step"] if rows else 0 for rows in runs))
+    if steps < 1:
+        raise ValueError("a reference is made of runs that have a step; one of these has none")
     metrics = [metric for metric in CAUSES if all(any(metric in row for row in rows) for rows in runs)]
     curves = [curves_of_rows(rows, metrics, steps) for rows in runs]
     by_metric = {
