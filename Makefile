@@ -51,7 +51,8 @@ $(VENV)/installed-tutorials: $(VENV)/installed
 
 # The tiers of tests, which CONTRIBUTING.md describes.
 # Three workers on two cores: one of them waits for processes. `$(MAKE) -j2` runs lint beside the tests.
-PYTEST = $(VENV)/bin/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder
+WORKERS ?= 3
+PYTEST = $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 check: $(VENV)/installed-dev  ## lint, types and unit tests
 	$(MAKE) -j2 lint pytest TIER='-m "not processes and not costly and not full and not slow" --hypothesis-profile=check'
