@@ -122,14 +122,14 @@ class Reference:
         the seeds' variance at this look is moderated by that of all looks (Smyth 2004, with a prior of as many degrees
         of freedom as there are seeds, and one more). All looks share the chance `FALSE_ALARM`.
         """
-        ends = look_ends(self.steps)
-        run = curves_of_rows(rows, self.curves, self.steps)
-        tests = 2 * len(ends) * len(self.curves)
-        found = []
+        steps = int(min(rows[-1]["step"] if rows else 0, self.steps))
+        ends, found = look_ends(steps), list[Departure]()
+        run = curves_of_rows(rows, self.curves, steps)
+        tests = 2 * len(look_ends(self.steps)) * len(self.curves)
 
         for name, curves in self.curves.items():
             scale = (lambda values: np.log(values + 1e-12)) if name in LOGARITHMIC else np.asarray
-            looks = average_looks(np.array([*curves, run[name]], float), ends)
+            looks = average_looks(np.array([*(seed[:steps] for seed in curves), run[name]], float), ends)
             scaled = scale(looks)
             levels, changes = self.score_looks(scaled), self.score_looks(scaled[:, 1:] - scaled[:, :1])
             for look, chance in enumerate(tests * np.minimum(levels, [1.0, *changes])):

@@ -11,14 +11,14 @@ from forge.cli import main
 SETTINGS = {"model": "m", "seed": 0, "training": {"learning_rate": 1e-3, "steps": 40}, "run": {"name": "a"}}
 
 
-def write_run(folder, seed, reward=1.0, rate=1e-3):
+def write_run(folder, seed, reward=1.0, rate=1e-3, steps=40):
     """Write a run whose reward rises to `reward`, with the noise of a seed, and return its folder."""
     draw = np.random.default_rng(seed)
     offset, rows = draw.normal(0, 0.02), []
-    for step in range(41):
+    for step in range(steps + 1):
         values = {"reward": reward * step / 40 + offset, "train/entropy": 2 - step / 40 + offset}
         noisy = {name: value + draw.normal(0, 0.03) for name, value in values.items()}
-        rows.append({"step": step, "train/learning_rate": rate, "seconds": step, **noisy})
+        rows.append({"step": step, "train/learning_rate": rate * min(1, step / 20), "seconds": step, **noisy})
     folder.mkdir()
     settings = SETTINGS | {"seed": seed, "training": SETTINGS["training"] | {"learning_rate": rate}}
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
@@ -32,8 +32,8 @@ def test_healthy_runs_are_within_and_broken_ones_are_named(tmp_path, capsys):
     main(["compare", "--save", reference, *seeds])
 
     for seed in range(10, 30):
-        main(["compare", write_run(tmp_path / f"new{seed}", seed), reference])
-    assert capsys.readouterr().out.count("within the bands of 3 metrics up to step 40") == 20
+        main(["compare", write_run(tmp_path / f"new{seed}", seed, steps=seed), reference])
+    assert capsys.readouterr().out.count("within the bands of 3 metrics up to step") == 20
 
     main(["compare", write_run(tmp_path / "flat", 50, reward=0.0), reference])
     assert "reward left the band at step" in (printed := capsys.readouterr().out)
