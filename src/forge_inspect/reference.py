@@ -156,7 +156,7 @@ def look_ends(steps: int) -> list[int]:
     """Return the last step of each look: few, as each look costs power, and close together at the start.
 
     >>> look_ends(40)
-    [1, 2, 4, 7, 12, 20, 34, 40]
+    [1, 2, 4, 7, 12, 20, 33, 40]
     """
     ends, end = [], 1
     while end < steps:

@@ -86,7 +86,7 @@ def test_compare_command_uses_last_common_step(tmp_path: Path, capsys: pytest.Ca
     [
         (["runs", "{}/nowhere"], r"error: .*nowhere is not a folder of runs"),
         (["runs", "{}/empty"], r"error: no runs in .*empty"),
-        (["compare", "{}/run"], "error: compare takes two runs or more"),
+        (["compare", "{}/run"], "error: .*run is a run of none of the references"),
         (["compare", "{}/run", "{}/empty"], r"error: .*empty is not a run: it has no config.yaml"),
         (["compare", "{}/run", "{}/new"], r"error: .*new has no step"),
     ],

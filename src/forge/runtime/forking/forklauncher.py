@@ -62,9 +62,12 @@ def main(address: str, program: str) -> None:
     """
     with open("/proc/self/comm", "w") as name:
         name.write("forge-launcher")
+    # Signals wait until they can be forwarded: the fork may run before this process continues.
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     pid = ask_server(connection, address, program)
     if not pid:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         os.execv(sys.executable, [sys.executable, "-m", program])
     status = follow_process(connection, pid)
     # The parent of this process sees the exit code of the fork, or the signal that ended it.
@@ -83,6 +86,7 @@ def follow_process(connection: socket.socket, pid: int) -> int:
         process = os.pidfd_open(pid)
         for number in FORWARDED:
             signal.signal(number, lambda number, frame: signal.pidfd_send_signal(process, number))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         # A signal that arrives just before the call does not interrupt it: its handler runs when the time is over.
         while not select.select([process], [], [], 1.0)[0]:
             continue
