@@ -52,7 +52,8 @@ def test_tokens_match_their_named_weights_under_load(subject: Subject, engine: A
             seen.append(tuple(dict.fromkeys(completion.versions)))
             assert completion.identities == {v: digest(v) for v in set(completion.versions)}
             check_by_hand(subject.models, completion, keep=mode == "continue")
-    assert {0, 1, 2} >= set(sum(seen, ())) >= {0, 1}
+    # Which of the new versions draws depends on the load: one may be replaced before the engine gets a core.
+    assert {0, 1, 2} >= set(sum(seen, ())) > {0}
     assert any(len(versions) > 1 for versions in seen) == (mode != "finish")
 
 
