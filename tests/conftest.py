@@ -51,7 +51,7 @@ _unit_test: pytest.Item | None = None  # the running test, if it may start no pr
 _violations: list[str] = []  # kept: a test that catches the error fails all the same
 
 # Directories with long tests start first, so that nobody waits for them at the end.
-LONG = ("training", "recipes", "runtime/controller", ".")  # the last: benchmarks and blocks of pages
+LONG = ("training", "recipes", "runtime/controller", "runtime/monarch", "forge_cluster", ".")  # .: benchmarks, pages
 # Directories whose fixtures are whole runs and engines, or whose programs attack whatever their user runs.
 TOGETHER = ("training", "engines/conformance", "forge_sandbox")
 # Directories whose tests start components that import PyTorch and transformers: their processes are forked.
