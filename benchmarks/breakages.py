@@ -42,7 +42,7 @@ BREAKAGES = {
     "advantages without a mean": [f"{ALGORITHM}RawRewards"],
     "wrong mask: every second token": [f"{ALGORITHM}EverySecondToken"],
     "half of the batch dropped": ["--training.batch_size=64"],
-    "stale weights": ["--training.sync_interval=10"],
+    "stale weights": ["--training.sync_interval=10", "--async.max_policy_age=9"],
     "template without its last character": ["--dataset.prompt_template={question}"],
     "longer words": ["--dataset.difficulty=[6,6]"],
     "temperature 2": ["--grpo.temperature=2.0"],
@@ -113,7 +113,7 @@ def run_program(folder: Path, program: str, seed: int, *options: str, run: str |
                 os.killpg(process.pid, signal.SIGTERM)
                 break
         code = process.wait()
-    if code and run is None:
+    if code and (run is None or not read_metric_rows(folder / "runs" / run)):
         raise RuntimeError(f"{program} of seed {seed} ended with {code}: see {folder}")
 
 
