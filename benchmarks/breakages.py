@@ -42,7 +42,7 @@ BREAKAGES = {
     "advantages without a mean": [f"{ALGORITHM}RawRewards"],
     "wrong mask: every second token": [f"{ALGORITHM}EverySecondToken"],
     "half of the batch dropped": ["--training.batch_size=64"],
-    "stale weights": ["--training.sync_interval=10", "--async.max_policy_age=9"],
+    "stale weights": ["--training.sync_interval=5", "--async.max_policy_age=4"],
     "template without its last character": ["--dataset.prompt_template={question}"],
     "longer words": ["--dataset.difficulty=[6,6]"],
     "temperature 2": ["--grpo.temperature=2.0"],
