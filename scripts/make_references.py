@@ -75,8 +75,8 @@ def main() -> None:
         for name in args.names:
             folders = list(pool.map(lambda seed, name=name: run_recipe(name, seed, args.folder), args.seeds))
             reference = make_reference(folders, name)
-            made = {"commit": commit, "cpu": processor.name(), "date": f"{datetime.now(UTC):%Y-%m-%d}"}
-            reference = replace(reference, made={**made, **reference.made})
+            provenance = {"commit": commit, "cpu": processor.name(), "date": f"{datetime.now(UTC):%Y-%m-%d}"}
+            reference = replace(reference, provenance={**provenance, **reference.provenance})
             write_reference(reference, REFERENCES / f"{name.replace('/', '-')}.json")
             print(f"{name}: {reference.steps} steps, {reference.seeds} seeds", flush=True)
 

@@ -255,13 +255,13 @@ def check_room(hosts: str | Sequence[str], placements: Mapping[str, Mapping[str,
         count = 1 if options.share else math.ceil(options.num_replicas / options.per_process)
         demands += [demand_of(f"{setting}, replica {index}", options) for index in range(count)]
 
-    found: dict[str, Inventory | str] = {}
+    outcomes: dict[str, Inventory | str] = {}
     try:
         with _temporary_credentials() as credentials:
-            found = asyncio.run(survey_hosts(hosts, credentials))
-        check_fit([outcome for outcome in found.values() if isinstance(outcome, Inventory)], demands)
+            outcomes = asyncio.run(survey_hosts(hosts, credentials))
+        check_fit([outcome for outcome in outcomes.values() if isinstance(outcome, Inventory)], demands)
     except NoHostRoom as error:
-        reasons = [outcome for outcome in found.values() if isinstance(outcome, str)]
+        reasons = [outcome for outcome in outcomes.values() if isinstance(outcome, str)]
         raise ValueError("; ".join([str(error), *reasons])) from None
 
 
@@ -304,13 +304,13 @@ def examine_hosts(hosts: str | None, folder: Path | None) -> tuple[list[str], li
     if not hosts:
         raise ValueError(f"which hosts? give --hosts, or set {HOSTS}")
     with _temporary_credentials() as credentials:
-        found = asyncio.run(survey_hosts(hosts, credentials))
+        outcomes = asyncio.run(survey_hosts(hosts, credentials))
     lines = [
         f"{address}  {outcome.name}: {outcome}, free"
-        for address, outcome in found.items()
+        for address, outcome in outcomes.items()
         if isinstance(outcome, Inventory)
     ]
-    problems = [outcome for outcome in found.values() if isinstance(outcome, str)]
+    problems = [outcome for outcome in outcomes.values() if isinstance(outcome, str)]
 
     if folder is not None:
         # A random content, so that a file of another process does not count.

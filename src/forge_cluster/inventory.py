@@ -41,8 +41,8 @@ class Inventory:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Return the inventory whose fields were sent as JSON, along with others."""
-        own = {field.name: values[field.name] for field in fields(cls)}
-        return cls(**own | {"gpus": tuple(values["gpus"])})
+        known_values = {field.name: values[field.name] for field in fields(cls)}
+        return cls(**known_values | {"gpus": tuple(values["gpus"])})
 
     def __str__(self) -> str:
         gpus = f"{len(self.gpus)} GPUs, " if self.gpus else "no GPU, "

@@ -159,8 +159,10 @@ class Pool:
             of_service = [allocation for key, allocation in self._allocations.items() if key[0] == service]
             used = {machine.room for allocation in of_service for machine in allocation.machines}
             try:
-                chosen = choose_rooms(list(machines), demand, [room for room in machines if room in used], max_hosts)
-                return [machines[room] for room in chosen]
+                chosen_rooms = choose_rooms(
+                    list(machines), demand, [room for room in machines if room in used], max_hosts
+                )
+                return [machines[room] for room in chosen_rooms]
             except NoHostRoom as error:
                 absent = [reason for address, reason in self._failures.items() if address not in self._machines]
                 text = "; ".join([str(error), *absent])

@@ -141,11 +141,12 @@ class WeightCache(ForgeActor):
         order = self._orders.setdefault((key, version), [])
         if host not in order:
             order.append(host)
-        place = order.index(host)
-        while place > 0:
-            place = (place - 1) // 2
-            if order[place] not in avoid:
-                return manifest, order[place]
+        # The parent of node n of a binary tree is (n - 1) // 2.
+        node = order.index(host)
+        while node > 0:
+            node = (node - 1) // 2
+            if order[node] not in avoid:
+                return manifest, order[node]
         return manifest, None
 
     @endpoint

@@ -185,8 +185,8 @@ def list_alerts(rows: Rows, settings: Mapping[str, Any]) -> list[Alert]:
     # A run of a shipped recipe that left the band of its seeds: the first departure, which explains those after it.
     reference = find_reference(settings, 0)
     departures = reference.list_departures(rows)[:1] if reference else []
-    found = [Alert(f"{first} of its recipe", f"Usual causes: {CAUSES[first.metric]}") for first in departures]
-    return [*found, *(Alert(finding, advice) for holds, finding, advice in rules if holds)]
+    departure_alerts = [Alert(str(first), f"Usual causes: {CAUSES[first.metric]}") for first in departures]
+    return [*departure_alerts, *(Alert(finding, advice) for holds, finding, advice in rules if holds)]
 
 
 def folder_alerts(folder: Path) -> list[Alert]:

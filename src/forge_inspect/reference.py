@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import version
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +39,6 @@ CAUSES = {
     "eval/accuracy": "all of the above, or the held-out problems",
     "eval/loss": "all of the above, or the held-out rows",
 }
-COSTS = ("seconds", "cpu_seconds")  # of a whole run: in the reference, and in no band
 IGNORED = ("run.", "seed", "metrics.", "checkpoint.", "services.")  # settings that leave the curves as they are
 FEWEST_SEEDS = 3
 MAX_DIFFERENCES = 8  # in settings: beyond these a run is of another recipe
@@ -68,8 +66,8 @@ class Departure(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"{self.metric} left the band at step {self.step}: {self.value:.3g}, where the seeds have {self.low:.3g} "
-            f"to {self.high:.3g}"
+            f"{self.metric} left the band at step {self.step}: {self.value:.3g}, where the recipe's seeds have "
+            f"{self.low:.3g} to {self.high:.3g}"
         )
 
 
@@ -77,13 +75,13 @@ class Departure(NamedTuple):
 class Reference:
     """The curves of several seeds of one recipe.
 
-    settings: by dotted keys, without those that leave the curves as they are. made: versions, machine and costs.
+    settings: by dotted keys, without those that leave the curves as they are. provenance: versions, machine and costs.
     curves: for each metric and seed a value for each step from 1 on, None where a step has none.
     """
 
     name: str
     settings: Mapping[str, Any]
-    made: Mapping[str, Any]
+    provenance: Mapping[str, Any]
     curves: Mapping[str, Sequence[Sequence[float | None]]]
 
     @property
@@ -109,9 +107,9 @@ class Reference:
 
     def list_differences(self, settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         """Return the settings in which a run differs: by dotted key, its value and the reference's."""
-        own = comparable_settings(settings)
-        keys = sorted(own.keys() | self.settings.keys())
-        pairs = {key: (own.get(key), self.settings.get(key)) for key in keys}
+        run_settings = comparable_settings(settings)
+        keys = sorted(run_settings.keys() | self.settings.keys())
+        pairs = {key: (run_settings.get(key), self.settings.get(key)) for key in keys}
         return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
     def list_departures(self, rows: Rows) -> list[Departure]:
@@ -123,7 +121,7 @@ class Reference:
         of freedom as there are seeds, and one more). All looks share the chance `FALSE_ALARM`.
         """
         steps = int(min(rows[-1]["step"] if rows else 0, self.steps))
-        ends, found = look_ends(steps), list[Departure]()
+        ends, departures = look_ends(steps), list[Departure]()
         run = curves_of_rows(rows, self.curves, steps)
         tests = 2 * len(look_ends(self.steps)) * len(self.curves)
 
@@ -135,11 +133,10 @@ class Reference:
             for look, chance in enumerate(tests * np.minimum(levels, [1.0, *changes])):
                 if chance < FALSE_ALARM:
                     low, high = looks[:-1, look].min(), looks[:-1, look].max()
-                    found.append(Departure(name, ends[look], float(looks[-1, look]), low, high, chance))
+                    departures.append(Departure(name, ends[look], float(looks[-1, look]), low, high, chance))
                     break
 
-        order = list(CAUSES)
-        return sorted(found, key=lambda departure: (departure.step, order.index(departure.metric)))
+        return sorted(departures, key=lambda departure: departure.step)  # of one step in the order of the causes
 
     def score_looks(self, looks: np.ndarray) -> list[float]:
         """Return the chance of each look of a run, the last row of [seeds and run, looks], by those of the seeds."""
@@ -229,12 +226,12 @@ def make_reference(folders: Sequence[Path], name: str) -> Reference:
     metrics = [metric for metric in CAUSES if all(any(metric in row for row in rows) for rows in runs)]
     curves = [curves_of_rows(rows, metrics, steps) for rows in runs]
     by_metric = {
-        metric: [[None if math.isnan(value) else float(f"{value:.4g}") for value in own[metric]] for own in curves]
+        metric: [[None if math.isnan(value) else float(f"{value:.4g}") for value in seed[metric]] for seed in curves]
         for metric in metrics
     }
-    costs = {cost: [round(rows[-1].get(cost, math.nan), 1) for rows in runs] for cost in COSTS}
-    made = {package: version(package) for package in ("torchforge-rl", "torch", "transformers")}
-    return Reference(name, settings[0], {**made, **costs}, by_metric)
+    costs = {cost: [round(rows[-1].get(cost, math.nan), 1) for rows in runs] for cost in ("seconds", "cpu_seconds")}
+    versions = {package: version(package) for package in ("torchforge-rl", "torch", "transformers")}
+    return Reference(name, settings[0], {**versions, **costs}, by_metric)
 
 
 def write_reference(reference: Reference, path: Path) -> None:
@@ -245,15 +242,19 @@ def write_reference(reference: Reference, path: Path) -> None:
 def read_reference(path: Path) -> Reference:
     """Return the reference in a file. ValueError: it is not one."""
     try:
-        return Reference(**json.loads(path.read_text()))
-    except (TypeError, ValueError) as error:
+        reference = Reference(**json.loads(path.read_text()))
+        shapes = {np.array(curves, float).shape for curves in reference.curves.values()}
+        if len(shapes) != 1 or len(shapes.pop()) != 2 or reference.seeds < FEWEST_SEEDS:
+            raise ValueError(f"every metric needs the curves of the same {FEWEST_SEEDS} or more seeds, of one length")
+    except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} is not a reference, which `forge compare --save` writes: {error}") from error
+    return reference
 
 
 @cache
 def shipped_references() -> list[Reference]:
     """Return the references of the recipes in apps/."""
-    folder = Path(str(files("forge_inspect") / "references"))
+    folder = Path(__file__).with_name("references")
     return [read_reference(path) for path in sorted(folder.glob("*.json"))]
 
 

@@ -176,26 +176,28 @@ def compare_with_reference(folder: Path, named: Path | None = None) -> None:
     step = int(min(rows[-1]["step"] if rows else 0, reference.steps))
     if step < 1:
         raise ValueError(f"{folder} has no step")
-    made = ", ".join(f"{key} {value}" for key, value in reference.made.items() if isinstance(value, str))
-    print(f"beside {reference.seeds} seeds of {reference.name} ({made})")
+    origin = ", ".join(f"{key} {value}" for key, value in reference.provenance.items() if isinstance(value, str))
+    print(f"beside {reference.seeds} seeds of {reference.name} ({origin})")
     if differences := reference.list_differences(settings):
         cells = [[escape_controls(cell) for cell in (key, *pair)] for key, pair in differences.items()]
         _print_table([["setting", "run", "reference"], *cells])
 
     departures = {departure.metric: departure for departure in reference.list_departures(rows)}
-    lines = [[f"at step {step}", "run", "mean", "lowest", "highest", ""]]
-    for metric, curves in reference.curves.items():
-        value = last_value([row for row in rows if row["step"] <= step], metric)
-        seeds = [last_value([{metric: v} for v in curve[:step] if v is not None], metric) for curve in curves]
-        known = [seed for seed in seeds if seed is not None]
-        if known and value is not None:
-            numbers = [value, sum(known) / len(known), min(known), max(known)]
+    shown_rows = [row for row in rows if row["step"] <= step]
+    lines = [[f"at step {step}", "run", "lowest seed", "highest seed", ""]]
+    for metric, bounds in reference.bands().items():
+        last = last_value(shown_rows, metric)
+        if last is not None:
+            # The last step that has the metric, which may be measured now and then only.
+            low, high = (
+                next(filter(lambda bound: bound is not None, reversed(bound[:step])), None) for bound in bounds
+            )
             left = f"left at step {departures[metric].step}" if metric in departures else ""
-            lines.append([metric, *map(_format_number, numbers), left])
+            lines.append([metric, *map(_format_number, (last, low, high)), left])
     _print_table(lines)
 
     for departure in [*departures.values()][:MAX_DEPARTURES]:
-        print(f"{departure}. Usual causes: {CAUSES[departure.metric]}")
+        print(f"{departure}. Usual causes: {CAUSES.get(departure.metric, 'not known')}")
     if not departures:
         print(f"within the bands of {len(reference.curves)} metrics up to step {step}")
 
