@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forge.engines.cache import BLOCK, KeyValueCache, round_up
-from forge.engines.decoder import QUERIES, Decoder, attention_granule, embedding_bag_indices
+from forge.engines.decoder import QUERIES, Decoder
 from forge.models.architecture import FAMILIES
+from forge.models.exact import attention_granule, embedding_bag_indices
 
 from .attention import run_model
 from .states import RowStates, StateCache

@@ -9,7 +9,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from forge.engines.experts import pad_rows
-from forge.engines.linear import Linear, pack_weight, rms_norm
+from forge.engines.linear import Linear, pack_weight
+from forge.models.exact import rms_norm
 
 ENGINE = "forge_engine"  # the name of the experts' function
 

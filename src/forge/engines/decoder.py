@@ -7,7 +7,7 @@ T cache positions, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -15,15 +15,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..models.architecture import attention_kinds, rotary_parameters
+from ..models.exact import (
+    ACTIVATIONS,
+    attend_by_query,
+    attention_granule,
+    bias_of,
+    embedding_bag_indices,
+    rms_norm,
+    rotate_heads,
+)
 from ..models.weight_layouts import head_size
 from .cache import BLOCK, KeyValueCache, round_up
 from .experts import Experts
-from .linear import rms_norm
 from .weights import Layer, Weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+FUSED_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
 # Prompt tokens in one attention call: a multiple of the kernels' blocks, and few enough that masked scores cost little.
 QUERIES = 64
 
@@ -47,6 +59,7 @@ class Decoder:
         record: bool = False,
         cache_bytes: int | None = None,
         granule: int = 16,
+        exact: bool = False,
     ):
         self.weights = weights
         self.device = device
@@ -56,9 +69,9 @@ class Decoder:
         self.scale = config.query_pre_attn_scalar**-0.5 if is_gemma else self.D**-0.5
 
         # Only a CPU in float32 promises the same bits at any length.
-        is_exact = device.type == "cpu" and dtype == torch.float32
+        is_invariant = device.type == "cpu" and dtype == torch.float32
         longest = round_up(max_seq_len, BLOCK)
-        self.granule = attention_granule(self.H // self.K, self.D, self.scale, longest) if is_exact else granule
+        self.granule = attention_granule(self.H // self.K, self.D, self.scale, longest) if is_invariant else granule
         self.cache = KeyValueCache(config, rows, max_seq_len, dtype, device, record, cache_bytes, self.granule)
         self.eps = config.rms_norm_eps
 
@@ -69,13 +82,16 @@ class Decoder:
         self.rotary: dict[str | None, RotaryTables | None] = {None: None}  # a kind without rotation has the key None
         for key in {kind.rotary for kind in layer_kinds} - {None}:
             self.rotary[key] = rotary_tables(config, key or "", max_seq_len, dtype, device)
-        self.activation = partial(F.gelu, approximate="tanh") if is_gemma else F.silu
+        activation = "gelu_pytorch_tanh" if is_gemma else "silu"
+        self.activation = (ACTIVATIONS if exact else FUSED_ACTIVATIONS)[activation]
+        self.exact = exact
 
         self.embed_scale = torch.tensor(config.hidden_size**0.5, dtype=dtype, device=device) if is_gemma else None
         self.row_ids = torch.arange(rows, device=device)
         self.cache_positions = torch.arange(self.cache.longest, device=device)
         self.queries = QUERIES if device.type == "cpu" else None  # elsewhere one large product is faster
 
+    exact = False  # whether prompts and answers are computed as by a trainer with `training.exact`
     has_prefixes = True  # whether the cache of a prompt has that of its first tokens
 
     def release(self) -> None:
@@ -148,7 +164,8 @@ class Decoder:
                 self.cache.write_choices(token_rows, positions[:real], [experts[:real] for experts in choices])
                 return
 
-            attend = partial(F.scaled_dot_product_attention, scale=self.scale, enable_gqa=True)
+            kernel = attend_by_query if self.exact else F.scaled_dot_product_attention
+            attend = partial(kernel, scale=self.scale, enable_gqa=True)
             self._finish_layer(layer, x, self._attend_blocks(blocks, i, kind, q, attend).flatten(1), choices)
 
     def _biases_at(self, positions: Tensor, length: int) -> list[Tensor]:
@@ -227,7 +244,8 @@ class Decoder:
             slots = order[prompt_index[inside]] * size + positions[inside] - start
 
             # Queries see keys up to their own position, within the window of each kind of attention.
-            keys = self.cache_positions[:end]
+            length = min(round_up(end, self.granule), self.cache.length) if self.exact else end
+            keys = self.cache_positions[:length]
             queries = self.cache_positions[start:end, None]
             masks = []
             for _, window in self.kinds:
@@ -276,7 +294,7 @@ class Decoder:
         if rotation is not None:
             cos, sin, order = rotation
             turned = qk.roll(self.D // 2, -1) if order is None else qk[..., order]
-            qk = (qk * cos).addcmul_(turned, sin)
+            qk = rotate_heads(qk, turned, cos, sin) if self.exact else (qk * cos).addcmul_(turned, sin)
 
         return qk[:, :, :-1], qk[:, :, -1], v
 
@@ -304,58 +322,6 @@ class _Block(NamedTuple):  # an attention call: the same range of positions of s
     prompts: int
     rows: slice | list[int]  # index of the prompts' cache rows
     masks: list[Tensor]  # by kind of attention, (queries of a prompt, keys)
-
-
-@lru_cache
-def attention_granule(group: int, size: int, scale: float, longest: int) -> int:
-    """Return the smallest step between attention's lengths at which this CPU computes scores of the same bits: 16 times
-    a power of two, at most `longest`.
-
-    Libraries round small products differently, each below its own limit: PyTorch has a loop for less than 400
-    products, and MKL on Intel's processors a kernel that multiplies by `scale` at another place: up to 112 positions
-    of 6 heads of 128, and 176 of 12 heads of 192. So the scores of `group` heads of `size` are compared at each length.
-    """
-    limit = min(longest, 4 * BLOCK)
-    random = torch.Generator().manual_seed(0)
-    queries, keys = (torch.randn(8, rows, size, generator=random) for rows in (group, limit))
-    bias = torch.zeros(8, 1, limit)
-
-    def compute_scores(length: int) -> Tensor:
-        return torch.baddbmm(bias[:, :, :length], queries, keys[:, :length].transpose(1, 2), alpha=scale)
-
-    # The longest product is the reference; a granule is right if all its multiples agree with it.
-    expected = compute_scores(limit)
-    granule = 16
-    is_equal = {n: torch.equal(compute_scores(n), expected[:, :, :n]) for n in range(granule, limit, granule)}
-    while granule < limit and not all(is_equal[length] for length in range(granule, limit, granule)):
-        granule *= 2
-
-    return min(granule, limit)
-
-
-@lru_cache(maxsize=1)
-def embedding_bag_indices(heads: int, group: int, length: int, capacity: int) -> tuple[Tensor, Tensor]:
-    """Return the inputs with which `torch.embedding_bag` sums the values of a layer of the cache, head by head.
-
-    These are the indices (heads * group * length,) of the values that each query head sums, and the offset of each
-    query head in them. A key-value head has `capacity` positions, and `group` query heads share it. The kernel takes
-    half the time of `bmm`, and adds in the order of positions at any length.
-
-    >>> embedding_bag_indices(1, group=2, length=2, capacity=4)
-    (tensor([0, 1, 0, 1], dtype=torch.int32), tensor([0, 2], dtype=torch.int32))
-    """
-    first = torch.arange(heads, dtype=torch.int32)[:, None, None] * capacity
-    indices = (first + torch.arange(length, dtype=torch.int32)).expand(-1, group, -1).flatten()
-    return indices, torch.arange(0, len(indices), length, dtype=torch.int32)
-
-
-def bias_of(unseen: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return an attention bias in the shape of `unseen`: -inf where it is True, 0 elsewhere.
-
-    >>> bias_of(torch.tensor([True, False]), torch.float32).tolist()
-    [-inf, 0.0]
-    """
-    return torch.zeros(unseen.shape, dtype=dtype, device=unseen.device).masked_fill_(unseen, -torch.inf)
 
 
 class RotaryTables(NamedTuple):

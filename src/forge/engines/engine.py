@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
@@ -78,7 +79,6 @@ class EmbeddedEngine:
         self.max_seq_len = check_length(config, options.max_seq_len)
         self.device = torch.device(device or find_accelerator() or "cpu")
         self.dtype: torch.dtype = getattr(torch, options.dtype)
-
         if self.dtype == torch.bfloat16 and not has_bfloat16(self.device):
             log.info("generator.dtype: this CPU has no bfloat16 arithmetic; computing in float32")
             self.dtype = torch.float32
@@ -92,7 +92,7 @@ class EmbeddedEngine:
         # Of most model types transformers' modules, with this engine's cache.
         self._make_weights: Callable[..., Weights]
         self._make_weights, make_decoder, named_tensors = (
-            (Weights, Decoder, read_checkpoint(folder))
+            (Weights, partial(Decoder, exact=options.exact), read_checkpoint(folder))
             if is_decodable(config)
             else resolve("forge_families.engine:open_model", "model")(folder, self.dtype, self.device)
         )

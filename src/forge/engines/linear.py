@@ -1,9 +1,8 @@
-"""Matrix products and norms of an engine."""
+"""Matrix products of an engine."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -62,22 +61,3 @@ class Linear:
         # Elsewhere the product is computed in the matrices' own precision, and only stored in float32.
         product = self(x)
         return product.to(torch.promote_types(product.dtype, torch.float32))
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x (..., D) after RMSNorm over its last dimension (Zhang and Sennrich 2019, arXiv:1910.07467). The weight
-    is (D,), or has several of x's last dimensions."""
-    size = x.shape[-1]
-    if x.device.type != "cpu" or x.dtype != torch.float32:
-        normed = F.rms_norm(x, (size,), weight if weight.dim() == 1 else None, eps)
-        return normed if weight.dim() == 1 else normed * weight
-    # On a CPU F.rms_norm has two temporary tensors of x's size. Each operation here rounds correctly; torch.hypot would
-    # replace three of them, but its results depend on the number of rows.
-    square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().mul_(as_float32(1 / size))
-    return (x / square.add_(as_float32(eps)).sqrt_()).mul_(weight)
-
-
-@lru_cache
-def as_float32(number: float) -> Tensor:
-    """Return a number as a tensor, cached: converting it at each operation would take as long as the operation."""
-    return torch.tensor(number, dtype=torch.float32)

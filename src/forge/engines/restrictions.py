@@ -127,8 +127,8 @@ class Restrictions:
 
     def policy(self, logits: Tensor) -> Tensor | None:
         """Return log-probabilities (rows, V) before anything is excluded, for the rows that record these; None if no
-        row does."""
-        return None if self._policy is None else logits[self._policy].log_softmax(-1)
+        row does. The formula is that of `draw_tokens`."""
+        return None if self._policy is None else logits[self._policy].softmax(-1).log_()
 
     def record(self, logprobs: Tensor, policy: Tensor | None, tokens: Tensor) -> None:
         """Replace the log-probabilities of drawn tokens by those in `policy`, in the rows that record these.

@@ -41,6 +41,8 @@ class EngineSettings(Section):
     """Capture decode steps as CUDA graphs: one launch a step instead of hundreds (`embedded`, on a GPU, no mixture of
     experts). Null: where that is possible. Requests with a grammar or `top_logprobs` decode without them
     ([engines.md](engines.md))."""
+    exact: bool = False
+    """Compute prompts and answers as a trainer with `training.exact` does, which sets this."""
     router_replay: bool = False
     """For a mixture of experts: completions carry the experts of each token, and the trainer computes with them
     ([large_models.md](large_models.md)). Needs `embedded`."""
@@ -49,7 +51,7 @@ class EngineSettings(Section):
 
     def _check(self) -> None:
         # Settings of one engine are an error with the other: they would do nothing.
-        only_embedded = ("router_replay", "prefix_cache_mb", "cache_gb", "cuda_graphs")
+        only_embedded = ("exact", "router_replay", "prefix_cache_mb", "cache_gb", "cuda_graphs")
         for name in ("vllm",) if self.engine == "embedded" else only_embedded:
             if self.differs(name):
                 raise ValueError(
@@ -62,6 +64,12 @@ class EngineSettings(Section):
         Raises:
             ValueError: the model of this transformers config does not support one that is set.
         """
+        from .weights import is_decodable  # which imports torch
+
+        if self.exact and not is_decodable(config):
+            raise ValueError(
+                f"training.exact needs the engine's own decoder, which does not support this {config.model_type}"
+            )
         if self.router_replay and not sparse_layers(config):
             raise ValueError(
                 f"generator.router_replay needs a mixture of experts of the ten families, this is {config.model_type}"

@@ -244,7 +244,8 @@ async def start_generator(
     if store is not None:
         settings["store"] = await share_store(store)
     placement = cfg.placement("generator") if options is None else options
-    return await Generator.options(**placement).as_service(model, **settings, **cfg.generator)
+    engine = cfg.generator.model_copy(update={"exact": cfg.training.exact})
+    return await Generator.options(**placement).as_service(model, **settings, **engine)
 
 
 async def start_trainer(

@@ -56,6 +56,17 @@ def is_set(cfg: Any, key: str) -> bool:
 
 RECIPE_RULES: list[Rule] = [
     (
+        lambda cfg: (
+            cfg.training.exact
+            and (
+                cfg.trainer.backend != "fsdp"
+                or cfg.services.trainer.with_gpus
+                or cfg.parallelism.tensor_parallel_degree * cfg.parallelism.context_parallel_degree != 1
+            )
+        ),
+        "training.exact is for CPUs, trainer.backend fsdp and ranks that divide the batch only",
+    ),
+    (
         lambda cfg: (cfg.model is None) == (cfg.from_scratch is None),
         "set either model (a folder or hub id) or from_scratch (a small model made from the seed)",
     ),
@@ -142,6 +153,10 @@ COLOCATED_SERVICE_RULES: list[Rule] = [
 ]
 
 SAMPLING_RULES: list[Rule] = [
+    (
+        lambda cfg: cfg.training.exact and (cfg.generator.engine != "embedded" or cfg.generator.dtype != "float32"),
+        "training.exact needs generator.engine embedded and generator.dtype float32",
+    ),
     (
         lambda cfg: cfg.eval.problems and not cfg.reward.decides,
         "nothing decides which answers of an evaluation are right: set reward.accuracy, or eval.problems to 0",

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from math import gcd
 
@@ -25,9 +26,11 @@ from transformers import AttentionInterface
 
 from ..system.devices import type_of
 from .distributed import ALONE, RankGroup
+from .exact import attend_exactly
 from .flex import Runs, TreeMask, tree_attention
 
 NAME = "forge_packed"
+EXACT = "forge_exact"
 # A rectangle's shortest sequence is at least this share of its longest: padding costs at most a third more products,
 # where one call for each length would cost more in launches.
 FILL = 0.75
@@ -119,6 +122,7 @@ def packed_attention(
     dropout=0.0,
     layout=None,
     context=ALONE,
+    exact=False,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """Return the attention of a pack's tokens, [1, tokens, heads, head_dim], and None, as transformers' interface
@@ -131,6 +135,7 @@ def packed_attention(
         query, key, value: [1, heads, tokens, head_dim]; key and value may have fewer heads.
         layout: the `PackedLayout` of the pack.
         context: the `RankGroup` of the context-parallel ranks.
+        exact: compute with the engine's bits, on a CPU.
         kwargs: with `sliding_window` a token sees itself and the `sliding_window` - 1 tokens before.
     """
     ranks = context.size
@@ -150,7 +155,7 @@ def packed_attention(
     if layout.mask is not None:
         attended = tree_attention(query, key, value, layout.mask, window, scaling)
     else:
-        attended = _attend_rectangles(query, key, value, layout, window, scaling)
+        attended = _attend_rectangles(query, key, value, layout, window, scaling, exact)
 
     if ranks > 1:
         tokens = _exchange(attended.unflatten(0, (ranks, -1)), context, _all_to_all, _all_to_all)
@@ -160,7 +165,13 @@ def packed_attention(
 
 @torch.compiler.disable
 def _attend_rectangles(
-    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, window: int | None, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PackedLayout,
+    window: int | None,
+    scale: float | None,
+    exact: bool = False,
 ) -> Tensor:
     """Return the attention of query, key and value [1, heads, tokens, head_dim] as [tokens, heads, head_dim]."""
     # Gather the tokens of all rectangles, compute one after the other, and put the results into the pack's order.
@@ -172,7 +183,10 @@ def _attend_rectangles(
 
     for (rows, width, before), *parts in zip(layout.shapes, queries, key.split(sizes), value.split(sizes), strict=True):
         q, k, v = (x.unflatten(0, (rows, -1)).transpose(1, 2) for x in parts)
-        if window is not None and before + width > window:
+        if exact:
+            seen = causal_mask(width, before, window or before + width, q.device)
+            attended = attend_exactly(q, k, v, seen, scale or q.shape[-1] ** -0.5)
+        elif window is not None and before + width > window:
             attended = _attend_window(q, k, v, window, scale)
         else:
             mask = causal_mask(width, before, before + width, q.device) if before else None
@@ -232,6 +246,7 @@ def causal_mask(width: int, before: int, window: int, device: torch.device) -> T
 # No mask function is registered by this name: transformers then makes no mask, and does not ask the device whether the
 # pack is one sequence.
 AttentionInterface.register(NAME, packed_attention)
+AttentionInterface.register(EXACT, partial(packed_attention, exact=True))
 
 
 def count_repeats(heads: int, ranks: int) -> int:

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from ..config.plugin import resolve
 from .distributed import Ranks, sum_gradients
+from .exact import replace_modules
 from .loading import fill_model
 from .lora import add_adapters
 from .policy import Policy, ScalarModel
@@ -49,6 +50,7 @@ def build_policy(
     gradient_checkpointing: bool = False,
     cpu_offload: bool = False,
     compile: bool = False,
+    exact: bool = False,
 ) -> Any:
     """Return the model ready to train on the device of `ranks`: loaded, with adapters, sharded and compiled.
 
@@ -61,6 +63,7 @@ def build_policy(
         dtype: of the forward and backward pass.
         weights_dtype: of the parameters.
         compile: compile each decoder layer; with `gradient_checkpointing` only its norms and feed-forward.
+        exact: compute log-probabilities with the engine's bits.
 
     Raises:
         ValueError: an unknown backend or head, an unsuitable model, sizes that are not a multiple of a degree, or
@@ -106,6 +109,9 @@ def build_policy(
         add_adapters(policy.model, lora)
         if lora.quantize:
             resolve("forge_families.four_bits:quantize_base", "lora.quantize")(policy, path)
+    if exact and head == "policy":
+        replace_modules(policy.model)
+        policy.use_exact()
     if ranks.tensor.size > 1:
         parallelize_model(policy.model, ranks)
     layers = find_layers(policy.model)

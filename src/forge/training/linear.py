@@ -143,7 +143,7 @@ class _TokenLogprobs(torch.autograd.Function):
     the backward pass computes a chunk's logits again."""
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, chunk: int):
+    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, chunk: int, exact: bool):
         head = weight.to(hidden.dtype)
         logprobs, normalisers, entropies = [], [], []
         for h, y in zip(hidden.split(chunk), labels.split(chunk), strict=True):
@@ -151,7 +151,10 @@ class _TokenLogprobs(torch.autograd.Function):
                 # As `scores_of`, in place: a new matrix of logits takes longer than the arithmetic.
                 logits = at_least_float32(multiply_transposed(h, head)).div_(temperature)
                 normaliser = logits.logsumexp(-1)
-                logprob = logits.gather(-1, y[:, None])[:, 0] - normaliser
+                if exact:  # the engine's formula
+                    logprob = logits.softmax(-1).gather(-1, y[:, None]).log_()[:, 0]
+                else:
+                    logprob = logits.gather(-1, y[:, None])[:, 0] - normaliser
                 logp = logits.sub_(normaliser[:, None])
                 entropy = -(logp.exp() * logp).sum(-1)
             else:
@@ -197,7 +200,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_weight += wide_product(grad.T, h.T)
             start += len(h)
 
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
 
 
 def _fuse_function(function: Callable[..., A], rows: Tensor) -> Callable[..., A]:
@@ -206,7 +209,13 @@ def _fuse_function(function: Callable[..., A], rows: Tensor) -> Callable[..., A]
 
 
 def token_logprobs(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, temperature: float = 1.0, chunk: int | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+    exact: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the labels' log-probabilities and the entropies of softmax(hidden @ weight.T / temperature), in nats.
 
@@ -218,6 +227,7 @@ def token_logprobs(
         labels: [tokens], token ids.
         temperature: the sampler's.
         chunk: rows of logits at a time; None: `rows_of_chunk`.
+        exact: on a CPU, compute log-probabilities by the engine's formula.
     """
     if not len(labels):
         # Keeps the graph connected: a rank with nothing to train still takes part in the backward collectives.
@@ -231,5 +241,5 @@ def token_logprobs(
     # Backward runs outside autocast and must compute the same logits as forward.
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
     chunk = chunk or rows_of_chunk(hidden.device, len(weight))
-    logprobs, entropy = _TokenLogprobs.apply(hidden.to(dtype), weight, labels, temperature, chunk)
+    logprobs, entropy = _TokenLogprobs.apply(hidden.to(dtype), weight, labels, temperature, chunk, exact)
     return logprobs[:count], entropy[:count]

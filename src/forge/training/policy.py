@@ -30,7 +30,7 @@ from ..models.find import check_classifier, quiet_loading
 from ..models.weight_layouts import split_experts
 from ..system.devices import type_of
 from ..types import UNKNOWN_EXPERT, Batch
-from .attention import NAME, PackedLayout, gather_scores
+from .attention import EXACT, NAME, PackedLayout, gather_scores
 from .distributed import Ranks, to_device
 from .experts import Routers
 from .flex import BLOCK, MIN_TOKENS, Runs, TreeMask
@@ -153,6 +153,7 @@ class PackedModel(nn.Module):
     model: PreTrainedModel
     ranks: Ranks | None = None  # None: one process, on the model's device
     routers: Routers | None = None  # of a policy that is a mixture of experts
+    exact = False  # whether log-probabilities have the engine's bits
     # From pairs (name, tensor) of `named_weights` those that checkpoints on the hub have.
     plain_weights: Callable[[Iterable[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]] = staticmethod(split_experts)
 
@@ -171,6 +172,11 @@ class PackedModel(nn.Module):
         speed_up(model)
         fuse_norms(model)
         self.model = model
+
+    def use_exact(self) -> None:
+        """Compute attention and log-probabilities with the engine's bits from now on."""
+        self.model.config._attn_implementation = EXACT
+        self.exact = True
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Return (Hugging Face name, parameter) pairs: of a sharded model DTensors, of tied parameters the first."""
@@ -258,7 +264,8 @@ class Policy(PackedModel):
     def forward(self, batch: Batch, temperature: float = 1.0) -> TokenScores:
         """Return log-probability and entropy of each token with mask True, at the sampler's `temperature`."""
         states, local, ranks = self.states(batch, lag=1)  # the state at t - 1 predicts token t
-        scores = token_logprobs(states, self.model.lm_head.weight, local.labels, temperature=temperature)
+        head = self.model.lm_head.weight
+        scores = token_logprobs(states, head, local.labels, temperature=temperature, exact=self.exact)
         return TokenScores(*gather_scores(scores, local.counts, ranks.sequence, local.order))
 
 

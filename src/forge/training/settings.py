@@ -118,6 +118,9 @@ class PassSettings(Section):
     deterministic: bool = False
     """The same bits each time, on a GPU as well: long sequences then use slower attention (1.9 times as long at 65,536
     tokens). On a CPU they always are."""
+    exact: bool = False
+    """Compute log-probabilities with the bits of the embedded engine, and stop at the first token that differs
+    ([engines.md](engines.md)). On CPUs, in float32, for dense models of the ten families."""
     compile: bool = False
     """torch.compile decoder layers but for attention; with `gradient_checkpointing` their norms and feed-forward."""
 
@@ -125,6 +128,8 @@ class PassSettings(Section):
         super()._check()
         if self.weights_dtype == "bfloat16" and self.dtype != "bfloat16":
             raise ValueError("training.weights_dtype bfloat16 needs training.dtype bfloat16")
+        if self.exact and (self.compile or self.dtype != "float32"):
+            raise ValueError("training.exact is in float32 and not compiled: omit training.dtype and training.compile")
 
     def check(self, config: PreTrainedConfig) -> None:
         """Check the settings that only some policies support.
@@ -133,6 +138,8 @@ class PassSettings(Section):
             ValueError: a policy of this transformers config does not support one that is set.
         """
         experts = sparse_layers(config)
+        if self.exact and (experts or not is_native(config)):
+            raise ValueError(f"training.exact is for dense models of the ten families, this is {config.model_type}")
         if self.compile and experts:
             raise ValueError(f"training.compile does not support mixtures of experts, this is {config.model_type}")
         if self.router_aux_loss and not experts:

@@ -23,6 +23,7 @@ from ..system.devices import repeat_bits
 from ..types import Batch
 from .build import build_policy, precision_context, resolve_dtype
 from .distributed import Ranks, reduce_over_copies, reshard_model, to_device
+from .exact import EngineCheck
 from .experts import balance_loss, load_metrics
 from .optimizers import build_optimizer, clip_gradients
 from .policy import TokenScores, TokenValues
@@ -97,10 +98,13 @@ class PolicyTrainer:
             gradient_checkpointing=passes.gradient_checkpointing,
             cpu_offload=passes.cpu_offload,
             compile=passes.compile,
+            exact=passes.exact,
         )
         self.optimizer = build_optimizer(self.policy, optimizer)
         self.step = 0  # complete steps, not updates: it is the version of the weights
         self.recorded: dict[str, np.ndarray] | None = None  # of the last step, see `TokenRecord`
+        is_checked = passes.exact and head == "policy"
+        self.engine_check = EngineCheck(self.policy, self.logprobs) if is_checked else None
 
     def train_step(self, batch: Batch, loss: Loss, *, same_step: bool = False) -> dict[str, float]:
         """Train on a batch, which every rank gets whole, by `mini_batches * epochs` updates; return metrics.
@@ -143,8 +147,10 @@ class PolicyTrainer:
         if has_several_updates and self.head == "policy" and self._uses_proximal(batch, loss):
             batch = replace(batch, proximal_logprobs=self.logprobs(batch))
         self.onload()
-        rate = self.settings.learning_rate * self.settings.scale(self.step)
         metrics = Metrics()
+        if self.engine_check is not None:
+            metrics.add("engine_difference", self.engine_check.check_earlier(batch, self.step).to(self.ranks.device))
+        rate = self.settings.learning_rate * self.settings.scale(self.step)
         updates = list[dict[str, float]]()
         is_recorded = batch.recorded is not None and self.head == "policy"
         record = TokenRecord(batch, self.ranks.device) if is_recorded else None
@@ -266,6 +272,8 @@ class PolicyTrainer:
                 current, current_sequences = to_device(columns, self.ranks.device).values()
             # In the first update the current policy is the one at the start, scored or not.
             scored_at_start = first or micro.proximal_logprobs is not None
+            if self.engine_check is not None and first_epoch and scored_at_start:
+                self.engine_check.check_current(inputs, current, current_sequences)
             metrics.add_micro_batch(
                 loss, inputs, current, current_sequences, first_epoch=first_epoch, scored_at_start=scored_at_start
             )

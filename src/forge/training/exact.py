@@ -1,0 +1,237 @@
+"""Forward passes with the engine's bits, token by token (`training.exact`); gradients are of the ordinary functions.
+
+The difference between engine and trainer is then 0 instead of rounding, and any other is a fault: stale weights,
+another template, a wrong mask. Products by oneDNN are equal already; see `forge.models.exact` for the rest.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..models.exact import ACTIVATIONS, attend_by_query, attention_granule, bias_of, rms_norm
+from ..types import Batch
+from .linear import AVAILABLE, multiply_transposed
+from .lora import LoraLinear
+
+KEPT = 2  # earlier versions of the weights that a trainer keeps, by which it checks what they sampled
+CHECKED = 16  # sequences of each of them that a step checks: their forward pass is in addition to the step's
+
+Function = Callable[..., Tensor]
+
+
+class EngineDifference(RuntimeError):
+    """The engine and the trainer computed different log-probabilities of a token under the same weights."""
+
+
+class _Replaced(torch.autograd.Function):
+    """Computes one function, and differentiates another that is equal up to rounding."""
+
+    @staticmethod
+    def forward(ctx, exact: Function, smooth: Function, *inputs: Tensor) -> Tensor:
+        ctx.smooth = smooth
+        ctx.save_for_backward(*inputs)
+        return exact(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        wanted = ctx.needs_input_grad[2:]
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_(need) for x, need in zip(ctx.saved_tensors, wanted, strict=True)]
+            value = ctx.smooth(*inputs)
+        grads = iter(torch.autograd.grad(value, [x for x in inputs if x.requires_grad], grad))
+        return None, None, *(next(grads) if need else None for need in wanted)
+
+
+class ExactNorm(nn.Module):
+    """RMSNorm as the engine computes it; the same parameters under the same names."""
+
+    weight: nn.Parameter
+    eps: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return `hidden_states` [..., dim], normalised over the last dimension."""
+        # Gemma's weights are offsets from 1.
+        is_offset = not hasattr(self, "variance_epsilon")
+        weight = self.weight + 1 if is_offset else self.weight
+        epsilon: Any = self.eps if is_offset else self.variance_epsilon
+
+        def smooth(x: Tensor, scale: Tensor) -> Tensor:
+            return F.rms_norm(x, scale.shape, scale, epsilon)
+
+        return _Replaced.apply(lambda x, scale: rms_norm(x, scale, epsilon), smooth, hidden_states, weight)
+
+
+class ExactActivation(nn.Module):
+    """An activation as the engine computes it.
+
+    Args:
+        name: transformers' name, one of `ACTIVATIONS`.
+        smooth: the module that it replaces.
+    """
+
+    def __init__(self, name: str, smooth: nn.Module) -> None:
+        super().__init__()
+        self.exact, self.smooth = ACTIVATIONS[name], smooth
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the activation of each number."""
+        return _Replaced.apply(self.exact, self.smooth, x)
+
+
+class _MergedProduct(torch.autograd.Function):
+    """x @ (weight + b a).T: the product of the merged weight that the engine has; gradients by the factors."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, a, b)
+        return multiply_transposed(x.flatten(0, -2), weight.addmm(b, a)).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, weight, a, b = ctx.saved_tensors
+        flat, grad = x.flatten(0, -2), grad.flatten(0, -2)
+        reduced = grad @ b
+        grad_x = multiply_transposed(grad, weight.T).addmm_(reduced, a).view_as(x)
+        return grad_x, None, reduced.T @ flat, grad.T @ (flat @ a.T)
+
+
+class ExactLoraLinear(LoraLinear):
+    """A linear layer whose forward pass has its adapter merged, as the engine has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x @ (weight + scaling * B A).T, [..., out] for x [..., in]."""
+        product = _MergedProduct.apply(x, self.weight, self.lora_A.weight, self.lora_B.weight * self.scaling)
+        return product if self.bias is None else product + self.bias
+
+
+def replace_modules(model: nn.Module) -> None:
+    """Replace what rounds differently in the engine: norms, activations and adapters, in place.
+
+    Raises:
+        ValueError: this CPU has no oneDNN, or no AVX2.
+    """
+    if not AVAILABLE:
+        raise ValueError("training.exact needs a CPU with AVX2, and torch with oneDNN")
+    config: Any = model.config
+    name = getattr(config, "hidden_act", None) or config.hidden_activation
+
+    for module in list(model.modules()):
+        kind = type(module)
+        if kind.__name__.endswith("RMSNorm"):
+            module.__class__ = type(kind.__name__, (ExactNorm, kind), {})
+        elif kind is LoraLinear:
+            module.__class__ = ExactLoraLinear
+        for attribute in ("act_fn", "activation_fn"):
+            if isinstance(getattr(module, attribute, None), nn.Module):
+                setattr(module, attribute, ExactActivation(name, getattr(module, attribute)))
+
+
+def attend_exactly(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Return the attention of q [rows, heads, width, head_dim] to k and v as the engine computes it.
+
+    Args:
+        mask: [width, length] bool, whether each query sees each key.
+    """
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        padding = -k.shape[2] % attention_granule(q.shape[1] // k.shape[1], q.shape[3], scale)
+        k, v = (F.pad(x, (0, 0, 0, padding)).contiguous() for x in (k, v))
+        return attend_by_query(q, k, v, bias_of(~F.pad(mask, (0, padding)), q.dtype), scale)
+
+    def smooth(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+
+    return _Replaced.apply(attend, smooth, q, k, v)
+
+
+def check_difference(engine: Tensor, trainer: Tensor, tokens: Tensor, positions: Tensor) -> None:
+    """Check that log-probabilities of engine and trainer under the same weights have the same bits, [checked] each.
+
+    Args:
+        tokens: their ids.
+        positions: how many trained tokens of the same sequence come before each.
+
+    Raises:
+        EngineDifference: they differ; names the first token.
+    """
+    different = (engine != trainer).nonzero().flatten().tolist()
+    if different:
+        first = different[0]
+        raise EngineDifference(
+            f"training.exact: engine and trainer differ at {len(different)} of {len(engine)} tokens of the same "
+            f"weights; the first is token {int(tokens[first])} at position {int(positions[first])} of an answer: "
+            f"log-probability {engine[first]:.9g} by the engine, {trainer[first]:.9g} by the trainer. forge mismatch "
+            "compares their layers"
+        )
+
+
+class EngineCheck:
+    """Checks that the engine's log-probabilities have the trainer's bits, under the weights that sampled them.
+
+    Args:
+        policy: the trainer's model.
+        score: returns the log-probabilities of a batch's tokens under the policy's weights, [tokens].
+    """
+
+    def __init__(self, policy: nn.Module, score: Callable[[Batch], np.ndarray]) -> None:
+        trained = (parameter.detach() for parameter in policy.parameters() if parameter.requires_grad)
+        # A rank's own part of each.
+        self.weights = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in trained]
+        self.score = score
+        self.earlier: dict[int, list[Tensor]] = {}  # by version
+
+    def check_current(self, inputs: Mapping[str, Any], current: Any, current_sequences: Any) -> None:
+        """Check the tokens of a micro-batch that the version in training sampled.
+
+        Args:
+            inputs: of the loss, see `step.loss_inputs`.
+            current, current_sequences: [trained] bool, see `trainer.sampled_by`.
+
+        Raises:
+            EngineDifference: they differ.
+        """
+        checked = current & current_sequences
+        names = "behaviour_logprobs", "proximal_logprobs", "tokens", "positions"
+        check_difference(*(inputs[name][checked] for name in names))
+
+    def check_earlier(self, batch: Batch, version: int) -> Tensor:
+        """Check sequences of the last versions before this one, then keep this one's weights; return the differences,
+        which are 0, of all checked tokens.
+
+        Raises:
+            EngineDifference: they differ.
+        """
+        current = [weight.clone() for weight in self.weights]
+        checked = [torch.empty(0)]
+        for earlier, weights in self.earlier.items():
+            part = select_whole(batch, earlier)
+            if part is None:
+                continue
+            torch._foreach_copy_(self.weights, weights)
+            scores = self.score(part)
+            torch._foreach_copy_(self.weights, current)
+
+            known = part.mask & ~np.isnan(part.logprobs)
+            sequences = np.repeat(np.arange(len(part)), part.lengths)
+            positions = np.cumsum(part.mask) - np.searchsorted(sequences[part.mask], sequences) - 1
+            columns = part.logprobs, scores, part.tokens, positions
+            engine, trainer, *labels = (torch.from_numpy(column[known]) for column in columns)
+            check_difference(engine, trainer, *labels)
+            checked.append((engine - trainer).abs())
+
+        self.earlier = dict(list(({version: current} | self.earlier).items())[:KEPT])
+        return torch.cat(checked)
+
+
+def select_whole(batch: Batch, version: int) -> Batch | None:
+    """Return the first sequences of a batch that one version of the policy sampled from beginning to end, at most
+    `CHECKED`; None if there is none."""
+    firsts = np.cumsum(batch.lengths) - batch.lengths
+    is_whole = np.add.reduceat(batch.mask & (batch.versions != version), firsts) == 0
+    chosen = np.flatnonzero(is_whole & (np.add.reduceat(batch.mask, firsts) > 0))[:CHECKED]
+    return batch.select(chosen) if len(chosen) else None
