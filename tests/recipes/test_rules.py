@@ -27,6 +27,21 @@ CASES: list[tuple[type[TrainingRecipe], dict[str, Any], str]] = [
     (RLConfig, {"run": {"name": "x", "save_before": 60.0}}, "run.save_before needs checkpoints: set checkpoint.every"),
     (RLConfig, {"trainer": {"backend": "titan"}, "lora": {"rank": 2}}, "trainer.backend titan trains all weights"),
     (SFTConfig, {"parallelism": {"expert_parallel_degree": 2}}, "needs trainer.backend titan"),
+    (
+        RLConfig,
+        {"training": {"exact": True}, "services": {"trainer": {"with_gpus": True}}},
+        "training.exact is for CPUs",
+    ),
+    (
+        RLConfig,
+        {"training": {"exact": True, "dtype": "bfloat16"}},
+        "the same value of generator.dtype and training.dtype",
+    ),
+    (
+        SFTConfig,
+        {"training": {"exact": True, "dtype": "bfloat16"}, "lora": {"rank": 2}},
+        "training.exact trains adapters in float32 only",
+    ),
     (SFTConfig, {"services": {"dataset": {"procs": 2}}}, "services.dataset.procs must be 1"),
     (DPOConfig, {"services": {"trainer": {"num_replicas": 2}}}, "its state cannot be split"),
     (RLConfig, {**COLOCATED, "services": {"generator": {"threads": 2}}}, "threads must be the trainer's"),

@@ -22,6 +22,7 @@ from ..models.exact import (
     bias_of,
     embedding_bag_indices,
     rms_norm,
+    rms_norm_wide,
     rotate_heads,
 )
 from ..models.weight_layouts import head_size
@@ -69,19 +70,22 @@ class Decoder:
         self.scale = config.query_pre_attn_scalar**-0.5 if is_gemma else self.D**-0.5
 
         # Only a CPU in float32 promises the same bits at any length.
-        is_invariant = device.type == "cpu" and dtype == torch.float32
+        is_invariant = device.type == "cpu" and (exact or dtype == torch.float32)
         longest = round_up(max_seq_len, BLOCK)
         self.granule = attention_granule(self.H // self.K, self.D, self.scale, longest) if is_invariant else granule
-        self.cache = KeyValueCache(config, rows, max_seq_len, dtype, device, record, cache_bytes, self.granule)
+        cache_dtype = torch.float32 if exact else dtype
+        self.cache = KeyValueCache(config, rows, max_seq_len, cache_dtype, device, record, cache_bytes, self.granule)
         self.eps = config.rms_norm_eps
 
         # A kind of attention is a rotary embedding and a window; most models have one kind for all layers.
         layer_kinds = attention_kinds(config)
         self.kinds = list(dict.fromkeys(layer_kinds))
         self.kind_of = [self.kinds.index(kind) for kind in layer_kinds]  # by layer, an index of `kinds`
+        # OLMo 2's are not rounded in transformers.
+        rotary_dtype = torch.float32 if exact and config.model_type == "olmo2" else dtype
         self.rotary: dict[str | None, RotaryTables | None] = {None: None}  # a kind without rotation has the key None
         for key in {kind.rotary for kind in layer_kinds} - {None}:
-            self.rotary[key] = rotary_tables(config, key or "", max_seq_len, dtype, device)
+            self.rotary[key] = rotary_tables(config, key or "", max_seq_len, rotary_dtype, device)
         activation = "gelu_pytorch_tanh" if is_gemma else "silu"
         self.activation = (ACTIVATIONS if exact else FUSED_ACTIVATIONS)[activation]
         self.exact = exact
@@ -296,12 +300,13 @@ class Decoder:
             turned = qk.roll(self.D // 2, -1) if order is None else qk[..., order]
             qk = rotate_heads(qk, turned, cos, sin) if self.exact else (qk * cos).addcmul_(turned, sin)
 
+        qk, v = (x.to(self.cache.keys.dtype) for x in (qk, v))  # of an exact bfloat16 model float32
         return qk[:, :, :-1], qk[:, :, -1], v
 
     def _finish_layer(self, layer: Layer, x: Tensor, attended: Tensor, choices: list[Tensor]) -> None:
         """Add output projection and feed-forward to the residual stream x (N, C) in place. A mixture appends the
         experts of each token to `choices`, (N, k)."""
-        x += self._normalise(layer.output(attended), layer.attended_norm)
+        x += self._normalise(layer.output(attended.to(x.dtype)), layer.attended_norm)
         hidden = self._normalise(x, layer.mlp_norm)
         ffn = layer.feed_forward
         if isinstance(ffn, Experts):
@@ -313,7 +318,9 @@ class Decoder:
         x += self._normalise(fed, layer.fed_norm)
 
     def _normalise(self, x: Tensor, norm: Tensor | None) -> Tensor:
-        return x if norm is None else rms_norm(x, norm, self.eps)
+        if norm is None:
+            return x
+        return (rms_norm_wide if self.exact else rms_norm)(x, norm, self.eps)
 
 
 class _Block(NamedTuple):  # an attention call: the same range of positions of several prompts

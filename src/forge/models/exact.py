@@ -31,6 +31,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (x / square.add_(as_float32(eps)).sqrt_()).mul_(weight)
 
 
+def rms_norm_wide(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return `rms_norm` of x, computed in float32 and rounded once; the weight first has x's precision."""
+    return rms_norm(x.float(), weight.to(x.dtype).float(), eps).to(x.dtype)
+
+
 @lru_cache
 def as_float32(number: float) -> Tensor:
     """Return a number as a tensor, cached: converting it at each operation would take as long as the operation."""
@@ -119,8 +124,8 @@ def attend_by_query(
 
 
 def rotate_heads(heads: Tensor, turned: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return heads * cos + turned * sin, each product rounded, as transformers does."""
-    return (heads * cos).add_(turned * sin)
+    """Return heads * cos + turned * sin, each product rounded to the tables' precision, as transformers does."""
+    return (heads * cos).add_(turned * sin).to(heads.dtype)
 
 
 def compute_silu(x: Tensor) -> Tensor:
@@ -129,8 +134,9 @@ def compute_silu(x: Tensor) -> Tensor:
     >>> compute_silu(torch.tensor([0.0])).item()
     0.0
     """
-    divisor = x.neg().exp_().add_(1)
-    return torch.div(x, divisor, out=divisor)
+    wide = x.float()
+    divisor = wide.neg().exp_().add_(1)
+    return torch.div(wide, divisor, out=divisor).to(x.dtype)
 
 
 def compute_gelu(x: Tensor) -> Tensor:
@@ -139,8 +145,9 @@ def compute_gelu(x: Tensor) -> Tensor:
     >>> compute_gelu(torch.tensor([0.0])).item()
     0.0
     """
-    inner = (x * x).mul_(x).mul_(0.044715).add_(x).mul_((2 / torch.pi) ** 0.5)
-    return inner.tanh_().add_(1).mul_(x).mul_(0.5)
+    wide = x.float()
+    inner = (wide * wide).mul_(wide).mul_(0.044715).add_(wide).mul_((2 / torch.pi) ** 0.5)
+    return inner.tanh_().add_(1).mul_(wide).mul_(0.5).to(x.dtype)
 
 
 # By the names of transformers' configurations.

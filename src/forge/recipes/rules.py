@@ -56,6 +56,10 @@ def is_set(cfg: Any, key: str) -> bool:
 
 RECIPE_RULES: list[Rule] = [
     (
+        lambda cfg: cfg.training.exact and cfg.lora is not None and cfg.training.dtype != "float32",
+        "training.exact trains adapters in float32 only: omit training.dtype",
+    ),
+    (
         lambda cfg: (
             cfg.training.exact
             and (
@@ -154,8 +158,10 @@ COLOCATED_SERVICE_RULES: list[Rule] = [
 
 SAMPLING_RULES: list[Rule] = [
     (
-        lambda cfg: cfg.training.exact and (cfg.generator.engine != "embedded" or cfg.generator.dtype != "float32"),
-        "training.exact needs generator.engine embedded and generator.dtype float32",
+        lambda cfg: (
+            cfg.training.exact and (cfg.generator.engine != "embedded" or cfg.generator.dtype != cfg.training.dtype)
+        ),
+        "training.exact needs generator.engine embedded, and the same value of generator.dtype and training.dtype",
     ),
     (
         lambda cfg: cfg.eval.problems and not cfg.reward.decides,

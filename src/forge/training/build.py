@@ -110,7 +110,7 @@ def build_policy(
         if lora.quantize:
             resolve("forge_families.four_bits:quantize_base", "lora.quantize")(policy, path)
     if exact and head == "policy":
-        replace_modules(policy.model)
+        replace_modules(policy.model, dtype)
         policy.use_exact()
     if ranks.tensor.size > 1:
         parallelize_model(policy.model, ranks)

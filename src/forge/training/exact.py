@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..models.exact import ACTIVATIONS, attend_by_query, attention_granule, bias_of, rms_norm
+from ..models.exact import ACTIVATIONS, attend_by_query, attention_granule, bias_of, rms_norm_wide
 from ..types import Batch
 from .linear import AVAILABLE, multiply_transposed
 from .lora import LoraLinear
@@ -35,7 +35,8 @@ class _Replaced(torch.autograd.Function):
     def forward(ctx, exact: Function, smooth: Function, *inputs: Tensor) -> Tensor:
         ctx.smooth = smooth
         ctx.save_for_backward(*inputs)
-        return exact(*inputs)
+        with torch.autocast("cpu", enabled=False):
+            return exact(*inputs)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -61,9 +62,21 @@ class ExactNorm(nn.Module):
         epsilon: Any = self.eps if is_offset else self.variance_epsilon
 
         def smooth(x: Tensor, scale: Tensor) -> Tensor:
-            return F.rms_norm(x, scale.shape, scale, epsilon)
+            return F.rms_norm(x, scale.shape, scale.to(x.dtype), epsilon)
 
-        return _Replaced.apply(lambda x, scale: rms_norm(x, scale, epsilon), smooth, hidden_states, weight)
+        return _Replaced.apply(lambda x, scale: rms_norm_wide(x, scale, epsilon), smooth, hidden_states, weight)
+
+
+class ExactEmbedding(nn.Embedding):
+    """Embeddings in the precision of the forward pass, which the states between layers then have, as in the engine."""
+
+    dtype: torch.dtype
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the embeddings [..., dim] of token ids [...]."""
+        rows = F.embedding(input, self.weight, self.padding_idx).to(self.dtype)
+        scale = getattr(self, "embed_scale", None)  # Gemma's
+        return rows if scale is None else rows * scale.to(self.dtype)
 
 
 class ExactActivation(nn.Module):
@@ -109,8 +122,11 @@ class ExactLoraLinear(LoraLinear):
         return product if self.bias is None else product + self.bias
 
 
-def replace_modules(model: nn.Module) -> None:
-    """Replace what rounds differently in the engine: norms, activations and adapters, in place.
+def replace_modules(model: nn.Module, dtype: torch.dtype) -> None:
+    """Replace what rounds differently in the engine, in place: embeddings, norms, activations and adapters.
+
+    Args:
+        dtype: of the forward pass.
 
     Raises:
         ValueError: this CPU has no oneDNN, or no AVX2.
@@ -124,6 +140,8 @@ def replace_modules(model: nn.Module) -> None:
         kind = type(module)
         if kind.__name__.endswith("RMSNorm"):
             module.__class__ = type(kind.__name__, (ExactNorm, kind), {})
+        elif isinstance(module, nn.Embedding):
+            module.__class__ = type(kind.__name__, (ExactEmbedding, kind), {"dtype": dtype})
         elif kind is LoraLinear:
             module.__class__ = ExactLoraLinear
         for attribute in ("act_fn", "activation_fn"):
@@ -140,8 +158,9 @@ def attend_exactly(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) 
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         padding = -k.shape[2] % attention_granule(q.shape[1] // k.shape[1], q.shape[3], scale)
-        k, v = (F.pad(x, (0, 0, 0, padding)).contiguous() for x in (k, v))
-        return attend_by_query(q, k, v, bias_of(~F.pad(mask, (0, padding)), q.dtype), scale)
+        wide_k, wide_v = (F.pad(x.float(), (0, 0, 0, padding)).contiguous() for x in (k, v))
+        bias = bias_of(~F.pad(mask, (0, padding)), torch.float32)
+        return attend_by_query(q.float(), wide_k, wide_v, bias, scale).to(q.dtype)
 
     def smooth(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)

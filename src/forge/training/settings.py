@@ -120,7 +120,7 @@ class PassSettings(Section):
     tokens). On a CPU they always are."""
     exact: bool = False
     """Compute log-probabilities with the bits of the embedded engine, and stop at the first token that differs
-    ([engines.md](engines.md)). On CPUs, in float32, for dense models of the ten families."""
+    ([engines.md](engines.md)). On CPUs, for dense models of the ten families."""
     compile: bool = False
     """torch.compile decoder layers but for attention; with `gradient_checkpointing` their norms and feed-forward."""
 
@@ -128,8 +128,10 @@ class PassSettings(Section):
         super()._check()
         if self.weights_dtype == "bfloat16" and self.dtype != "bfloat16":
             raise ValueError("training.weights_dtype bfloat16 needs training.dtype bfloat16")
-        if self.exact and (self.compile or self.dtype != "float32"):
-            raise ValueError("training.exact is in float32 and not compiled: omit training.dtype and training.compile")
+        if self.exact and (self.compile or self.weights_dtype != "float32"):
+            raise ValueError(
+                "training.exact needs float32 weights, and is not compiled: omit weights_dtype and compile"
+            )
 
     def check(self, config: PreTrainedConfig) -> None:
         """Check the settings that only some policies support.
