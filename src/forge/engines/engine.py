@@ -18,14 +18,13 @@ import torch
 from torch import Tensor
 
 from ..config.plugin import resolve
-from ..system.devices import find_accelerator
+from ..system.devices import find_accelerator, has_bfloat16
 from ..types import Completion, Sampling
 from .batch import RunningBatch
 from .cache import BLOCK, WIDTH, round_up, token_bytes
 from .decoder import Decoder
 from .graphs import GRANULE, graphs_on
 from .interface import EngineFailed, Listener, check_length, check_prompt, check_request
-from .linear import has_bfloat16
 from .requests import EngineRequest, Matcher, fail_passed_over
 from .restrictions import Words
 from .settings import EngineSettings

@@ -8,15 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..system.devices import has_wide_products
-
-
-def has_bfloat16(device: torch.device) -> bool:
-    """Return whether the device has bfloat16 arithmetic: other CPUs emulate it at a quarter of float32's speed."""
-    if device.type != "cpu":
-        return True
-    # The first asks the CPU, the second also what ONEDNN_MAX_CPU_ISA leaves of it.
-    return torch.cpu._is_avx512_bf16_supported() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+from ..system.devices import has_bfloat16, has_wide_products
 
 
 def pack_weight(weight: Tensor) -> Tensor:

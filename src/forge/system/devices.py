@@ -47,6 +47,16 @@ def has_wide_products(a: torch.Tensor, b: torch.Tensor) -> bool:
     return type_of(a.device) == "cuda" and torch.version.hip is None and a.dtype == b.dtype and a.dtype in halves
 
 
+def has_bfloat16(device: torch.device) -> bool:
+    """Return whether the device has bfloat16 arithmetic: other CPUs emulate it at a quarter of float32's speed."""
+    import torch
+
+    if device.type != "cpu":
+        return True
+    # The first asks the CPU, the second also what ONEDNN_MAX_CPU_ISA leaves of it.
+    return torch.cpu._is_avx512_bf16_supported() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def find_accelerator() -> torch.device | None:
     """Return the accelerator that torch can use; None if it computes on the CPU.
 

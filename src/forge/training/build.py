@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from ..config.plugin import resolve
+from ..system.devices import has_bfloat16
 from .distributed import Ranks, sum_gradients
 from .exact import replace_modules
 from .loading import fill_model
@@ -172,7 +173,7 @@ def round_products(model: nn.Module, dtype: torch.dtype) -> None:
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """Return the dtype of this name, for the forward pass; float32 instead of bfloat16 on a CPU without its
     arithmetic."""
-    if name == "bfloat16" and device.type == "cpu" and not torch.cpu._is_avx512_bf16_supported():
+    if name == "bfloat16" and not has_bfloat16(device):
         log.info("training.dtype: this CPU has no bfloat16 arithmetic; computing in float32")
         return torch.float32
     return getattr(torch, name)
