@@ -14,6 +14,7 @@ import torch
 from forge.actors import ReferenceModel
 from forge.data.packing import pack
 from forge.losses import DPOLoss, GRPOLoss
+from forge.system.devices import has_bfloat16
 from forge.types import Batch
 from tests.training.cases import FAMILIES, episodes, make_trainer, write_model
 
