@@ -1,6 +1,6 @@
 """Sums in a fixed order on a CPU: what the engine and a trainer with `training.exact` compute with the same bits.
 
-Each result is a function of its own row, whatever rows are beside it: a token's logits are then the same bits in a
+Each result depends on its row only, in any batch: a token's logits are then the same bits in a
 prompt, in a decoded answer and in a packed batch. Products by oneDNN have that in blocks of 2 to 8 rows or multiples of
 8; here are norms, activations and attention. Kernels that compute the last elements of a tensor by another formula than
 the rest, as `F.silu` does, are composed of functions that do not.
@@ -100,7 +100,7 @@ def attend_by_query(
     """Return the attention (rows, H, S, D) of queries (rows, H, S, D) to keys and values (rows, K, L, D), with the bits
     of decoding one query after the other.
 
-    Each query and key-value head is a product of its own, of the shape that a decode step has.
+    Each query and key-value head is a separate product, of the shape that a decode step has.
 
     Args:
         attn_mask: (S, L), what is added to scores: -inf where a query does not see a key. L is a multiple of
