@@ -33,7 +33,9 @@ NEAR = 0.1  # of those with several
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", ALONE, ids=str)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (n % 2)) for n, case in enumerate(ALONE)], ids=str
+)
 def test_planned_memory_matches_one_process(case: Case, tmp_path: Path):
     model = write_model(case, tmp_path / "model")
     assert plan(case, model) == pytest.approx(measure(case, model, tmp_path), rel=CLOSE)

@@ -58,7 +58,7 @@ def test_killed_server_resumes_with_equal_bits(base_model, tmp_path):
         done = threading.Event()
 
         def kill_at_random():
-            for _ in range(3):
+            for _ in range(2):
                 time.sleep(generator.uniform(0.3, 1.5))
                 if done.is_set():
                     return
