@@ -52,7 +52,8 @@ $(VENV)/installed-tutorials: $(VENV)/installed
 # The tiers of tests, which CONTRIBUTING.md describes.
 # Three workers on two cores: one of them waits for processes. `$(MAKE) -j2` runs lint beside the tests.
 WORKERS ?= 3
-PYTEST = $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+PYTEST = $(VENV)/bin/python -m pytest -n $(WORKERS)
+ONE = -n 0 -m "not slow"
 
 check: $(VENV)/installed-dev  ## lint, types and unit tests
 	$(MAKE) -j2 lint pytest TIER='-m "not processes and not costly and not full and not slow" --hypothesis-profile=check'
@@ -67,7 +68,7 @@ pytest:
 	$(PYTEST) $(TIER)
 
 test-slow: $(VENV)/installed-dev  ## proofs that take minutes
-	$(VENV)/bin/python -m pytest -m slow --hypothesis-profile=all
+	$(VENV)/bin/python -m pytest -n 0 -m slow --hypothesis-profile=all
 
 families: $(VENV)/installed  ## docs/models.md: what every causal type of transformers can do
 	$(VENV)/bin/python scripts/describe_families.py
@@ -82,27 +83,27 @@ else
 	$(PIP) install --target build/tokenizers/python --upgrade --no-deps tiktoken==0.14.0 pycountry==26.2.16 \
 		pydantic-extra-types==2.11.1
 	$(VENV)/bin/python scripts/fetch_tokenizers.py build/tokenizers
-	$(VENV)/bin/python -m pytest tests/data/test_families.py
+	$(VENV)/bin/python -m pytest $(ONE) tests/data/test_families.py
 endif
 
 # vLLM pins other versions of what the rest stands on: an environment of its own.
 test-vllm: $(VLLM)/installed  ## the tests of vLLM, in its environment
-	$(VLLM)/bin/python -m pytest tests/engines/conformance tests/forge_vllm -k vllm
+	$(VLLM)/bin/python -m pytest $(ONE) tests/engines/conformance tests/forge_vllm -k vllm
 
 # TorchTitan fits beside the rest; it is asked for by those who use it.
 test-titan: $(TITAN)/installed  ## the tests of TorchTitan, in its environment
-	$(TITAN)/bin/python -m pytest tests/forge_titan
+	$(TITAN)/bin/python -m pytest $(ONE) tests/forge_titan
 
 # A part of both, for each change: engines give the same tokens, TorchTitan the same losses.
 test-engines: test-vllm-part test-titan-part
 
 test-vllm-part: $(VLLM)/installed
-	$(VLLM)/bin/python -m pytest tests/engines/conformance -k vllm
+	$(VLLM)/bin/python -m pytest $(ONE) tests/engines/conformance -k vllm
 
 # TorchTitan is added to the environment of the rest.
 test-titan-part: $(VENV)/installed-dev
 	$(PIP) install -e '.[titan]'
-	$(VENV)/bin/python -m pytest tests/forge_titan -k 'titan_on_one_process or replayed or rotary or unsupported or without_stages'
+	$(VENV)/bin/python -m pytest $(ONE) tests/forge_titan -k 'titan_on_one_process or replayed or rotary or unsupported or without_stages'
 
 # sdist and wheel, installed in an empty environment and used from outside this checkout.
 package: $(VENV)/installed-dev  ## build sdist and wheel, and use them

@@ -82,8 +82,15 @@ def _with_audit_event(start):
     return audited
 
 
+def pytest_xdist_auto_num_workers(config):
+    """Return the number of workers where `-n` names none: a file runs in this process, directories by three."""
+    return 0 if all(".py" in argument for argument in config.args) else 3
+
+
 def pytest_configure(config):
-    """Install the guard."""
+    """Install the guard; run a test that is named whatever its tier."""
+    if any("::" in argument for argument in config.args):
+        config.option.markexpr = ""
     platform.processor()  # asks `uname` once, which openai would do in the middle of a test
     sys.addaudithook(_forbid_start)
     multiprocessing.util.spawnv_passfds = _with_audit_event(multiprocessing.util.spawnv_passfds)
