@@ -18,7 +18,7 @@ from ..types import Batch
 from .linear import AVAILABLE, multiply_transposed
 from .lora import LoraLinear
 
-KEPT = 2  # earlier versions of the weights that a trainer keeps, by which it checks what they sampled
+KEPT = 8  # earlier versions of the weights that a trainer keeps at most, by which it checks what they sampled
 CHECKED = 16  # sequences of each of them that a step checks: their forward pass is in addition to the step's
 
 Function = Callable[..., Tensor]
@@ -203,6 +203,7 @@ class EngineCheck:
         self.weights = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in trained]
         self.score = score
         self.earlier: dict[int, list[Tensor]] = {}  # by version
+        self.age = 0  # of the oldest token so far, in versions
 
     def check_current(self, inputs: Mapping[str, Any], current: Any, current_sequences: Any) -> None:
         """Check the tokens of a micro-batch that the version in training sampled.
@@ -219,12 +220,13 @@ class EngineCheck:
         check_difference(*(inputs[name][checked] for name in names))
 
     def check_earlier(self, batch: Batch, version: int) -> Tensor:
-        """Check sequences of the last versions before this one, then keep this one's weights; return the differences,
-        which are 0, of all checked tokens.
+        """Check sequences of earlier versions, and keep this version's weights while tokens may have them; return the
+        differences of the checked tokens, which are 0.
 
         Raises:
             EngineDifference: they differ.
         """
+        self.age = max(self.age, version - int(batch.versions[batch.mask & (batch.versions >= 0)].min(initial=version)))
         current = [weight.clone() for weight in self.weights]
         checked = [torch.empty(0)]
         for earlier, weights in self.earlier.items():
@@ -243,7 +245,7 @@ class EngineCheck:
             check_difference(engine, trainer, *labels)
             checked.append((engine - trainer).abs())
 
-        self.earlier = dict(list(({version: current} | self.earlier).items())[:KEPT])
+        self.earlier = dict(list(({version: current} | self.earlier).items())[: min(self.age + 1, KEPT)])
         return torch.cat(checked)
 
 
