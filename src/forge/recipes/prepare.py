@@ -155,7 +155,7 @@ def report_memory(cfg: TrainingRecipe, model: str, held_out: list[Any]) -> None:
     weights = size * 4 / getattr(config.dtype, "itemsize", 4)  # in float32
     if "trainer" in on_cpu:
         needs["the trainer"] = weights * (4 if cfg.lora is None else 1)  # with gradients and two moments
-    engine, sampling = cfg.engine, getattr(cfg, "grpo", None) or getattr(cfg, "distill", None)
+    engine, sampling = cfg.engine, getattr(cfg, "grpo", None)
     if "generator" in on_cpu and engine is not None and engine.engine == "embedded" and sampling is not None:
         in_flight = cfg.training.batch_size * sampling.n_samples * (1 + getattr(cfg, "max_policy_age", 0))
         prompt = max((len(item.prompt.token_ids) for item in held_out if isinstance(item, Sample)), default=0)

@@ -14,7 +14,7 @@ from . import Option, add_command
 
 TEXT = "what a configuration needs: memory of each process; without a GPU and without weights"
 # The recipe of a configuration, by a section that no other recipe has.
-SECTIONS = {"grpo": "train", "algorithm": "train", "dpo": "dpo", "reward_model": "reward-model", "distill": "distill"}
+SECTIONS = {"grpo": "train", "algorithm": "train", "dpo": "dpo", "reward_model": "reward-model"}
 
 
 def add_to(commands: Subparsers) -> None:
