@@ -13,7 +13,7 @@ import asyncio
 import atexit
 import os
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from torch import Tensor
 from forge.observability.metrics import PROCESS_NAME
 from forge.runtime.names import STORE as ADDRESS
 from forge.runtime.store import *  # noqa: F403
-from forge.runtime.store import MissingVersion
 from forge.runtime.store.versions import PREFIX, VersionStore, memory_folder
 from forge.system.scratch import MACHINE
 
@@ -227,35 +226,6 @@ async def initialize(num_storage_volumes: int = 1, strategy: object = None, mesh
 async def shutdown() -> None:
     """Remove the store of the run if this process made it."""
     await asyncio.to_thread(release)
-
-
-async def put_batch(entries: Mapping[str, Any]) -> None:
-    """Put several values by their keys, one after the other."""
-    for key, value in entries.items():
-        await put(key, value)
-
-
-async def get_batch(keys: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """Return the newest values of several keys, by key.
-
-    Args:
-        keys: if it is a mapping, each value is read into the tensors that it has for the key.
-
-    Raises:
-        MissingVersion: a key does not exist; nothing is read.
-    """
-    targets = keys if isinstance(keys, Mapping) else {}
-    absent = [key for key in keys if not await exists(key)]
-    if absent:
-        raise MissingVersion(f"the store has no {', '.join(map(repr, absent))}; nothing was read")
-    return {key: await get(key, targets.get(key)) for key in keys}
-
-
-async def delete_batch(keys: Iterable[str]) -> None:
-    """Remove several keys; those that do not exist are skipped, so that it may be repeated."""
-    for key in keys:
-        if await exists(key):
-            await delete(key)
 
 
 async def put_state_dict(state_dict: Mapping[str, Any], key: str, transfer_dtype: torch.dtype | None = None) -> None:

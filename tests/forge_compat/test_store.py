@@ -44,22 +44,6 @@ def test_store_puts_and_gets_tensors_and_plain_values():
     stored(work)
 
 
-def test_get_batch_reads_all_keys_or_none():
-    async def work():
-        await ts.put_batch({"x": torch.ones(2), "y": {"n": 1}})
-        target = torch.zeros(2)
-        batch = await ts.get_batch({"x": target, "y": None})
-        assert batch["x"] is target
-        assert target.tolist() == [1.0, 1.0]
-        assert batch["y"] == {"n": 1}
-        with pytest.raises(KeyError, match="'z'; nothing was read"):
-            await ts.get_batch(["x", "z"])
-        await ts.delete_batch(["x", "y", "z"])
-        assert await ts.keys() == []
-
-    stored(work)
-
-
 def test_state_dicts_are_stored_cast_and_filled_in_place():
     async def work():
         model, serving = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
