@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> None:
     """Serve runs until a signal ends the worker; invalid input ends it with one line."""
     from forge_http.addresses import join_address, listening_error
 
-    from .credentials import check_certificates
+    from .credentials import SECRET, check_certificates, read_secret
     from .host import Daemon, routable_address
     from .inventory import count_gpus
     from .wire import PORT, split_address
@@ -60,7 +60,10 @@ def run(args: argparse.Namespace) -> None:
         address = address or routable_address()
         if address in ("0.0.0.0", "::"):
             raise ValueError(f"--listen {address} is every address: give one, or omit the option")
-        secret = _take_secret(args.stdin)
+        # Given by standard input, the secret is in no command line, which other users could read.
+        if args.stdin:
+            os.environ[SECRET] = sys.stdin.readline().strip()
+        secret = read_secret()
         if args.register:
             Path(args.register).mkdir(parents=True, exist_ok=True)
         gpus = tuple(filter(None, args.gpus.split(","))) if args.gpus is not None else count_gpus()
@@ -76,16 +79,6 @@ def run(args: argparse.Namespace) -> None:
     except OSError as error:
         option = f"--listen {join_address(address, 0)}"
         raise SystemExit(f"error: {listening_error(address, port, error, option)}") from error
-
-
-def _take_secret(from_stdin: bool) -> str:
-    """Return the secret from standard input or the environment. NoSecret: it is missing or invalid."""
-    from .credentials import SECRET, read_secret
-
-    # Given by standard input, the secret is in no command line, which other users could read.
-    if from_stdin:
-        os.environ[SECRET] = sys.stdin.readline().strip()
-    return read_secret()
 
 
 async def _serve_daemon(daemon: Daemon, args: argparse.Namespace) -> None:

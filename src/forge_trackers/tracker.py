@@ -117,7 +117,11 @@ class Wandb:
         values: Row = dict(row)
         if rollouts:
             columns: list[str | int] = [*rollouts[0]]
-            lines = [[_to_cell(cell) for cell in line.values()] for line in rollouts]
+            # Numbers, texts and None as they are, everything else as JSON.
+            lines = [
+                [cell if isinstance(cell, int | float | str | None) else json.dumps(cell) for cell in line.values()]
+                for line in rollouts
+            ]
             values["rollouts"] = self._table(columns=columns, data=lines, allow_mixed_types=True)
         self._run.log(values, step=step)
 

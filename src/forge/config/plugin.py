@@ -6,6 +6,7 @@ import importlib
 import inspect
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -103,7 +104,8 @@ def construct(
         named = [p for p in signature_parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         parameters = {p.name: p for p in named[first:]} | parameters
         # The annotations of a dataclass are resolved in the modules of the class and its bases.
-        hints = _type_hints(target if dataclasses.is_dataclass(target) else call) | hints
+        with suppress(NameError):  # a name that only type checkers import; then any value is accepted
+            hints = typing.get_type_hints(target if dataclasses.is_dataclass(target) else call) | hints
         if all(p.kind is not p.VAR_KEYWORD for p in signature_parameters):
             break
 
@@ -134,13 +136,6 @@ def construct(
         return target(**values)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{key}: {error}") from error
-
-
-def _type_hints(target: Object) -> dict[str, Type]:
-    try:
-        return typing.get_type_hints(target)
-    except NameError:  # a name that only type checkers import; then any value is accepted
-        return {}
 
 
 def load_plugin(item: Mapping[str, Json], key: str, kind: str = "verifier") -> Object:

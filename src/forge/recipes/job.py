@@ -70,7 +70,9 @@ class Job(NamedTuple):
                 is_stopped = await self.hooks.step(step, {**snapshot.values(), **metrics})
                 snapshot.merge(drain())
 
-        if is_stopped and not (last or cfg.eval.all_due(step)):
+        # At step 0 all sets are due.
+        all_due = step == 0 or all(every and step % every == 0 for every in cfg.eval.intervals().values())
+        if is_stopped and not (last or all_due):
             metrics = metrics | await evaluate()
             snapshot.merge(await drain_metrics({}))
         row = self.record.log(step, snapshot, **metrics)

@@ -25,7 +25,7 @@ from ..names import HOST
 from ..process import machine_id
 from ._monarch import Actor, concurrent_endpoint, current_rank
 from .errors import RemoteFailure
-from .types import ActorContext, Kwargs, _request
+from .types import ActorContext, Kwargs, _request, without_stop
 
 # A rank and its value. The values differ by endpoint: callers know which to expect.
 Answer = tuple[int, Any]
@@ -211,10 +211,7 @@ class Hosted:
         def run_method() -> object:
             self.in_thread_now = _token.get()
             try:
-                return function()
-            except StopIteration as error:
-                # A future cannot carry StopIteration: the caller would wait forever.
-                raise RuntimeError("it raised StopIteration: the iterator is exhausted") from error
+                return without_stop(function)
             finally:
                 self.in_thread_now = None
 

@@ -24,7 +24,6 @@ from ..names import HOST
 from ..process import Process, Watched, machine_id
 from ._monarch import BootstrapCommand, HostMesh, ProcMesh
 from .actor_host import ActorHost
-from .errors import ForgeError
 from .hosts import Hosts
 from .options import Options
 from .patience import wait_for
@@ -306,18 +305,3 @@ def _prepare_process(
     # SIGTERM is not ignored, as that would be inherited by programs that a component starts, and SIGTERM is how it ends
     # them. A handler is not inherited. The handler here is getpid, a function without effect.
     libc.signal(signal.SIGTERM, ctypes.cast(libc.getpid, ctypes.c_void_p))
-
-
-def take_gpus(free: list[str], count: int, component: str) -> list[str]:
-    """Remove the first `count` devices from the list `free`, and return them.
-
-    Raises:
-        ForgeError: fewer are free.
-    """
-    if count > len(free):
-        raise ForgeError(
-            f"{component} asks for {count} GPUs and {len(free)} are free on this host: lower procs or num_replicas, "
-            f"or set with_gpus to false (--services.{component}.with_gpus false)"
-        )
-    devices, free[:] = free[:count], free[count:]
-    return devices
