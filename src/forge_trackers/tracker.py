@@ -134,11 +134,6 @@ class Wandb:
         wandb.teardown()
 
 
-def _to_cell(value: Any) -> Any:
-    """Return a value for a cell of a table: numbers, texts and None as they are, everything else as JSON."""
-    return value if isinstance(value, int | float | str | None) else json.dumps(value)
-
-
 POLL_INTERVAL = 0.5  # seconds between two reads of the files
 END_TIMEOUT = 60.0  # seconds that trackers have for the last rows
 

@@ -65,13 +65,6 @@ class RunState:
 
             await self.trainer.save_checkpoint.call(record.checkpoints, state, keep, not async_write)
 
-    async def forget_done(self) -> None:
-        """Have the dataset forget the samples whose groups the buffer has received, as only those in flight may be
-        needed again after a resume; and report their rewards to it."""
-        if self.buffer is not None:
-            await self.dataset.forget.route(await self.buffer.handled.route())
-            await self.report_outcomes()
-
     async def report_outcomes(self) -> None:
         """Pass the outcomes of the groups that the buffer has received on to the dataset's sampler, if it has one."""
         if self.has_sampler and self.buffer is not None:

@@ -79,7 +79,10 @@ class Job(NamedTuple):
         best = getattr(cfg.eval, "best", None)
         if best is not None:
             await self.keep_best(state, best, row)
-        await state.forget_done()
+        if state.buffer is not None:
+            # Only the samples in flight may be needed again after a resume.
+            await state.dataset.forget.route(await state.buffer.handled.route())
+            await state.report_outcomes()
 
         # Preemption matters only for a run that would go on.
         ending = last or is_stopped or row.get("eval/accuracy", -1.0) >= cfg.eval.stop_at

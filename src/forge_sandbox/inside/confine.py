@@ -23,7 +23,10 @@ def confine_and_run(settings: Settings, run: Callable[[int], None], setup: int) 
     try:
         os.setsid()
         die_with_parent()
-        _close_all_but(setup)
+        # All descriptors but this one and 0, 1 and 2.
+        if setup > 3:
+            make_call("close_range", 3, setup - 1, 0)
+        make_call("close_range", setup + 1, (1 << 31) - 1, 0)
         tasks = None
 
         if settings["level"] == "namespaces":
@@ -32,7 +35,12 @@ def confine_and_run(settings: Settings, run: Callable[[int], None], setup: int) 
             tasks = settings["processes"] + (3 if os.geteuid() else 0)
             if not os.geteuid():
                 limits.drop_bounds()
-                _become_user(namespaces.NOBODY)
+                # For root, process limits and file permissions do not apply.
+                os.setgroups([])
+                os.setresgid(namespaces.NOBODY, namespaces.NOBODY, namespaces.NOBODY)
+                os.setresuid(namespaces.NOBODY, namespaces.NOBODY, namespaces.NOBODY)
+                # A change of the user clears PR_SET_DUMPABLE, without which a process cannot open its /proc/self.
+                prctl(4, 1)
 
         os.chdir(settings["folder"])
         limits.limit_process(settings["limits"], tasks)
@@ -50,19 +58,3 @@ def confine_and_run(settings: Settings, run: Callable[[int], None], setup: int) 
     os.write(setup, BEGUN)
     run(setup)
     os._exit(0)
-
-
-def _become_user(user: int) -> None:
-    """Change from root, for whom process limits and file permissions do not apply, to another user."""
-    os.setgroups([])
-    os.setresgid(user, user, user)
-    os.setresuid(user, user, user)
-    # A change of the user clears PR_SET_DUMPABLE, without which a process cannot open its /proc/self.
-    prctl(4, 1)
-
-
-def _close_all_but(descriptor: int) -> None:
-    """Close all descriptors except a given one and 0, 1 and 2."""
-    if descriptor > 3:
-        make_call("close_range", 3, descriptor - 1, 0)
-    make_call("close_range", descriptor + 1, (1 << 31) - 1, 0)
