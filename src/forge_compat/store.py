@@ -15,7 +15,6 @@ import os
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from forge.observability.metrics import PROCESS_NAME
 from forge.runtime.names import STORE as ADDRESS
+from forge.runtime.process import parents_of
 from forge.runtime.store import *  # noqa: F403
 from forge.runtime.store.versions import PREFIX, VersionStore, memory_folder
 from forge.system.scratch import MACHINE
@@ -146,14 +146,11 @@ def release() -> None:
 
 
 def _address_of_ancestor() -> str | None:
-    process = os.getppid()
-    while process > 1:
+    for process in parents_of(os.getpid()):
         for folder in memory_folder().glob(f"{PREFIX}{process}-{MACHINE}-*"):
             # A folder of another user is not trusted.
             if (folder / MARK).exists() and folder.lstat().st_uid == os.geteuid():
                 return str(folder)
-        # The parent's id follows the name, which is in parentheses and may contain spaces.
-        process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
     return None
 
 

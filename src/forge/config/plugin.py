@@ -19,8 +19,9 @@ Json = Any  # a value of a configuration
 Type = Any  # a type annotation
 
 
-def hint_nearest(name: object, names: Iterable[object]) -> str:
-    """Return the end of an error message about an unknown name: the most similar of `names`, or all of them.
+def hint_nearest(name: object, names: Iterable[object], *, list_all: bool = True) -> str:
+    """Return the end of an error message about an unknown name: the most similar of `names`, or else all of them with
+    `list_all`.
 
     >>> hint_nearest("lerning_rate", ["learning_rate", "steps"])
     "; did you mean 'learning_rate'?"
@@ -32,7 +33,9 @@ def hint_nearest(name: object, names: Iterable[object]) -> str:
     close = difflib.get_close_matches(str(name), options, n=1, cutoff=0.7)
     if len(str(name)) > 2:
         close += [option for option in options if option.startswith(str(name))]  # algo for algorithm
-    return f"; did you mean {close[0]!r}?" if close else f"; known here: {', '.join(options) or 'none'}"
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; known here: {', '.join(options) or 'none'}" if list_all else ""
 
 
 def nearest_setting(name: object, names: Iterable[object]) -> str:

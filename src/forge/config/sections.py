@@ -293,7 +293,7 @@ def _describe_error(cls: Type, errors: ValidationError, key: str = "") -> str:
         expected = "not empty"
     elif kind == "literal_error":
         choices = choices_in(hint)
-        similar = hint_nearest(value, choices).partition("; known here")[0]  # the message already lists the choices
+        similar = hint_nearest(value, choices, list_all=False)  # the message already lists the choices
         return f"{key} must be one of {', '.join(map(str, choices))}; got {value!r}{similar}"
 
     form = _describe_form(key, hint, value) if kind == "model_type" else ""

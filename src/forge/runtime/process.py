@@ -8,7 +8,8 @@ import shutil
 import signal
 import socket
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -76,6 +77,14 @@ def _read_state(path: str) -> str:
         return _read_fields(path)[0]
     except OSError:  # the process or thread has ended
         return ""
+
+
+def parents_of(pid: int) -> Iterator[int]:
+    """Yield the id of a process's parent, of its parent's parent, and so on; none for a process that has ended."""
+    with suppress(OSError):
+        while pid > 1:
+            pid = int(_read_fields(f"/proc/{pid}/stat")[1])
+            yield pid
 
 
 class Watched(Protocol):
