@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 DUMP_TIMEOUT = 15.0  # seconds; py-spy takes one, or many on a busy machine
 PR_SET_PDEATHSIG = 1
@@ -87,28 +87,6 @@ def parents_of(pid: int) -> Iterator[int]:
             yield pid
 
 
-class Watched(Protocol):
-    """A process that a controller watches, on this machine or another."""
-
-    pid: int
-
-    @property
-    def stopped(self) -> bool:
-        """Return whether the process is known to be stopped by a signal."""
-
-    def kill(self) -> None:
-        """End the process by force, if that is possible and allowed."""
-
-    async def activity(self) -> Activity | None:
-        """Return the activity of the process; None if it cannot be seen from here."""
-
-    async def stacks(self) -> str:
-        """Return the Python stacks of its threads as indented lines, or a line that says why there are none."""
-
-    def close(self) -> None:
-        """Stop watching the process."""
-
-
 class Process:
     """A process of this machine that is watched by its pid file descriptor, which no later process can take over.
 
@@ -116,10 +94,11 @@ class Process:
         ended: called in the running event loop when the process ends, or soon if it has ended already.
     """
 
+    _handle: int | None = None
+
     def __init__(self, pid: int, ended: Callable[[], None]) -> None:
         self.pid = pid
         self._ended = ended
-        self._handle: int | None = None
         try:
             self._handle = os.pidfd_open(pid)
         except ProcessLookupError:
@@ -140,8 +119,8 @@ class Process:
         """Return whether the process has not ended; False once it is no longer watched."""
         return self._handle is not None and not select.select([self._handle], [], [], 0)[0]
 
-    async def activity(self) -> Activity:
-        """Return the activity of the process, see `activity_of`."""
+    async def activity(self) -> Activity | None:
+        """Return the activity of the process, see `activity_of`; None if it cannot be seen from here."""
         return activity_of(self.pid)
 
     def kill(self) -> None:

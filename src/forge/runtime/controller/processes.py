@@ -21,7 +21,7 @@ from ...system.files import cache_folder
 from ..forking.forkserver import ForkServer
 from ..inventory import VISIBLE
 from ..names import HOST
-from ..process import Process, Watched, machine_id
+from ..process import Process, machine_id
 from ._monarch import BootstrapCommand, HostMesh, ProcMesh
 from .actor_host import ActorHost
 from .hosts import Hosts
@@ -70,7 +70,7 @@ class ProcessGroup:
         self.starting = 0
         self.dead: str | None = None
         self.stopped_by_signal = False
-        self.processes: list[Watched] = []
+        self.processes: list[Process] = []
         self._known: set[tuple[int, str]] = set()
 
         self._pinging: asyncio.Task | None = None
@@ -133,7 +133,7 @@ class ProcessGroup:
 
         # A user's processes are not killed: hung or dead, nothing may be started in them again. If only the actor timed
         # out and all of them live, as after a pause of the machine, another actor can be started in them.
-        is_usable = is_actor_timeout and all(isinstance(p, Process) and p.alive for p in self.processes)
+        is_usable = is_actor_timeout and all(process.alive for process in self.processes)
         if self.hosts.borrowed and not is_usable:
             self.hosts.give_up()
         for member in list(self.members):
