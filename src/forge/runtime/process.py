@@ -3,7 +3,6 @@
 import asyncio
 import ctypes
 import os
-import select
 import shutil
 import signal
 import socket
@@ -113,11 +112,6 @@ class Process:
     def stopped(self) -> bool:
         """Return whether the process exists and was stopped by a signal (SIGSTOP)."""
         return is_stopped(self.pid)
-
-    @property
-    def alive(self) -> bool:
-        """Return whether the process has not ended; False once it is no longer watched."""
-        return self._handle is not None and not select.select([self._handle], [], [], 0)[0]
 
     async def activity(self) -> Activity | None:
         """Return the activity of the process, see `activity_of`; None if it cannot be seen from here."""

@@ -116,12 +116,8 @@ class ProcessGroup:
             self._pinging = asyncio.get_running_loop().create_task(self._watch_pings())
             self._pinging.add_done_callback(log_failure)
 
-    def fail(self, reason: str, *, is_actor_timeout: bool = False) -> None:
-        """Declare these processes lost, kill them, and fail every replica in them; does nothing the second time.
-
-        Args:
-            is_actor_timeout: the reason is that Monarch gave up the actor in them, which gave no answer for some time.
-        """
+    def fail(self, reason: str) -> None:
+        """Declare these processes lost, kill them, and fail every replica in them; does nothing the second time."""
         if self.dead is not None:
             return
         self.dead = reason
@@ -131,10 +127,8 @@ class ProcessGroup:
         for process in self.processes:
             process.kill()
 
-        # A user's processes are not killed: hung or dead, nothing may be started in them again. If only the actor timed
-        # out and all of them live, as after a pause of the machine, another actor can be started in them.
-        is_usable = is_actor_timeout and all(process.alive for process in self.processes)
-        if self.hosts.borrowed and not is_usable:
+        # A user's processes are not killed: hung or dead, nothing may be started in them again.
+        if self.hosts.borrowed:
             self.hosts.give_up()
         for member in list(self.members):
             member.fail(self.dead)
