@@ -103,12 +103,15 @@ def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
     Raises:
         NoRoom: the disk is full.
     """
-    with room_for(path, len(text.encode())), written_aside(path) as aside:
-        with aside.open("w", encoding="utf-8") as file:
-            file.write(text)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
+    with (
+        room_for(path, len(text.encode())),
+        written_aside(path) as aside,
+        aside.open("w", encoding="utf-8") as file,
+    ):
+        file.write(text)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
     if durable:
         sync_path(path.parent)
 
