@@ -22,7 +22,7 @@ from forge.engines.decoder import QUERIES, Decoder, attention_granule, embedding
 from forge.models.architecture import FAMILIES
 
 from .attention import UnsupportedModel, run_model
-from .probe import build_small_model
+from .probe import build_small_model, first_words
 from .states import RowStates, StateCache
 from .weights import ModuleWeights, Template, read_model
 
@@ -253,7 +253,7 @@ def check_engine(config: PreTrainedConfig) -> None:
     except UnsupportedModel as error:
         feature = str(error)
     except Exception as error:  # modules that cannot do without transformers' own attention or cache
-        feature = f"this model's modules ({type(error).__name__}: {' '.join(str(error).split())[:160]})"
+        feature = f"this model's modules ({first_words(error)})"
     if feature:
         name = f"{config.name_or_path or 'the model'} ({config.model_type})"
         raise ValueError(f"{name}: the embedded engine does not support {feature}")

@@ -151,7 +151,7 @@ def _ask_model(config: PreTrainedConfig) -> Traits:
             expected = [score_alone(model, tokens) for tokens in sequences]
     except Exception as error:
         log.info("model: %s is trained in padded rows: it has no small model (%s)", config.model_type, error)
-        return Traits("eager", None, f"its config cannot be cut to a small model ({_first_words(error)})")
+        return Traits("eager", None, f"its config cannot be cut to a small model ({first_words(error)})")
 
     changed = sequences[-1].clone()
     changed[-1] = (changed[-1] + 1) % 3
@@ -216,12 +216,12 @@ def _find_fault(model: PreTrainedModel, traits: Traits, sequences: list[Tensor],
         with torch.no_grad():
             scored = FamilyPolicy(copy.deepcopy(model), traits).train()(batch).logprobs
     except Exception as error:
-        return _first_words(error)
+        return first_words(error)
     difference = float((scored - torch.cat(expected)).abs().max())
     return "" if difference <= TOLERANCE else f"log-probabilities differ by {difference:.2g}"
 
 
-def _first_words(error: Exception | None) -> str:
+def first_words(error: Exception | None) -> str:
     """Return the type and the first 160 characters of an error, in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
 
@@ -287,7 +287,7 @@ def _construct(kind: type, values: dict[str, Any]) -> PreTrainedConfig:
             if not named:
                 break
             values = {name: value for name, value in values.items() if name not in named}
-    raise ValueError(_first_words(rejected))
+    raise ValueError(first_words(rejected))
 
 
 def choose_layers(values: dict[str, Any], layers: int) -> list[int]:
