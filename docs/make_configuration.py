@@ -15,7 +15,6 @@ from apps.code.config import CodeConfig
 from apps.tools.main import ToolsConfig
 from apps.weaver.config import WeaverConfig
 from forge.config import Section, choices_in, keys_of, section_in
-from forge.recipes.distill import DistillConfig
 from forge.recipes.dpo import DPOConfig
 from forge.recipes.reward_model import RewardModelConfig
 from forge.recipes.rl_config import RLConfig
@@ -29,7 +28,6 @@ RECIPES: dict[str, type[Section]] = {
     "sft": SFTConfig,
     "dpo": DPOConfig,
     "reward_model": RewardModelConfig,
-    "distill": DistillConfig,
     "tools": ToolsConfig,
     "code": CodeConfig,
     "weaver": WeaverConfig,

@@ -46,7 +46,7 @@ _maker = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_maker)
 CONFIGS = _maker.RECIPES
 # `forge NAME CONFIG` -> the name of the configuration.
-BY_COMMAND = {"train": "grpo", "sft": "sft", "dpo": "dpo", "reward-model": "reward_model", "distill": "distill"}
+BY_COMMAND = {"train": "grpo", "sft": "sft", "dpo": "dpo", "reward-model": "reward_model"}
 
 
 class Block(NamedTuple):

@@ -5,8 +5,9 @@
 Sampling and training take turns. Rewards play no part in training: they say how many held-out answers are right.
 """
 
-from forge.recipes.distill import DistillConfig, train
 from forge.recipes.launch import launch
+from forge.recipes.rl import train
+from forge.recipes.rl_config import RLConfig
 
 if __name__ == "__main__":
-    launch(train, DistillConfig)
+    launch(train, RLConfig)

@@ -4,12 +4,13 @@ import argparse
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
+
+from forge.cli.subparsers import Option, Subparsers, add_command
 
 # Functions import what takes seconds to import, so that other commands do not wait for it.
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: Subparsers) -> None:
     """Add the command `forge agents` and its steps to the subparsers `commands`."""
     agents = commands.add_parser(
         "agents",
@@ -19,17 +20,14 @@ def add_to(commands: Any) -> None:
     )
     steps = agents.add_subparsers(dest="step", required=True, metavar="STEP")
     about = "write the tasks of episode.agent.collection to dataset.path and, of held-out ones, eval.path"
-    rows = steps.add_parser(
-        "rows", help=about, description=about, epilog="example: forge agents rows agent.yaml --held-out .1"
-    )
-    rows.add_argument("config", help="the run's YAML file")
-    rows.add_argument("--limit", type=int, default=-1, help="read at most this many tasks; default: all")
-
-    rows.add_argument(
-        "--held-out", type=float, default=0.1, help="share that is held out if the collection has no split; default .1"
-    )
-    rows.add_argument("--overwrite", action="store_true", help="replace files that exist")
-    rows.set_defaults(run=_print_rows)
+    share = "share that is held out if the collection has no split; default .1"
+    options: list[Option] = [
+        ("config", {"help": "the run's YAML file"}),
+        ("--limit", {"type": int, "default": -1, "help": "read at most this many tasks; default: all"}),
+        ("--held-out", {"type": float, "default": 0.1, "help": share}),
+        ("--overwrite", {"action": "store_true", "help": "replace files that exist"}),
+    ]
+    add_command(steps, "rows", about, "agent.yaml --held-out .1", _print_rows, options)
 
 
 def _print_rows(args: argparse.Namespace) -> None:
@@ -37,7 +35,7 @@ def _print_rows(args: argparse.Namespace) -> None:
 
     try:
         print(write_rows(Path(args.config), args.limit, args.held_out, args.overwrite))
-    except (ValueError, OSError, InfrastructureError) as error:
+    except InfrastructureError as error:
         raise SystemExit(f"error: {error}") from None
 
 

@@ -56,7 +56,12 @@ class Worker:
         env: Mapping[str, str] | None = None,
         grace: float = GRACE,
     ) -> None:
-        self.command, self.opening, self.env, self.grace = list(command), dict(opening), dict(env or {}), grace
+        self.command, self.opening, self.grace = list(command), dict(opening), grace
+        # The interpreter's folder is first in PATH: programs that the collection needs, such as uv, may be there.
+        path = os.pathsep.join([os.path.dirname(os.path.abspath(command[0])), os.environ.get("PATH", os.defpath)])
+        # Requests to the gateway, which is on loopback, must not be sent to a proxy.
+        local = ",".join(filter(None, (os.environ.get("NO_PROXY"), "127.0.0.1,localhost")))
+        self.env = {**os.environ, "PATH": path, "NO_PROXY": local, "no_proxy": local, **(env or {})}
         self.starts = 0
         self._process: Process | None = None
         self._readers: list[asyncio.Task[None]] = []  # of standard error, and of standard output
@@ -109,7 +114,7 @@ class Worker:
                 stdin=PIPE,
                 stdout=PIPE,
                 stderr=PIPE,
-                env=worker_variables(self.command[0]) | self.env,
+                env=self.env,
                 limit=MAX_LINE,
                 start_new_session=True,
             )
@@ -177,18 +182,6 @@ def _kill_group(process: Process) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def worker_variables(python: str) -> dict[str, str]:
-    """Return the environment variables of a worker: this process's, with its interpreter's folder first in PATH.
-
-    Args:
-        python: the path of the interpreter. Programs that the collection needs, such as uv, may be in the same folder.
-    """
-    path = os.pathsep.join([os.path.dirname(os.path.abspath(python)), os.environ.get("PATH", os.defpath)])
-    # Requests to the gateway, which is on loopback, must not be sent to a proxy.
-    local = ",".join(filter(None, (os.environ.get("NO_PROXY"), "127.0.0.1,localhost")))
-    return {**os.environ, "PATH": path, "NO_PROXY": local, "no_proxy": local}
-
-
 SCRIPT = Path(__file__).parent / "workers/verifiers_worker.py"
 READING = 3600.0  # seconds until all rows must be read; they may have to be downloaded
 
@@ -226,7 +219,14 @@ class WorkerPlay:
         """
         url = f"{access.url}/s/{access.key}"
         try:
-            result = await self.worker.request("play", self.timeout, task=task_of(sample), url=url, model=POLICY)
+            task = json.loads(sample.target)
+        except ValueError:
+            raise ConfigError(
+                f"dataset: {sample.target!r:.60} is not a task of a collection: write its rows by `forge agents rows`, "
+                "and leave dataset.target_field as it is"
+            ) from None
+        try:
+            result = await self.worker.request("play", self.timeout, task=task, url=url, model=POLICY)
             reward = result.get("reward")
             if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
                 raise InfrastructureError(f"the environment's reward is {reward!r}, not a finite number")
@@ -235,17 +235,6 @@ class WorkerPlay:
             log.warning("an episode of %s was lost: %s", sample.prompt.text[:60] or "a task", error)
             return Outcome(None, "infrastructure", True, {"error": str(error)})
         return Outcome(float(reward), str(result.get("stop", "ended")), info={"metrics": result.get("metrics", {})})
-
-
-def task_of(sample: Sample) -> Any:
-    """Return the collection's task, plain JSON, from a sample's target; ConfigError if that is another text."""
-    try:
-        return json.loads(sample.target)
-    except ValueError:
-        raise ConfigError(
-            f"dataset: {sample.target!r:.60} is not a task of a collection: write its rows by `forge agents rows`, and "
-            "leave dataset.target_field as it is"
-        ) from None
 
 
 def check_collection(agent: AgentConfig) -> None:

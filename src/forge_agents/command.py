@@ -67,16 +67,12 @@ class CommandRunner:
         allow_unsafe: where the system does not permit namespaces, run programs with all rights of this user instead of
             raising an error at `start`. Their environment variables, the end of all their processes, and all limits but
             `processes` stay the same.
-        folder: the folder in which task folders are created; None: the system's folder for temporary files.
         python: the interpreter for the processes that watch programs; None: the running one.
     """
 
-    def __init__(
-        self, *, allow_unsafe: bool = False, folder: str | Path | None = None, python: str | None = None
-    ) -> None:
+    def __init__(self, *, allow_unsafe: bool = False, python: str | None = None) -> None:
         self.level: Level = "namespaces"
         self._allow_unsafe = allow_unsafe
-        self._parent = folder
         self._python = python or sys.executable
         self._scratch: Scratch | None = None
         self._threads = ThreadPoolExecutor(MAX_RUNS, "forge-agents")
@@ -93,7 +89,7 @@ class CommandRunner:
         """
         if self._scratch is not None:
             return
-        self._scratch = Scratch("forge-agents-", self._parent)
+        self._scratch = Scratch("forge-agents-")
         try:
             result = await self.run(AgentCommand(PROBE, timeout=10))
             result.remove()

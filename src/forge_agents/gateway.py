@@ -45,6 +45,8 @@ class Gateway:
         policies: the policies by the names that clients ask for.
     """
 
+    key: str | None = None  # that all clients must send; a session's own is checked in `_session_of`
+
     def __init__(self, policies: Mapping[str, Policy]) -> None:
         self.policies = policies
         self.sessions: dict[str, Session] = {}
@@ -84,7 +86,9 @@ class Gateway:
             yield url
 
     def _make_application(self, host: str) -> web.Application:
-        app = web.Application(client_max_size=MAX_BODY, middlewares=[_return_errors, self.access(host)])
+        app = web.Application(
+            client_max_size=MAX_BODY, middlewares=[_return_errors, guard_requests(host, self.key, key_of=client_key)]
+        )
         # Clients differ in whether their base URL includes /v1. The key is in the path for those that send none.
         for prefix in ("/v1", "", "/s/{key}/v1", "/s/{key}"):
             for path in DIALECTS:
@@ -92,10 +96,6 @@ class Gateway:
             app.router.add_post(f"{prefix}/messages/count_tokens", self._count_tokens)
             app.router.add_get(f"{prefix}/models", self._list_models)
         return app
-
-    def access(self, host: str) -> Any:
-        """Return the middleware that rejects requests from web pages; the session's key is checked in `_session_of`."""
-        return guard_requests(host, None)
 
     def _make_session(self, key: str, settings: SessionSettings) -> Session:
         return Session(key, settings, self.policies, self._in_thread)

@@ -1,7 +1,6 @@
 """The policies that the clients of a session may ask, and how the turns of an answer are sampled from them."""
 
 import asyncio
-import random
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -111,12 +110,6 @@ class Generation:
                 break
             yield piece
         self.task.result()
-
-
-def make_token() -> str:
-    """Return 24 random hexadecimal digits for an id."""
-    # Not from the session's seed: another session with the same seed must have other ids.
-    return f"{random.SystemRandom().getrandbits(96):024x}"
 
 
 NUMBERS = ("temperature", "top_p", "top_k", "seed")

@@ -131,7 +131,12 @@ class TurnReader:
         message: Message = {"role": "assistant", "content": self._before_stop(content).strip()}
         if thought.strip():
             message["thought"] = thought.strip()
-            self.thought_tokens = self._count_thought(tokens)
+            # The first tokens of the turn whose text has the tag that ends the thought.
+            self.thought_tokens = bisect_left(
+                range(len(tokens)),
+                True,
+                key=lambda count: CLOSING in self.dialogue.text(tokens[:count], truncated=True),
+            )
         if action.calls:
             message["calls"] = [
                 Call(make_id(), call.name, json.dumps(dict(call.arguments), ensure_ascii=False))
@@ -139,14 +144,6 @@ class TurnReader:
             ]
 
         return message
-
-    def _count_thought(self, tokens: Sequence[int]) -> int:
-        """Return how many tokens of a turn that starts with a thought belong to it, with the tag that ends it."""
-
-        def has_end(count: int) -> bool:
-            return CLOSING in self.dialogue.text(tokens[:count], truncated=True)
-
-        return bisect_left(range(len(tokens)), True, key=has_end)
 
     def grow(self, tokens: Sequence[int]) -> int | None:
         """Decode the tokens of the turn so far, and look for a stop string in its content.

@@ -5,7 +5,7 @@ import secrets
 from typing import Any
 
 from forge_envs.dialogue import Dialogue
-from forge_http.web import guard_requests, web
+from forge_http.web import web
 
 from .gateway import Gateway, client_key
 from .policies import Policy
@@ -25,9 +25,8 @@ NO_LIMIT = 1 << 40  # tokens or turns: only the engine's own limits apply
 class ModelServer(Gateway):
     """A gateway that serves one model, and creates a session for each client.
 
-    The turn that a request continues is looked for among the turns of its client's session. Without `key`, clients with
-    the same API key share a session, whatever the key is. With it, clients send the key, or `KEY:NAME` for a separate
-    session.
+    The turn that a request continues is looked for among the turns of its client's session: clients with the same API
+    key share a session, whatever the key is without `key`.
 
     Args:
         policy: a service of `forge.actors.Generator`.
@@ -56,18 +55,6 @@ class ModelServer(Gateway):
         return web.json_response(
             {"status": "ok", "engines": (await policy.service.stats.options(timeout=HEALTH_TIMEOUT).fanout())}
         )
-
-    def access(self, host: str) -> Any:
-        """Return the middleware that rejects requests without the API key; if no key is set, requests of other
-        machines."""
-        return guard_requests(host, self.key, key_of=self._server_key)
-
-    def _server_key(self, request: web.Request) -> str:
-        """Return the API key of a request without the name of a session: KEY of `KEY:NAME`."""
-        # Split by length: the server's key may itself have colons.
-        sent_key = client_key(request)
-        size = len(self.key or "")
-        return sent_key[:size] if sent_key[size : size + 1] == ":" else sent_key
 
     def _session_of(self, request: web.Request) -> Session:
         # Only a digest of the key is kept: clients may send their key of another provider by mistake.

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from forge.cli.subparsers import Option, Subparsers, add_command
+
 ENGINE_OPTIONS = {
     "engine": "embedded or vllm",
     "slots": "sequences that one engine decodes at once",
@@ -18,37 +20,39 @@ ENGINE_OPTIONS = {
 }
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: Subparsers) -> None:
     """Add the command `forge serve` to the subparsers `commands`."""
-    parser = commands.add_parser(
-        "serve",
-        help="serve a model to OpenAI clients",
-        description="Serve a model to clients of OpenAI and Anthropic until it is interrupted: chat, responses, "
-        "messages and completions, streaming, log-probabilities.",
-        epilog="example: forge serve runs/quickstart/model --port 8000",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("model", help="folder or hub id; runs/x/model is what a run leaves behind")
-    parser.add_argument("--name", help="what clients call the model; its folder's name if not given")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at; other machines' clients need a key")
-    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
-    parser.add_argument(
-        "--api-key", help="what clients must send; other users of this machine can read it here, not in FORGE_API_KEY"
-    )
-
-    parser.add_argument("--replicas", type=int, default=1, help="engines that requests are balanced over")
-    parser.add_argument("--with-gpus", action="store_true", help="give each engine a GPU")
-
+    options: list[Option] = [
+        ("model", {"help": "folder or hub id; runs/x/model is what a run leaves behind"}),
+        ("--name", {"help": "what clients call the model; its folder's name if not given"}),
+        ("--host", {"default": "127.0.0.1", "help": "address to listen at; other machines' clients need a key"}),
+        ("--port", {"type": int, "default": 8000, "help": "0 takes a free one"}),
+        (
+            "--api-key",
+            {"help": "what clients must send; other users of this machine can read it here, not in FORGE_API_KEY"},
+        ),
+        ("--replicas", {"type": int, "default": 1, "help": "engines that requests are balanced over"}),
+        ("--with-gpus", {"action": "store_true", "help": "give each engine a GPU"}),
+    ]
     # SUPPRESS: an option that is not given is not passed on, and the engine's default applies.
     for name, about in ENGINE_OPTIONS.items():
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=int if name in ("slots", "max_seq_len") else str,
-            default=argparse.SUPPRESS,
-            help=about,
-        )
+        kind = int if name in ("slots", "max_seq_len") else str
+        options.append((f"--{name.replace('_', '-')}", {"type": kind, "default": argparse.SUPPRESS, "help": about}))
 
-    parser.set_defaults(run=serve_model)
+    description = (
+        "Serve a model to clients of OpenAI and Anthropic until it is interrupted: chat, responses, messages and "
+        "completions, streaming, log-probabilities."
+    )
+    add_command(
+        commands,
+        "serve",
+        "serve a model to OpenAI clients",
+        "runs/quickstart/model --port 8000",
+        serve_model,
+        options,
+        description=description,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
 
 
 def serve_model(args: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
+from secrets import token_hex
 from typing import Any
 
 from forge.engines.interface import extend_completion
@@ -20,7 +21,6 @@ from .policies import (
     Policy,
     choose_grammar,
     client_sampling,
-    make_token,
     read_logprobs,
     sample_turns,
 )
@@ -77,7 +77,7 @@ class Session:
         self.policy_of(request.model)
         self._check_room()
         self.counts["requests"] += 1
-        generation = Generation(request, tuple(dialect.id_prefix + make_token() for _ in range(request.samples)))
+        generation = Generation(request, tuple(dialect.id_prefix + token_hex(12) for _ in range(request.samples)))
         generation.task = asyncio.create_task(self._generate_turns(generation, dialect))
         self.open_generations.add(generation)
 
@@ -104,15 +104,6 @@ class Session:
         limit = self.settings.max_open
         if len(self.open_generations) + self.counting >= limit:
             raise BadRequest(f"this session has {limit} requests open already: wait for their answers", status=429)
-
-    def _check_length(self, request: ModelRequest) -> None:
-        # To tokenise a few megabytes takes seconds, in a thread that all sessions share.
-        limit = self.settings.max_prompt or self.settings.max_tokens
-        size = len(request.prompt) + sum(len(str(part)) for part in (*request.messages, *request.tools))
-        if size > TOKEN_LENGTH * limit:
-            raise BadRequest(
-                f"the prompt has {size:,} characters, far more than {limit:,} tokens", code="context_length_exceeded"
-            )
 
     async def _run_in_thread(self, work: Callable[[], Any]) -> Any:
         # One function of a session at a time: the thread then turns to the other sessions.
@@ -163,7 +154,14 @@ class Session:
         policy = self.policy_of(request.model)
         dialogue = policy.dialogue
         tree = self.trees[request.model]
-        self._check_length(request)
+
+        # To tokenise a few megabytes takes seconds, in a thread that all sessions share.
+        limit = self.settings.max_prompt or self.settings.max_tokens
+        size = len(request.prompt) + sum(len(str(part)) for part in (*request.messages, *request.tools))
+        if size > TOKEN_LENGTH * limit:
+            raise BadRequest(
+                f"the prompt has {size:,} characters, far more than {limit:,} tokens", code="context_length_exceeded"
+            )
 
         if request.prompt:
             if isinstance(request.prompt, str):
@@ -328,7 +326,7 @@ class Session:
         request = generation.request
         parent = place.parent
         message = reader.read(
-            turn.token_ids, make_id=lambda: dialect.call_prefix + make_token(), truncated=turn.finish == "length"
+            turn.token_ids, make_id=lambda: dialect.call_prefix + token_hex(12), truncated=turn.finish == "length"
         )
         added = (*place.messages, message)
         tools = request.tools if parent is None else parent.tools

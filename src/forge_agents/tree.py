@@ -169,20 +169,16 @@ class TokenTree:
             key = conversation_key(tools_key(request.tools), history)
             candidates = [run for run in self._by_key.get(key, ()) if self._keeps_thoughts(run, history)]
             if candidates:
-                return Place(self._choose_parent(candidates, history), new_messages)
+                # Of turns with the same text the latest one with a call id that the client sends back, else the latest.
+                sent_ids = {call.id for call in history[-1].get("calls", ())}
+                with_sent_ids = [
+                    run for run in candidates if any(call.id in sent_ids for call in run.added[-1].get("calls", ()))
+                ]
+                return Place((with_sent_ids or candidates)[-1], new_messages)
 
         if self._restores_thoughts:
             messages = tuple(self._with_thought(message) for message in messages)
         return Place(None, messages, "edited" if history and self.runs else "start")
-
-    def _choose_parent(self, candidates: list[TokenRun], history: Sequence[Message]) -> TokenRun:
-        """Return the turn that is continued, among turns with the same text.
-
-        It is the latest one with a call id that the client sends back; if there is none, the latest one.
-        """
-        sent_ids = {call.id for call in history[-1].get("calls", ())}
-        with_sent_ids = [run for run in candidates if sent_ids & {call.id for call in run.added[-1].get("calls", ())}]
-        return (with_sent_ids or candidates)[-1]
 
     def _with_thought(self, message: Message) -> Message:
         """Return a message with the thought of the latest sampled turn that has the same text, if there is one."""

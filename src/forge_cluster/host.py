@@ -16,13 +16,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from forge.runtime.names import HOST, STORE
-from forge.runtime.process import Process, activity_of, read_stacks
+from forge.runtime.process import Process, activity_of, parents_of, read_stacks
 from forge.system.scratch import Scratch, sweep_folders
 from forge_http.addresses import join_address
 
 from .credentials import SECRET, Credentials
 from .inventory import Inventory
-from .processes import is_descendant
 from .wire import CONNECT_TIMEOUT, LEASE, MAX_MESSAGE, HostError, Json, Message, receive_message, send_message
 
 log = logging.getLogger(f"forge.{__name__}")
@@ -239,7 +238,7 @@ class HostLease:
             case "watch":
                 pid = int(request["pid"])
                 # Only processes that are watched can be killed through this daemon, so only those of the run may be.
-                if not any(is_descendant(pid, worker.pid) for worker in self.workers.values()):
+                if not any(worker.pid in parents_of(pid) for worker in self.workers.values()):
                     send_message(self.writer, {"event": "ended", "pid": pid})
                 elif pid not in self._watched:
                     self._watched[pid] = Process(pid, lambda: self._report_end(pid))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge.cli.recipes import RECIPES
-from forge.cli.subparsers import Subparsers
+from forge.cli.subparsers import Subparsers, add_command
 
 if TYPE_CHECKING:
     from forge.config.arguments import Arguments
@@ -64,17 +64,16 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser(
+    rest = "CONFIG and options, then overrides of the configuration"
+    add_command(
+        commands,
         "launch",
-        help=TEXT,
+        TEXT,
+        "slurm apps/grpo/gsm8k.yaml --nodes 2 --gpus-per-node 8 --dry-run",
+        run,
+        [("launcher", {"choices": list(LAUNCHERS)}), ("rest", {"nargs": argparse.REMAINDER, "help": rest})],
         description=f"{TEXT}; forge launch slurm --help lists the options of one",
-        epilog="example: forge launch slurm apps/grpo/gsm8k.yaml --nodes 2 --gpus-per-node 8 --dry-run",
     )
-    parser.add_argument("launcher", choices=list(LAUNCHERS))
-    parser.add_argument(
-        "rest", nargs=argparse.REMAINDER, help="CONFIG and options, then overrides of the configuration"
-    )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import cache
 
 from forge.observability.console import log_failure
-from forge.runtime.process import Activity
+from forge.runtime.process import Activity, Process
 from forge.system.masking import without_secrets
 
 from .credentials import Credentials
@@ -280,8 +280,8 @@ class Machine:
         self.send("watch", pid=pid)
 
 
-class RemoteProcess:
-    """A process on another machine, with the interface of `forge.runtime.process.Process`.
+class RemoteProcess(Process):
+    """A process on another machine, which its daemon watches.
 
     Args:
         ended: called when the process ends.

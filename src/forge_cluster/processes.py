@@ -6,7 +6,6 @@ import subprocess
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 from forge.runtime.process import end_with_parent
 
@@ -74,19 +73,6 @@ def _read_address(name: str, process: subprocess.Popen) -> str:
         outcome = f"ended with {process.wait(10)}" if lines else f"said nothing within {START_TIMEOUT:g} s"
         raise NotStarted(f"the worker on {name} {outcome}: see its output above")
     return lines[0]
-
-
-def is_descendant(pid: int, ancestor: int) -> bool:
-    """Return whether a process exists and was started by the process `ancestor` or by one of its descendants."""
-    while pid > 1:
-        # The parent's id is the second field after the name, which is in parentheses and may contain spaces.
-        try:
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
-        except OSError:
-            return False
-        if pid == ancestor:
-            return True
-    return False
 
 
 def run_as_child(command: Sequence[str], environment: Mapping[str, str]) -> int:

@@ -105,10 +105,6 @@ def choose_rooms(
     if max_hosts is not None and len(used) >= max_hosts:
         rooms = [room for room in rooms if room in used]
 
-    # The lowest rank is preferred: a host that the service does not use yet (False), few free GPUs, a low load.
-    def rank_room(room: HostRoom) -> tuple[bool, int, float]:
-        return max_hosts is not None and room in used, len(room.gpus) if demand.gpus else 0, room.load
-
     counts = range(1, demand.procs + 1) if demand.hosts is None else [demand.hosts]
     for count in counts:
         if demand.procs % count:
@@ -116,7 +112,15 @@ def choose_rooms(
         procs = demand.procs // count
         fitting = [room for room in rooms if room.capacity(demand) >= procs]
         if len(fitting) >= count:
-            preferred = sorted(fitting, key=rank_room)[:count]
+            # A host that the service does not use yet is preferred (False), then few free GPUs, then a low load.
+            preferred = sorted(
+                fitting,
+                key=lambda room: (
+                    max_hosts is not None and room in used,
+                    len(room.gpus) if demand.gpus else 0,
+                    room.load,
+                ),
+            )[:count]
             return [room for room in rooms if room in preferred]
 
     lines = [

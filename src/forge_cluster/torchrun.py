@@ -33,7 +33,11 @@ def main() -> int:
         address = os.environ["MASTER_ADDR"]
     except (KeyError, ValueError) as error:
         raise SystemExit(f"error: {error} is missing or no number: start this with torchrun or the like") from None
-    secret = _require_secret(world)
+    try:
+        # On several machines all must have the same.
+        secret = secrets.token_hex(32) if SECRET not in os.environ and world == 1 else read_secret()
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
     store = _open_store(rank, world, address, port)
 
     # After a restart by torchrun the ranks exchange under new keys.
@@ -57,20 +61,6 @@ def main() -> int:
             store.set(f"{attempt}/over", str(code))
             return code
     except NotStarted as error:
-        raise SystemExit(f"error: {error}") from None
-
-
-def _require_secret(world: int) -> str:
-    """Return the secret that all machines have, or a new one if there is only one machine.
-
-    Raises:
-        SystemExit: it is missing or invalid.
-    """
-    if SECRET not in os.environ and world == 1:
-        return secrets.token_hex(32)
-    try:
-        return read_secret()
-    except ValueError as error:
         raise SystemExit(f"error: {error}") from None
 
 

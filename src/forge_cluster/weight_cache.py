@@ -16,7 +16,6 @@ from contextlib import ExitStack
 from typing import Any
 
 from monarch.rdma import RDMABuffer, RDMATcpFallbackWarning
-from torch import Tensor
 
 from forge.observability import Reduce, record_metric
 from forge.runtime.controller import (
@@ -29,16 +28,6 @@ from forge.runtime.names import HOST, STORE
 from forge.runtime.store import MissingVersion, VersionStore
 from forge.runtime.store.manifest import Manifest
 from forge.system.files import write_atomic
-
-
-def open_window(memory: Tensor) -> RDMABuffer:
-    """Return a window by which other processes can read memory of this one, uint8 [size], once they receive it.
-
-    Call it within an endpoint. The memory must not be freed before `drop` of the window has ended.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RDMATcpFallbackWarning)
-        return RDMABuffer(memory)
 
 
 class HostVersions(VersionStore):
@@ -180,7 +169,10 @@ class WeightCache(ForgeActor):
                 memory = lock.enter_context(self.store.segments.reading([name]))[name]
             except FileNotFoundError:
                 raise MissingVersion(f"{segment} of {key} version {version} is no longer on {self.host}") from None
-            windows[segment] = open_window(memory[:size]), lock
+            # The memory must not be freed before `drop` of the window has ended.
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RDMATcpFallbackWarning)
+                windows[segment] = RDMABuffer(memory[:size]), lock
         return windows[segment][0]
 
     async def _fetch_once(self, key: str, version: int, timeout: float) -> str:

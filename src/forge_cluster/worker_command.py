@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forge.cli.subparsers import Subparsers
+from forge.cli.subparsers import Option, Subparsers, add_command
 
 if TYPE_CHECKING:
     from .host import Daemon
@@ -22,35 +22,35 @@ TEXT = "let a run on another machine start processes here; both need the same FO
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser(
-        "worker", help=TEXT, description=TEXT, epilog="example: forge worker --listen 10.0.0.2:7070 --gpus 0,1"
-    )
-    parser.add_argument(
-        "--listen",
-        default=None,
-        metavar="ADDRESS[:PORT]",
-        help="default: the address of this machine, port 7070; port 0 is a free one, see --register",
-    )
-    parser.add_argument("--gpus", default=None, help="the GPUs that runs may use, 0,1,2; default: all that are visible")
-    parser.add_argument(
-        "--grace",
-        type=float,
-        default=0.0,
-        metavar="SECONDS",
-        help="at SIGTERM, tell the run and serve for so long until it has saved itself; default: end at once",
-    )
-
-    # For programs that start workers: ssh, a job of a cluster, a launcher.
-    parser.add_argument("--stdin", action="store_true", help="read the secret from standard input, end when it closes")
-    parser.add_argument("--register", default=None, metavar="FOLDER", help="write the address to a file in this folder")
-    parser.set_defaults(run=run)
+    options: list[Option] = [
+        (
+            "--listen",
+            {
+                "metavar": "ADDRESS[:PORT]",
+                "help": "default: the address of this machine, port 7070; port 0 is a free one, see --register",
+            },
+        ),
+        ("--gpus", {"help": "the GPUs that runs may use, 0,1,2; default: all that are visible"}),
+        (
+            "--grace",
+            {
+                **{"type": float, "default": 0.0, "metavar": "SECONDS"},
+                "help": "at SIGTERM, tell the run and serve for so long until it has saved itself; default: end at "
+                "once",
+            },
+        ),
+        # For programs that start workers: ssh, a job of a cluster, a launcher.
+        ("--stdin", {"action": "store_true", "help": "read the secret from standard input, end when it closes"}),
+        ("--register", {"metavar": "FOLDER", "help": "write the address to a file in this folder"}),
+    ]
+    add_command(commands, "worker", TEXT, "--listen 10.0.0.2:7070 --gpus 0,1", run, options)
 
 
 def run(args: argparse.Namespace) -> None:
     """Serve runs until a signal ends the worker; invalid input ends it with one line."""
     from forge_http.addresses import join_address, listening_error
 
-    from .credentials import check_certificates
+    from .credentials import SECRET, check_certificates, read_secret
     from .host import Daemon, routable_address
     from .inventory import count_gpus
     from .wire import PORT, split_address
@@ -60,7 +60,10 @@ def run(args: argparse.Namespace) -> None:
         address = address or routable_address()
         if address in ("0.0.0.0", "::"):
             raise ValueError(f"--listen {address} is every address: give one, or omit the option")
-        secret = _take_secret(args.stdin)
+        # Given by standard input, the secret is in no command line, which other users could read.
+        if args.stdin:
+            os.environ[SECRET] = sys.stdin.readline().strip()
+        secret = read_secret()
         if args.register:
             Path(args.register).mkdir(parents=True, exist_ok=True)
         gpus = tuple(filter(None, args.gpus.split(","))) if args.gpus is not None else count_gpus()
@@ -76,16 +79,6 @@ def run(args: argparse.Namespace) -> None:
     except OSError as error:
         option = f"--listen {join_address(address, 0)}"
         raise SystemExit(f"error: {listening_error(address, port, error, option)}") from error
-
-
-def _take_secret(from_stdin: bool) -> str:
-    """Return the secret from standard input or the environment. NoSecret: it is missing or invalid."""
-    from .credentials import SECRET, read_secret
-
-    # Given by standard input, the secret is in no command line, which other users could read.
-    if from_stdin:
-        os.environ[SECRET] = sys.stdin.readline().strip()
-    return read_secret()
 
 
 async def _serve_daemon(daemon: Daemon, args: argparse.Namespace) -> None:

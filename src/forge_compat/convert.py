@@ -3,22 +3,18 @@
 import argparse
 from pathlib import Path
 
-from forge.cli.subparsers import Subparsers
+from forge.cli.subparsers import Option, Subparsers, add_command
 
 TEXT = "a configuration file of another library, printed with the keys of this one"
 
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser(
-        "convert",
-        help=TEXT,
-        description=TEXT,
-        epilog="example: forge convert upstream TORCHFORGE/apps/grpo/qwen3_1_7b.yaml",
-    )
-    parser.add_argument("library", choices=["upstream"], help="upstream: Meta's torchforge")
-    parser.add_argument("file", type=Path, help="its YAML file")
-    parser.set_defaults(run=run)
+    options: list[Option] = [
+        ("library", {"choices": ["upstream"], "help": "upstream: Meta's torchforge"}),
+        ("file", {"type": Path, "help": "its YAML file"}),
+    ]
+    add_command(commands, "convert", TEXT, "upstream TORCHFORGE/apps/grpo/qwen3_1_7b.yaml", run, options)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -26,10 +22,7 @@ def run(args: argparse.Namespace) -> None:
     # Imported here, as other commands do not need it.
     from forge.system.trial import try_in_child
 
-    try:
-        print(try_in_child(f"{__name__}:print_converted", str(args.file), subject=str(args.file), seconds=10), end="")
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
+    print(try_in_child(f"{__name__}:print_converted", str(args.file), subject=str(args.file), seconds=10), end="")
 
 
 def print_converted(file: str) -> None:

@@ -345,12 +345,8 @@ def order_libraries(names: Sequence[str]) -> list[str]:
     >>> order_libraries(["learning_rate", "group_size", "off_by_n"])[0]
     'torchforge'
     """
-
-    def count_settings(library: str) -> int:
-        table = TABLES[library]
-        return sum(name in table or name.rpartition(".")[2] in table for name in names)
-
-    return sorted(TABLES, key=count_settings, reverse=True)
+    parts = [{name, name.rpartition(".")[2]} for name in names]
+    return sorted(TABLES, key=lambda library: sum(not part.isdisjoint(TABLES[library]) for part in parts), reverse=True)
 
 
 def describe_setting(name: str, python: bool, libraries: Iterable[str] = TABLES) -> str:

@@ -7,10 +7,11 @@ component may have its own endpoint `get_metrics`.
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 from uuid import uuid4
 
 from forge.config.plugin import resolve
+from forge.runtime.controller.handle import Handle
 from forge.runtime.controller.types import Kwargs, Value
 from forge_compat.setting_names import ENDPOINTS
 
@@ -24,26 +25,17 @@ MARKERS = {
 }
 
 
-class Callee(Protocol):
-    """The attributes of a service that these methods need."""
-
-    _name: str
-    _options: Any
-
-    def _end_session(self, session: str) -> None: ...
-
-
-async def start_session(service: Callee) -> str:
+async def start_session(service: Handle) -> str:
     """Return the id of a new session: calls of `route(..., sess_id=id)` go to one replica until `terminate_session`."""
     return f"{service._name}-{uuid4().hex}"
 
 
-async def terminate_session(service: Callee, sess_id: str) -> None:
+async def terminate_session(service: Handle, sess_id: str) -> None:
     """End a session: its calls may go to any replica again."""
     service._end_session(sess_id)
 
 
-async def call_all(service: Callee, endpoint: str, *args: object, **kwargs: object) -> list[Value]:
+async def call_all(service: Handle, endpoint: str, *args: object, **kwargs: object) -> list[Value]:
     """Call an endpoint, by its name, on every replica; return the value of each."""
     return await getattr(service, endpoint).fanout(*args, **kwargs)
 
@@ -96,7 +88,7 @@ class ServiceMetrics:
         return self.sessions_per_replica
 
 
-async def get_metrics(service: Callee) -> ServiceMetrics:
+async def get_metrics(service: Any) -> ServiceMetrics:
     """Return what torchforge counts of a service. TypeError: this process is not the controller, which counts it."""
     # The attribute of the class: on an instance, `status` may be an endpoint of the component.
     status = getattr(type(service), "status", None)
@@ -135,7 +127,7 @@ async def get_metrics(service: Callee) -> ServiceMetrics:
     )
 
 
-async def get_metrics_summary(service: Callee) -> dict[str, dict[Any, Any]]:
+async def get_metrics_summary(service: Handle) -> dict[str, dict[Any, Any]]:
     """Return the metrics of a service as dicts: `summary["service"]["healthy_replicas"]`, and by the replica's number
     `summary["replicas"][0]["failed_requests"]`."""
     metrics = await get_metrics(service)
@@ -146,7 +138,7 @@ async def get_metrics_summary(service: Callee) -> dict[str, dict[Any, Any]]:
 class Setup:
     """The endpoint `setup` of torchforge's components: `await actor.setup.call()` only says that it has run."""
 
-    def __init__(self, service: Callee) -> None:
+    def __init__(self, service: Handle) -> None:
         self.name = service._name
 
     async def call(self) -> None:

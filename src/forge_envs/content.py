@@ -1,9 +1,10 @@
 """Conversion of MCP's tools and results for models, and helpers for server programs."""
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
+
+from forge.types.conversation import as_text
 
 TAIL = 2000  # bytes of a program's log that an error shows
 Json = Any  # the parsed JSON of a message or its parts
@@ -29,15 +30,6 @@ def text_of(result: Mapping[str, Json]) -> str:
     if not blocks and structured is not None:
         return as_text(structured)
     return "\n".join(map(_text_of_block, blocks))
-
-
-def as_text(value: Json) -> str:
-    """Return a value as the policy reads it: a text as it is, any other value as JSON that keeps its letters.
-
-    >>> as_text({"city": "東京"})
-    '{"city": "東京"}'
-    """
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def shorten_text(text: str, limit: int) -> str:

@@ -60,7 +60,11 @@ class Dialogue:
         if syntax is not None:
             check_syntax(syntax)
         if isinstance(template, str) and template in TEMPLATES:
-            template = built_in(template, tokenizer)
+            # A model whose tokenizer starts every text with bos has never been trained on texts without it. Rendered
+            # templates are encoded without it, so that the template must contain it.
+            template, bos = TEMPLATES[template], tokenizer.bos_token_id
+            if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] and "bos_token" not in template:
+                template = "{{ bos_token }}" + template
         self.tokenizer = tokenizer
         plain = ChatFormat(tokenizer, template, options, key="episode.template")
         self.exported_template = plain.exported
@@ -229,15 +233,3 @@ LLAMA3 = (
 )
 
 TEMPLATES = {"plain": PLAIN, "chatml": CHATML, "llama3": LLAMA3}
-
-
-def built_in(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return one of this module's templates, with bos at its beginning if the tokenizer starts every text with bos.
-
-    A model has never been trained on texts without the token. Rendered templates are encoded without it, so that the
-    template must contain it.
-    """
-    template = TEMPLATES[name]
-    bos = tokenizer.bos_token_id
-    adds_bos = bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
-    return "{{ bos_token }}" + template if adds_bos and "bos_token" not in template else template

@@ -13,9 +13,10 @@ from forge.data.prompts import QUESTION_FIELDS
 from forge.rewards.arguments import Answers, RewardCall
 from forge.rewards.verifier import Unscored
 from forge.types import Prompt, Sample
+from forge.types.conversation import as_text
 from forge_verifiers.threads import await_within, in_own_thread
 
-from .content import as_text, shorten_text
+from .content import shorten_text
 from .environment import Action, Environment, InfrastructureError, Message, Step, ToolCall
 from .schemas import Arguments, Parameters
 

@@ -9,13 +9,19 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedConfig, PreTrainedModel
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
-    from .policy import FamilyPolicy, Traits
+from forge.models.find import quiet_loading
+from forge.training.attention import NAME
+from forge.types import Batch
+
+from .policy import FamilyPolicy, Traits
 
 log = logging.getLogger(f"forge.{__name__}")
 
@@ -108,8 +114,6 @@ def check_names(config: PreTrainedConfig) -> None:
     Raises:
         ValueError: transformers converts them; the message names one.
     """
-    from transformers.core_model_loading import revert_weight_conversion
-
     model = build_small_model(config)
     parameters = dict(model.named_parameters())
     stored = revert_weight_conversion(model, parameters)
@@ -123,8 +127,6 @@ def check_names(config: PreTrainedConfig) -> None:
 
 def make_policy(model: PreTrainedModel) -> FamilyPolicy:
     """Return the policy of a model, with the traits that the probe finds."""
-    from .policy import FamilyPolicy
-
     return FamilyPolicy(model, find_traits(model.config))
 
 
@@ -142,13 +144,6 @@ def find_traits(config: PreTrainedConfig) -> Traits:
 
 
 def _ask_model(config: PreTrainedConfig) -> Traits:
-    import torch
-
-    from forge.models.find import quiet_loading
-    from forge.training.attention import NAME
-
-    from .policy import Traits
-
     try:
         with quiet_loading():
             model = build_small_model(config)
@@ -156,7 +151,7 @@ def _ask_model(config: PreTrainedConfig) -> Traits:
             expected = [score_alone(model, tokens) for tokens in sequences]
     except Exception as error:
         log.info("model: %s is trained in padded rows: it has no small model (%s)", config.model_type, error)
-        return Traits("eager", None, f"its config cannot be cut to a small model ({_first_words(error)})")
+        return Traits("eager", None, f"its config cannot be cut to a small model ({first_words(error)})")
 
     changed = sequences[-1].clone()
     changed[-1] = (changed[-1] + 1) % 3
@@ -179,8 +174,6 @@ def draw_sequences(vocabulary: int) -> list[Tensor]:
     Args:
         vocabulary: the number of token ids; the first three, which may be special, are not drawn.
     """
-    import torch
-
     generator = torch.Generator().manual_seed(0)
     sequences = [torch.randint(3, vocabulary, (length,), generator=generator) for length in LENGTHS]
     sequences[-1][:SHARED] = sequences[-2][:SHARED]
@@ -189,8 +182,6 @@ def draw_sequences(vocabulary: int) -> list[Tensor]:
 
 def score_alone(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """Return the log-probabilities of a sequence's tokens but the first, by transformers' own forward pass."""
-    import torch
-
     with torch.no_grad():
         logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1]
     return logits.float().log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
@@ -198,8 +189,6 @@ def score_alone(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 
 def _find_scale(model: PreTrainedModel, tokens: Tensor) -> float | None:
     """Return by what the output embeddings' products are multiplied; None if that does not give the logits."""
-    import torch
-
     head: Any = model.get_output_embeddings()
     if getattr(head, "bias", None) is not None:
         return None
@@ -218,13 +207,6 @@ def _find_scale(model: PreTrainedModel, tokens: Tensor) -> float | None:
 def _find_fault(model: PreTrainedModel, traits: Traits, sequences: list[Tensor], expected: list[Tensor]) -> str:
     """Return by what the policy's log-probabilities with these traits differ from those of each sequence; "" if they
     do not."""
-    import numpy as np
-    import torch
-
-    from forge.types import Batch
-
-    from .policy import FamilyPolicy
-
     lengths = np.array([len(tokens) for tokens in sequences])
     mask = np.ones(lengths.sum(), dtype=np.bool_)
     mask[np.cumsum(lengths) - lengths] = False
@@ -234,12 +216,12 @@ def _find_fault(model: PreTrainedModel, traits: Traits, sequences: list[Tensor],
         with torch.no_grad():
             scored = FamilyPolicy(copy.deepcopy(model), traits).train()(batch).logprobs
     except Exception as error:
-        return _first_words(error)
+        return first_words(error)
     difference = float((scored - torch.cat(expected)).abs().max())
     return "" if difference <= TOLERANCE else f"log-probabilities differ by {difference:.2g}"
 
 
-def _first_words(error: Exception | None) -> str:
+def first_words(error: Exception | None) -> str:
     """Return the type and the first 160 characters of an error, in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
 
@@ -250,9 +232,6 @@ def build_small_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedMode
     Raises:
         ValueError: the config cannot be cut.
     """
-    import torch
-    from transformers import AutoModelForCausalLM
-
     small = shrink_config(config)
     torch.manual_seed(seed)
     with torch.device("meta"):
@@ -308,7 +287,7 @@ def _construct(kind: type, values: dict[str, Any]) -> PreTrainedConfig:
             if not named:
                 break
             values = {name: value for name, value in values.items() if name not in named}
-    raise ValueError(_first_words(rejected))
+    raise ValueError(first_words(rejected))
 
 
 def choose_layers(values: dict[str, Any], layers: int) -> list[int]:

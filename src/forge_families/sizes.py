@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from forge.models.find import quiet_loading
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 EXPERTS_OF_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
 
@@ -54,8 +52,6 @@ def measure_model(config: PreTrainedConfig) -> ModelSizes:
 
 
 def _measure_model(config: PreTrainedConfig) -> ModelSizes:
-    from transformers import AutoModelForCausalLM
-
     text: Any = config.get_text_config()
     with quiet_loading(), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)

@@ -6,10 +6,11 @@ import copy
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from forge.engines.weights import checked_parts
 from forge.models.find import quiet_loading
@@ -18,9 +19,6 @@ from forge.models.weight_layouts import FusedPart
 from .attention import ENGINE, PROBE, AttentionCall, UnsupportedModel, record_call, run_model, set_attention
 from .modules import FusedNorm, set_weight, use_experts
 from .states import RowStates, States
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 class Template:

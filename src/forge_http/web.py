@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import socket
-import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -67,11 +66,8 @@ def required_key(host: str, key: str | None = None) -> str | None:
     return key
 
 
-def bind_socket(host: str, port: int, any_port: str = "--port 0") -> socket.socket:
+def bind_socket(host: str, port: int) -> socket.socket:
     """Open a listening socket; port 0 takes a free port.
-
-    Args:
-        any_port: the option with which the command takes a free port, for the error.
 
     Raises:
         OSError: the address is not available; the message says why, and what to do.
@@ -79,7 +75,7 @@ def bind_socket(host: str, port: int, any_port: str = "--port 0") -> socket.sock
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, OverflowError) as error:
-        raise listening_error(host, port, error, any_port) from None
+        raise listening_error(host, port, error, "--port 0") from None
 
 
 def bearer_key(request: web.Request) -> str:
@@ -90,7 +86,6 @@ def bearer_key(request: web.Request) -> str:
 def guard_requests(
     host: str,
     key: str | None,
-    second_key: str | None = None,
     key_of: Callable[[web.Request], str] = bearer_key,
     content_types: tuple[str, ...] = ("application/json",),
 ) -> Middleware:
@@ -102,7 +97,6 @@ def guard_requests(
     Args:
         host: the address at which the server listens.
         key: the API key; None: callers need none.
-        second_key: another key that is accepted.
         key_of: returns the API key of a request.
         content_types: of bodies; a page cannot send any of these to another origin without a preflight request.
     """
@@ -111,10 +105,8 @@ def guard_requests(
     @web.middleware
     async def check_request(request: web.Request, handler: Handler) -> web.StreamResponse:
         if key is not None:
-            sent_key = key_of(request).encode(errors="surrogateescape")
-            keys = [accepted.encode(errors="surrogateescape") for accepted in (key, second_key) if accepted]
-            # A list, not a generator: all keys are compared, so that the time does not show which one is right.
-            if not any([hmac.compare_digest(sent_key, accepted) for accepted in keys]):
+            keys = [text.encode(errors="surrogateescape") for text in (key_of(request), key)]
+            if not hmac.compare_digest(*keys):
                 raise web.HTTPUnauthorized(reason="the API key is missing or wrong")
         else:
             origin = request.headers.get("Origin")
@@ -143,22 +135,16 @@ def guard_requests(
 
 
 @asynccontextmanager
-async def serve_application(
-    app: web.Application, listener: socket.socket, context: ssl.SSLContext | None = None
-) -> AsyncIterator[str]:
-    """Serve an application on a listening socket within the block, and yield its URL.
-
-    Args:
-        context: serve by HTTPS with this context; None: serve by HTTP.
-    """
+async def serve_application(app: web.Application, listener: socket.socket) -> AsyncIterator[str]:
+    """Serve an application on a listening socket within the block, and yield its URL."""
     runner = web.AppRunner(
         app, handler_cancellation=True, shutdown_timeout=CLOSING, access_log=None, auto_decompress=False, logger=_log
     )
     await runner.setup()
     host, port = listener.getsockname()[:2]
     try:
-        await web.SockSite(runner, listener, ssl_context=context).start()
-        yield f"{'http' if context is None else 'https'}://{join_address(host, port)}"
+        await web.SockSite(runner, listener).start()
+        yield f"http://{join_address(host, port)}"
     finally:
         await runner.cleanup()
 
@@ -176,13 +162,9 @@ async def json_of(request: web.Request) -> Json:
         raise ValueError("it is nested too deeply") from None
 
 
-def _is_ours(record: logging.LogRecord) -> bool:
-    """Return whether to log a record of aiohttp: any but those of invalid requests, which are answered instead."""
-    return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
-
-
 _log = logging.getLogger(f"{__name__}.requests")
-_log.addFilter(_is_ours)
+# Invalid requests are answered, and not logged.
+_log.addFilter(lambda record: record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError))
 
 
 def _host_name(url: str) -> str | None:

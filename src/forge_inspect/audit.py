@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from forge.observability.console import log
-from forge.observability.folder import LOGS, MARK, hash_file
+from forge.observability.folder import LOGS, MARK
 from forge.observability.lines import Row, appended_lines, parse_line
 from forge.observability.rollouts import ROLLOUTS, read_batches
 from forge.observability.schedule import SCHEDULE
+from forge.system.checksums import hash_file
 from forge.system.files import write_atomic
 from forge_inspect.alerts import AUDIT
 from forge_inspect.runs import read_settings

@@ -15,7 +15,7 @@ from .inside import wire
 START_TIMEOUT = 60.0  # seconds within which the process must have started, with all imports
 GRACE = 30.0  # seconds for a reply after a program's time limit: the machine may be busy
 EXIT_TIMEOUT = 5.0  # seconds within which the process must exit by itself
-_MODULES = ("syscalls", "wire", "seccomp", "namespaces", "limits", "program", "confine", "keeper", "zygote")
+_MODULES = ("syscalls", "wire", "seccomp", "namespaces", "limits", "program", "keeper", "zygote")
 # The modules are sent as text: as another user, or with another root, the process may not be able to read the files.
 _FOLDER = Path(__file__).parent / "inside"
 _TEXTS = {name: (_FOLDER / f"{name}.py").read_text("utf-8") for name in _MODULES}

@@ -84,10 +84,6 @@ class Checkpoints:
             raise ValueError(f"there is no checkpoint {path}")
         return row
 
-    def count_bytes(self, owner: str) -> int:
-        """Return the bytes of a tenant's checkpoints."""
-        return self.journal.total("SELECT COALESCE(SUM(bytes), 0) FROM checkpoints WHERE owner = ?", owner)
-
     def remove(self, path: str) -> None:
         """Delete a checkpoint and its folder."""
         self.journal.remove("checkpoints", path=path)

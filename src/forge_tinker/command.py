@@ -6,25 +6,31 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from forge.cli.subparsers import Option, Subparsers, add_command
 
-def add_to(commands: Any) -> None:
+
+def add_to(commands: Subparsers) -> None:
     """Add the command `forge tinker` to the subparsers `commands`."""
-    parser = commands.add_parser(
+    options: list[Option] = [
+        ("--model", {"required": True, "help": "folder or hub id of the base model"}),
+        ("--name", {"help": "what clients call the model; by default --model"}),
+        ("--host", {"default": "127.0.0.1", "help": "address to listen at"}),
+        ("--port", {"type": int, "default": 8000, "help": "0 takes a free one"}),
+        ("--folder", {"default": "runs/tinker", "help": "where models, checkpoints and the journal are kept"}),
+        ("--config", {"help": "YAML file with `tenants` and `engine`, see docs/tinker.md"}),
+    ]
+    add_command(
+        commands,
         "tinker",
-        help="serve the Tinker protocol",
+        "serve the Tinker protocol",
+        "--model runs/quickstart/model, then TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local python "
+        "program.py",
+        serve_protocol,
+        options,
         description="Serve the Tinker protocol: programs of its SDK and cookbook train adapters of one model here. "
         "What clients have saved and asked for survives a kill of the server: start it again with the same folder.",
-        epilog="example: forge tinker --model runs/quickstart/model, then TINKER_BASE_URL=http://127.0.0.1:8000 "
-        "TINKER_API_KEY=tml-local python program.py",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--model", required=True, help="folder or hub id of the base model")
-    parser.add_argument("--name", help="what clients call the model; by default --model")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at")
-    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
-    parser.add_argument("--folder", default="runs/tinker", help="where models, checkpoints and the journal are kept")
-    parser.add_argument("--config", help="YAML file with `tenants` and `engine`, see docs/tinker.md")
-    parser.set_defaults(run=serve_protocol)
 
 
 def serve_protocol(args: argparse.Namespace) -> None:

@@ -6,6 +6,7 @@ published; here it is -(stop_gradient(min(r, 1)) * A * p - kl_coeff / 2 * (p - q
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,20 +69,8 @@ class Tokens:
         return loss
 
 
-def _cross_entropy(tokens: Tokens) -> Tensor:
-    return -tokens.logprobs * tokens.read("weights")
-
-
-def _importance_sampling(tokens: Tokens) -> Tensor:
-    return -tokens.ratio * tokens.read("advantages")
-
-
-def _ppo(tokens: Tokens) -> Tensor:
-    return tokens.clip_ratio(PPO()).token_loss(tokens.ratio, tokens.logprobs, tokens.read("advantages"))
-
-
-def _cispo(tokens: Tokens) -> Tensor:
-    return tokens.clip_ratio(CISPO()).token_loss(tokens.ratio, tokens.logprobs, tokens.read("advantages"))
+def _clipped(loss: Any, tokens: Tokens) -> Tensor:
+    return tokens.clip_ratio(loss()).token_loss(tokens.ratio, tokens.logprobs, tokens.read("advantages"))
 
 
 def _gspo(tokens: Tokens) -> Tensor:
@@ -105,10 +94,10 @@ def _stable_reinforce(tokens: Tokens) -> Tensor:
 
 
 LOSSES: dict[str, Callable[[Tokens], Tensor]] = {
-    "cross_entropy": _cross_entropy,
-    "importance_sampling": _importance_sampling,
-    "ppo": _ppo,
-    "cispo": _cispo,
+    "cross_entropy": lambda tokens: -tokens.logprobs * tokens.read("weights"),
+    "importance_sampling": lambda tokens: -tokens.ratio * tokens.read("advantages"),
+    "ppo": partial(_clipped, PPO),
+    "cispo": partial(_clipped, CISPO),
     "gspo": _gspo,
     "dro": _dro,
     "stable_reinforce": _stable_reinforce,

@@ -55,19 +55,6 @@ class Requests:
             else:
                 self._start_model(request["subject"])
 
-    def count_models(self, owner: str) -> int:
-        """Return the number of a tenant's models in sessions that have not finished."""
-        statement = (
-            "SELECT COUNT(*) FROM models JOIN sessions ON models.session = sessions.id "
-            "WHERE models.owner = ? AND sessions.status = ?"
-        )
-        return self.journal.total(statement, owner, ACTIVE)
-
-    def count_open(self, owner: str) -> int:
-        """Return the number of a tenant's requests that have not finished."""
-        statement = "SELECT COUNT(*) FROM requests WHERE owner = ? AND result IS NULL AND error IS NULL"
-        return self.journal.total(statement, owner)
-
     def close_session(self, session: str) -> None:
         """Free what only a session uses: its models' memory, and weights of samplers that have no name."""
         for model in self.journal.select("models", session=session):
@@ -240,7 +227,10 @@ class Requests:
             folder = self.folder / "samplers" / sampler.replace(":", "-")
             await loop.run_in_executor(self.thread, lambda: adapter.save(folder, self.name, optimizer=False))
             session = model.partition(":")[0]
-            self._drop_samplers(session)
+            # Of a session's samplers without a name only the weights of those that were used last are kept.
+            folders = (self.folder / "samplers").glob(f"{session}-*")
+            for unused in sorted(folders, key=lambda folder: folder.stat().st_mtime)[:-SAMPLERS]:
+                shutil.rmtree(unused, ignore_errors=True)
             mode = {"model": model, "kind": body.get("kind", "snapshot")}
             self.journal.add("samplers", id=sampler, session=session, owner=owner, folder=str(folder), **mode)
             # All samplers in flight of a model draw by its newest weights.
@@ -259,12 +249,6 @@ class Requests:
         if kind == "save":
             return dump(types.SaveWeightsResponse(path=path))
         return json.dumps({"path": path}).encode()
-
-    def _drop_samplers(self, session: str) -> None:
-        """Delete the weights of a session's samplers without a name that were used least recently, beyond SAMPLERS."""
-        folders = sorted((self.folder / "samplers").glob(f"{session}-*"), key=lambda folder: folder.stat().st_mtime)
-        for folder in folders[:-SAMPLERS]:
-            shutil.rmtree(folder, ignore_errors=True)
 
     def _add_recorded(self, datum: Datum, session: str) -> None:
         """Add what was recorded when the targets of a datum were sampled: their log-probabilities, and which are.

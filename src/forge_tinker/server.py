@@ -15,7 +15,7 @@ from forge_http.web import Handler, guard_requests, json_of, web
 
 from .checkpoints import check_ttl
 from .listing import Listing
-from .requests import BINARY, Requests, dump
+from .requests import ACTIVE, BINARY, Requests, dump
 from .tenants import NotFound, Tenant, Tenants
 from .wire import parse_pass
 
@@ -31,6 +31,13 @@ KINDS: dict[str, Any] = {
     "sampler": types.SaveWeightsForSamplerRequest,
     "external": types.SaveWeightsExternalRequest,
 }
+# What a tenant's quotas bound: models in sessions that have not finished, open requests, bytes of checkpoints.
+MODELS_OF = (
+    "SELECT COUNT(*) FROM models JOIN sessions ON models.session = sessions.id "
+    "WHERE models.owner = ? AND sessions.status = ?"
+)
+OPEN_OF = "SELECT COUNT(*) FROM requests WHERE owner = ? AND result IS NULL AND error IS NULL"
+BYTES_OF = "SELECT COALESCE(SUM(bytes), 0) FROM checkpoints WHERE owner = ?"
 UNSUPPORTED = {
     "/auth/token": "JWT credentials: use an API key",
     "/create_custom_loss": "custom losses on the server: they run in the client",
@@ -156,7 +163,7 @@ class TinkerServer:
         tenant = self.tenants.tenant_of(request)
         model = f"{body.session_id}:train:{body.model_seq_id}"
         is_new = self.journal.find("models", id=model) is None
-        count = self.requests.count_models(tenant.project)
+        count = self.journal.total(MODELS_OF, tenant.project, ACTIVE)
         if is_new and tenant.max_adapters is not None and count >= tenant.max_adapters:
             raise ValueError(f"project {tenant.project} has {count} models, its quota: finish a session of it first")
         now = time.time()
@@ -166,7 +173,7 @@ class TinkerServer:
 
     def _accept(self, request: web.Request, kind: str, subject: str, seq: int, body: bytes) -> web.Response:
         tenant = self.tenants.tenant_of(request)
-        if tenant.max_requests is not None and self.requests.count_open(tenant.project) >= tenant.max_requests:
+        if tenant.max_requests is not None and self.journal.total(OPEN_OF, tenant.project) >= tenant.max_requests:
             raise web.HTTPTooManyRequests(reason=f"project {tenant.project} has {tenant.max_requests} open requests")
         name = self.requests.accept(kind, tenant.project, subject, seq, body)
         answer: dict[str, Any] = {"request_id": name}
@@ -206,7 +213,7 @@ class TinkerServer:
             check_ttl(getattr(body, "ttl_seconds", None))
             tenant = self.tenants.tenant_of(request)
             if kind != "step" and tenant.max_bytes is not None:
-                used = self.requests.checkpoints.count_bytes(tenant.project)
+                used = self.journal.total(BYTES_OF, tenant.project)
                 if used >= tenant.max_bytes:
                     raise ValueError(f"the project has {used} bytes of checkpoints, its quota: delete some")
             return self._accept(request, kind, model["id"], body.seq_id or 0, await request.read())

@@ -117,7 +117,11 @@ class Wandb:
         values: Row = dict(row)
         if rollouts:
             columns: list[str | int] = [*rollouts[0]]
-            lines = [[_to_cell(cell) for cell in line.values()] for line in rollouts]
+            # Numbers, texts and None as they are, everything else as JSON.
+            lines = [
+                [cell if isinstance(cell, int | float | str | None) else json.dumps(cell) for cell in line.values()]
+                for line in rollouts
+            ]
             values["rollouts"] = self._table(columns=columns, data=lines, allow_mixed_types=True)
         self._run.log(values, step=step)
 
@@ -128,11 +132,6 @@ class Wandb:
         self._run.finish(exit_code=0 if finished else 1)
         # End its service process, which may not have written the last rows of an offline file.
         wandb.teardown()
-
-
-def _to_cell(value: Any) -> Any:
-    """Return a value for a cell of a table: numbers, texts and None as they are, everything else as JSON."""
-    return value if isinstance(value, int | float | str | None) else json.dumps(value)
 
 
 POLL_INTERVAL = 0.5  # seconds between two reads of the files

@@ -2,12 +2,14 @@
 
 import argparse
 import asyncio
-import os
-import sys
 import time
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from forge.cli.subparsers import Option, Subparsers, add_command
 
 # Imports within the steps take seconds.
 
@@ -16,7 +18,7 @@ SCORES = ("scores", {"help": ".npz"})
 AGGREGATOR = ("--aggregator", {"required": True, "help": "what fit left: a .npz file, or a folder"})
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: Subparsers) -> None:
     """Add `weaver` and its steps, such as `forge weaver fit`, to the commands of `forge`."""
     weaver = commands.add_parser(
         "weaver",
@@ -28,27 +30,21 @@ def add_to(commands: Any) -> None:
     steps = weaver.add_subparsers(dest="step", required=True, metavar="STEP")
 
     for name, (run, summary, example, options) in STEPS.items():
-        step = steps.add_parser(
+        add_command(
+            steps,
             name,
-            help=summary,
-            description=f"{summary.capitalize()}.",
-            epilog=f"example: forge weaver {name} {example}",
+            summary,
+            example,
+            partial(_run_quietly, run),
+            options,
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )
-        for option, settings in options:
-            step.add_argument(option, **settings)
-        step.set_defaults(run=_run_step, step=run)
 
 
-def _run_step(args: argparse.Namespace) -> None:
-    sys.path.insert(0, os.getcwd())  # as `python -m` does: rule verifiers are modules of the user
-    # For an error of the user one line is printed, for a fault of the program a traceback.
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they are in the report
-            args.step(args)
-    except (ValueError, OSError, ImportError) as error:
-        raise SystemExit(f"error: {error}") from None
+def _run_quietly(run: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they are in the report
+        run(args)
 
 
 def _score_problems(args: argparse.Namespace) -> None:
@@ -162,7 +158,7 @@ def _read_scores(path: str) -> Any:
 
 
 # By name: the function that runs the step, its summary, an example and the options. `apps/weaver` runs all steps.
-STEPS: dict[str, tuple[Any, str, str, list[tuple[str, dict[str, Any]]]]] = {
+STEPS: dict[str, tuple[Any, str, str, list[Option]]] = {
     "score": (
         _score_problems,
         "score responses by verifiers",

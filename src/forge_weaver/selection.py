@@ -7,15 +7,6 @@ random, and accuracies are expectations over them.
 import numpy as np
 
 
-def best_of(p: np.ndarray) -> np.ndarray:
-    """Return the index of each problem's most probable response, [problems], the first of equals; -1 if all are NaN.
-
-    >>> best_of(np.array([[0.2, 0.9, np.nan], [np.nan, np.nan, np.nan]]))
-    array([ 1, -1])
-    """
-    return np.where(np.isnan(p).all(1), -1, np.where(np.isnan(p), -np.inf, p).argmax(1))
-
-
 def selection_accuracy(p: np.ndarray, labels: np.ndarray) -> float:
     """Return the fraction of problems whose most probable response is right.
 

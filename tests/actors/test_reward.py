@@ -52,7 +52,7 @@ def test_verifier_and_function_rewards_are_summed():
     assert rewards(started(RewardActor(verifiers=RULES))) == [2.0, 1.0, 0.0]
     both = started(RewardActor(["ExactMatch"], verifiers=RULES))
     assert rewards(both) == [3.0, 1.0, 0.0]
-    assert asyncio.run(both.is_correct("abc>", "cba", "cba"))
+    assert asyncio.run(both.reward.judge("abc>", ["cba"], "cba")) == [True]
 
 
 @pytest.mark.full

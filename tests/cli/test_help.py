@@ -31,7 +31,7 @@ COMMANDS = commands(PARSER)
 
 
 def test_help_lists_every_command():
-    names = "train sft dpo reward-model distill serve clean worker doctor launch runs compare watch report"
+    names = "train sft dpo reward-model serve clean worker doctor launch runs compare watch report"
     assert {*names.split(), "weaver", "weaver fit"} <= {*COMMANDS}
 
 

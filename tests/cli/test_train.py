@@ -20,7 +20,7 @@ def test_train_imports_modules_of_working_folder(tmp_path, monkeypatch):
     assert sys.path[0] == str(tmp_path)
 
 
-@pytest.mark.parametrize("command", ["train", "sft", "dpo", "reward-model", "distill"])
+@pytest.mark.parametrize("command", ["train", "sft", "dpo", "reward-model"])
 @pytest.mark.parametrize(
     ("words", "message"),
     [

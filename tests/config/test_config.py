@@ -14,7 +14,6 @@ from apps.tools.main import ToolsConfig
 from apps.weaver.config import WeaverConfig
 from forge.config import ConfigError, Section, build, load, section_in, to_dict
 from forge.engines import EngineSettings
-from forge.recipes.distill import DistillConfig
 from forge.recipes.dpo import DPOConfig
 from forge.recipes.reward_model import RewardModelConfig
 from forge.recipes.rl_config import RLConfig
@@ -27,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 CONFIGS = {
     "agent": RLConfig,
     "code": CodeConfig,
-    "distill": DistillConfig,
+    "distill": RLConfig,
     "dpo": DPOConfig,
     "grpo": RLConfig,
     "reward_model": RewardModelConfig,

@@ -18,7 +18,7 @@ from forge_weaver.normalise import (
     impute_scores,
 )
 from forge_weaver.published import minimise_loss, published_loss
-from forge_weaver.selection import best_of, selection_accuracy
+from forge_weaver.selection import selection_accuracy
 
 NAN = float("nan")
 
@@ -187,9 +187,8 @@ def test_recalibration_recovers_slope_and_intercept():
         Recalibration.fit(np.array([0.2]), np.array([0.0]))
 
 
-def test_best_of_takes_first_and_selection_averages_ties():
+def test_selection_averages_ties():
     p = np.array([[0.2, 0.9, 0.9], [NAN, NAN, NAN], [NAN, 0.1, NAN]])
-    np.testing.assert_array_equal(best_of(p), [1, -1, 1])
     y = np.array([[0, 1, 0], [1, 0, 0], [0, 1, 0]], dtype=float)
     assert selection_accuracy(p, y) == pytest.approx((0.5 + 1 / 3 + 1) / 3)
     assert selection_accuracy(p, np.where([[True], [False], [False]], y, NAN)) == 0.5

@@ -16,7 +16,6 @@ from forge.config import Arguments, to_dict
 from forge.engines import EmbeddedEngine
 from forge.models import FAMILIES, check_family
 from forge.models.architecture import max_length
-from forge.recipes.distill import DistillConfig
 from forge.recipes.dpo import DPOConfig
 from forge.recipes.launch import launch
 from forge.recipes.prepare import prepare_run
@@ -105,8 +104,7 @@ RECIPES: dict[str, tuple[type, dict[str, Any], list[str]]] = {
     "sft without answers": (SFTConfig, {}, ["--eval.accuracy", "false", "--model"]),
     "dpo": (DPOConfig, {}, ["--model"]),
     "reward_model": (RewardModelConfig, {}, ["--model"]),
-    "distill": (DistillConfig, {"distill": {"teacher": "{good}", "n_samples": 2, "max_tokens": 8}}, ["--model"]),
-    "distill's teacher": (DistillConfig, {"distill": {"n_samples": 2, "max_tokens": 8}}, ["--distill.teacher"]),
+    "distill's teacher": (RLConfig, {}, ["--model", "{good}", "--algorithm", "distill", "--grpo.reference"]),
 }
 
 
@@ -123,8 +121,6 @@ def test_recipes_reject_unsupported_config_fields(tmp_path: Path, recipe: str, m
     config |= {"run": {"name": "test", "root": str(tmp_path / "runs")}, "eval": {"problems": 8}}
     if schema is RLConfig:
         config["grpo"] = {"n_samples": 2, "max_tokens": 8}
-    if recipe == "distill's teacher":
-        words = ["--model", "{good}", *words]
     if recipe == "sft without answers":
         words = ["--eval.accuracy", "false", "--model"]
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config).replace("{good}", str(good)))

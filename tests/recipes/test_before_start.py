@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import shutil
 
 import pytest
 
 from forge.config import ConfigError, build
 from forge.data.config import DatasetConfig, PreferencesConfig, SupervisedConfig
 from forge.models import build_small_model
-from forge.recipes.prepare import check_data, prepare_run, report_memory
+from forge.recipes.prepare import check_data, prepare_run
 from forge.recipes.resume import Start
 from forge.recipes.rl_config import RLConfig
 from forge.recipes.schema import EvalConfig, RunConfig
@@ -131,27 +128,3 @@ def test_held_out_rows_in_training_data_warn(model, tmp_path, caplog, config, ro
 def test_invalid_run_name_raises(name: str):
     with pytest.raises(ConfigError, match=r"run\.name is '.*': it names a folder within run\.root"):
         RunConfig(name=name)
-
-
-@pytest.mark.parametrize(
-    ("sections", "size", "machine", "said"),
-    [
-        ({}, 0.5e9, 64e9, "INFO memory: about 2.0 GB for the trainer and 1.0 GB for each generator, and activations"),
-        ({}, 0.5e9, 2e9, "WARNING memory: about 2.0 GB .* has 2.0 GB: lower generator.slots or training.batch_size"),
-        ({"lora": {"rank": 2}}, 1e9, 64e9, "INFO memory: about 1.0 GB for the trainer and 2.0 GB for each generator"),
-        ({"services": {"trainer": {"with_gpus": True}}}, 1e9, 64e9, "INFO memory: about 2.0 GB for each generator"),
-        ({"training": {"batch_size": 4096}}, 0.5e9, 64e9, "INFO memory: about 2.0 GB .* and 1.0 GB for each generator"),
-        ({}, 0.1e9, 64e9, ""),
-    ],
-)
-def test_memory_of_the_run_is_logged_before_start(model, tmp_path, monkeypatch, caplog, sections, size, machine, said):
-    folder = shutil.copytree(model, tmp_path / "model")
-    os.truncate(folder / "model.safetensors", int(size))
-    monkeypatch.setattr("forge.recipes.prepare.memory_limit", lambda: machine)
-    with caplog.at_level("INFO"):
-        report_memory(rl(folder, grpo={"max_tokens": 4}, **sections), str(folder), [])
-    found = [
-        f"{record.levelname} {record.getMessage()}" for record in caplog.records if "memory" in record.getMessage()
-    ]
-    assert bool(found) == bool(said)
-    assert all(re.match(said, line) for line in found)

@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from forge.data.load import load_data
 from forge.models import build_small_model
-from forge.recipes.distill import DistillConfig
 from forge.recipes.dpo import DPOConfig
 from forge.recipes.launch import launch
 from forge.recipes.reward_model import RewardModelConfig
+from forge.recipes.rl_config import RLConfig
 from tests.recipes.test_recipes import CONFIG, command, rows, run_here, small_model
 
-CONFIGS: dict[str, Any] = {"dpo": DPOConfig, "reward_model": RewardModelConfig, "distill": DistillConfig}
+CONFIGS: dict[str, Any] = {"dpo": DPOConfig, "reward_model": RewardModelConfig, "distill": RLConfig}
 
 
 def config(recipe: str, folder: Path, **sections: Any) -> dict:
@@ -26,7 +26,8 @@ def config(recipe: str, folder: Path, **sections: Any) -> dict:
     common["eval"] = {"problems": 8, "every": 2}
     if recipe == "distill":
         common |= {name: CONFIG[name] for name in ("reward", "generator")}
-        common["distill"] = {"teacher": str(folder / "teacher"), "n_samples": 2, "max_tokens": 8}
+        common |= {"algorithm": "distill", "async": {"max_policy_age": 0}}
+        common["grpo"] = {"reference": str(folder / "teacher"), "n_samples": 2, "max_tokens": 8}
     return common | sections
 
 
@@ -145,12 +146,9 @@ BAD = [
     ("reward_model", ["--reward_model.center", "-1"], "reward_model.center must be at least 0"),
     ("reward_model", ["--training.seq_len", "8"], "pairs are longer than max_tokens=4"),
     ("reward_model", ["--dataset.as_scores", "false"], "unknown key 'dataset.as_scores'"),
-    ("distill", ["--distill", "{n_samples: 2}"], "'distill.teacher' must be set"),
-    ("distill", ["--distill.teacher", "{folder}/other"], "distill.teacher: the tokens of .*other differ from"),
-    ("distill", ["--distill.teacher", "{folder}/nowhere"], "nowhere does not exist"),
-    ("distill", ["--distill.temperature", "0"], "distill.temperature must be above 0, got 0"),
-    ("distill", ["--distill.n_samples", "0"], "distill.n_samples must be at least 1"),
-    ("distill", ["--distill.max_tokens", "256"], "training.seq_len must exceed distill.max_tokens"),
+    ("distill", ["--grpo", "{n_samples: 2, max_tokens: 8}"], "algorithm distill needs grpo.reference"),
+    ("distill", ["--grpo.reference", "{folder}/other"], "grpo.reference: the tokens of .*other differ from"),
+    ("distill", ["--grpo.reference", "{folder}/nowhere"], "nowhere does not exist"),
     ("distill", ["--dataset.max_prompt_tokens", "249"], "together exceed training.seq_len: at most 248"),
 ]
 

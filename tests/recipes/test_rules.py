@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from forge.config import ConfigError, build
-from forge.recipes.distill import DistillConfig
 from forge.recipes.dpo import DPOConfig
 from forge.recipes.rl_config import RLConfig
 from forge.recipes.schema import TrainingRecipe
@@ -18,7 +17,6 @@ TASK = {"task": "apps.toys.words:Reverse", "prompt_template": "{question}>"}
 STEPS = {"use": "forge_verifiers:StepRewards", "model": {"path": "a model", "marker": "<step>"}}
 COLOCATED = {"colocated": True, "async": {"max_policy_age": 0}}
 ENVIRONMENT = {"environment": "apps.tools.main:environment"}
-TEACHER = {"distill": {"teacher": "another model"}}
 
 # Each breaks one rule: the recipe, its settings, and a part of the message.
 CASES: list[tuple[type[TrainingRecipe], dict[str, Any], str]] = [
@@ -59,7 +57,6 @@ CASES: list[tuple[type[TrainingRecipe], dict[str, Any], str]] = [
     (RLConfig, {**ENVIRONMENT, "episode": {"max_tokens": 9000}}, "must be at most training.seq_len = 4096"),
     (RLConfig, {**ENVIRONMENT, "dataset": {**TASK, "chat_template": True}}, "episode.template makes the tokens"),
     (SFTConfig, {"training": {"aggregation": "fixed_horizon"}}, "is for sampled completions: use one of the means"),
-    (DistillConfig, {"dataset": TASK, **TEACHER, "training": {"seq_len": 512}}, "must exceed distill.max_tokens"),
 ]
 
 # Settings that nothing reads: the keys that the warning lists.

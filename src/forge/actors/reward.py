@@ -98,11 +98,6 @@ class RewardActor(ForgeActor):
     evaluate = evaluate_response
 
     @endpoint
-    async def is_correct(self, prompt: Any, response: str, target: str) -> bool | None:
-        """Return whether a response is right, as the accuracy function says; None if it could not be scored."""
-        return (await self.reward.judge(prompt, [response], target))[0]
-
-    @endpoint
     async def state_dict(self) -> dict[str, Any] | None:
         """Return the state of this replica's scorer that learns, with the replica's index; None if none learns."""
         if self.reward.learner is None:

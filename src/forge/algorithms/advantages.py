@@ -71,7 +71,12 @@ def against_batch(groups: Sequence[Sequence[float]]) -> list[list[float]]:
     >>> against_batch([[1.0], [0.0]])
     [[0.5], [-0.5]]
     """
-    mean = _exact_mean([reward for group in groups for reward in group])
+    rewards = [reward for group in groups for reward in group]
+    if not all(map(math.isfinite, rewards)):
+        raise ValueError(f"rewards must be finite, got {rewards}: an unscored episode has the reward None")
+
+    # The mean of equal rewards is not rounded, so that their advantages are exactly 0.
+    mean = min(max(math.fsum(rewards) / len(rewards), min(rewards)), max(rewards))
     return [[reward - mean for reward in group] for group in groups]
 
 
@@ -79,10 +84,3 @@ def _subtract_mean(rewards: Sequence[float]) -> list[float]:
     if len(rewards) < 2:
         raise ValueError(f"group-relative advantages need at least 2 samples of a prompt, got {len(rewards)}")
     return against_batch([rewards])[0]
-
-
-def _exact_mean(rewards: Sequence[float]) -> float:
-    """Return the mean. The mean of equal rewards is not rounded, so that their advantages are exactly 0."""
-    if not all(map(math.isfinite, rewards)):
-        raise ValueError(f"rewards must be finite, got {list(rewards)}: an unscored episode has the reward None")
-    return min(max(math.fsum(rewards) / len(rewards), min(rewards)), max(rewards))

@@ -68,10 +68,13 @@ def load_algorithm(algorithm: Any, *, known: Iterable[str] = (), **settings: Any
     # A class is constructed with the settings; it must have all of them.
     if inspect.isclass(target):
         settable = [*vars(target).get("__dataclass_fields__", settings)]
-        if unknown := [name for name in settings if name not in settable]:
-            raise ValueError(
-                f"{subject} has no setting {unknown[0]!r}{_hint_algorithms(unknown[0], [*settable, *known])}"
-            )
+        for name in settings:
+            if name not in settable:
+                # A setting that other algorithms have is rarely a typing error.
+                owners = ", ".join(owner for owner in ALGORITHMS if name in setting_names(owner))
+                fix = f": it is one of {owners}; omit it, or set grpo.{name} to null where a file sets it"
+                hint = fix if owners else nearest_setting(name, [*settable, *known])
+                raise ValueError(f"{subject} has no setting {name!r}{hint}")
         target = construct(target, settings, "grpo", known)
         settings = {}
 
@@ -122,12 +125,3 @@ def setting_names(algorithm: Any) -> frozenset[str]:
     if inspect.isclass(target) and "__dataclass_fields__" in vars(target):
         return frozenset(vars(target)["__dataclass_fields__"])
     return frozenset(inspect.signature(target).parameters) if callable(target) else frozenset()
-
-
-def _hint_algorithms(name: str, settable: list[str]) -> str:
-    """Return the end of the message about an unknown setting: the algorithms that have it, or the nearest name."""
-    # A setting that other algorithms have is rarely a typing error.
-    owners = [owner for owner in ALGORITHMS if name in setting_names(owner)]
-    if not owners:
-        return nearest_setting(name, settable)
-    return f": it is one of {', '.join(owners)}; omit it, or set grpo.{name} to null where a file sets it"

@@ -77,11 +77,6 @@ def make_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
             import_module(path).add_to(commands)
         except ImportError as error:  # an optional package is missing
             unavailable = commands.add_parser(name, help=f"unavailable: {error}")
-            unavailable.set_defaults(run=_raise_unavailable, reason=str(error))
+            unavailable.set_defaults(run=lambda _, text=f"error: {error}": sys.exit(text))
 
     return parser
-
-
-def _raise_unavailable(args: argparse.Namespace) -> None:
-    """End the program, for a command whose module cannot be imported for `args.reason`."""
-    raise SystemExit(f"error: {args.reason}")

@@ -12,7 +12,6 @@ RECIPES = {
     "sft": ("forge.recipes.sft", "SFTConfig", "supervised fine-tuning"),
     "dpo": ("forge.recipes.dpo", "DPOConfig", "direct preference optimisation"),
     "reward-model": ("forge.recipes.reward_model", "RewardModelConfig", "a reward model from preferences"),
-    "distill": ("forge.recipes.distill", "DistillConfig", "on-policy distillation"),
 }
 LOOPS = {"train": "forge.recipes.rl"}  # {command: module of its recipe}, if that is not the configuration's module
 
@@ -22,7 +21,6 @@ EXAMPLES = {
     "sft": "apps/sft/tiny.yaml",
     "dpo": "apps/dpo/tiny.yaml",
     "reward-model": "apps/reward_model/tiny.yaml",
-    "distill": "apps/distill/tiny.yaml",
 }
 
 

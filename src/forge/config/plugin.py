@@ -6,6 +6,7 @@ import importlib
 import inspect
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -18,8 +19,9 @@ Json = Any  # a value of a configuration
 Type = Any  # a type annotation
 
 
-def hint_nearest(name: object, names: Iterable[object]) -> str:
-    """Return the end of an error message about an unknown name: the most similar of `names`, or all of them.
+def hint_nearest(name: object, names: Iterable[object], *, list_all: bool = True) -> str:
+    """Return the end of an error message about an unknown name: the most similar of `names`, or else all of them with
+    `list_all`.
 
     >>> hint_nearest("lerning_rate", ["learning_rate", "steps"])
     "; did you mean 'learning_rate'?"
@@ -31,7 +33,9 @@ def hint_nearest(name: object, names: Iterable[object]) -> str:
     close = difflib.get_close_matches(str(name), options, n=1, cutoff=0.7)
     if len(str(name)) > 2:
         close += [option for option in options if option.startswith(str(name))]  # algo for algorithm
-    return f"; did you mean {close[0]!r}?" if close else f"; known here: {', '.join(options) or 'none'}"
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; known here: {', '.join(options) or 'none'}" if list_all else ""
 
 
 def nearest_setting(name: object, names: Iterable[object]) -> str:
@@ -103,7 +107,8 @@ def construct(
         named = [p for p in signature_parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         parameters = {p.name: p for p in named[first:]} | parameters
         # The annotations of a dataclass are resolved in the modules of the class and its bases.
-        hints = _type_hints(target if dataclasses.is_dataclass(target) else call) | hints
+        with suppress(NameError):  # a name that only type checkers import; then any value is accepted
+            hints = typing.get_type_hints(target if dataclasses.is_dataclass(target) else call) | hints
         if all(p.kind is not p.VAR_KEYWORD for p in signature_parameters):
             break
 
@@ -134,13 +139,6 @@ def construct(
         return target(**values)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{key}: {error}") from error
-
-
-def _type_hints(target: Object) -> dict[str, Type]:
-    try:
-        return typing.get_type_hints(target)
-    except NameError:  # a name that only type checkers import; then any value is accepted
-        return {}
 
 
 def load_plugin(item: Mapping[str, Json], key: str, kind: str = "verifier") -> Object:

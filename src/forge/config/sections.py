@@ -264,8 +264,15 @@ def _describe_error(cls: Type, errors: ValidationError, key: str = "") -> str:
             hint = keys_of(section)[item].annotation
         elif section is not None and kind in UNKNOWN:
             name = fault["input"] if kind == "invalid_key" else item
-            candidates = [] if key else _sections_with(section, name)
-            if candidates:
+            # Of the inner sections, those that have the key. Those of `services` all have the same keys.
+            inner_sections = {
+                inner_key: section_in(field.annotation)
+                for inner_key, field in keys_of(section).items()
+                if inner_key != "services" and typing.get_origin(field.annotation) is not dict
+            }
+            owners = [owner for owner, inner in inner_sections.items() if inner is not None and name in keys_of(inner)]
+            if owners and not key:
+                candidates = [f"{owner}.{name}" for owner in owners]
                 return f"unknown key {item!r}; did you mean {' or '.join(map(repr, candidates))}?"
             return f"unknown key {_join_key(key, item)!r}{hint_nearest(name, keys_of(section))}"
 
@@ -286,7 +293,7 @@ def _describe_error(cls: Type, errors: ValidationError, key: str = "") -> str:
         expected = "not empty"
     elif kind == "literal_error":
         choices = choices_in(hint)
-        similar = hint_nearest(value, choices).partition("; known here")[0]  # the message already lists the choices
+        similar = hint_nearest(value, choices, list_all=False)  # the message already lists the choices
         return f"{key} must be one of {', '.join(map(str, choices))}; got {value!r}{similar}"
 
     form = _describe_form(key, hint, value) if kind == "model_type" else ""
@@ -299,17 +306,6 @@ def _leaf_names(name: str, value: Json) -> list[str]:
     if not isinstance(value, dict) or not value:
         return [name]
     return [leaf for key, item in value.items() for leaf in _leaf_names(f"{name}.{key}", item)]
-
-
-def _sections_with(section: type[Section], name: str) -> list[str]:
-    """Return the dotted names under which the inner sections have a key. `services` is left out, whose sections all
-    have the same keys."""
-    inner_sections = {
-        key: section_in(field.annotation)
-        for key, field in keys_of(section).items()
-        if key != "services" and typing.get_origin(field.annotation) is not dict
-    }
-    return [f"{key}.{name}" for key, inner in inner_sections.items() if inner is not None and name in keys_of(inner)]
 
 
 def _describe_form(section_key: str, hint: Type, value: object = None) -> str:

@@ -317,16 +317,13 @@ def _fill_bins(
             halved until they do not.
     """
 
-    def cost_of(units: list[int]) -> int:
-        return tree.cost(unit * batch.unit + i for unit in units for i in range(batch.unit))
-
     # Halve the units of a prompt until they fit, so that its tokens are repeated as rarely as possible.
     fair_share = min(max_tokens, math.ceil(len(tree.source) / count))
     chunks: list[tuple[int, list[int]]] = []
     pending = by_prompt[::-1]
     while pending:
         units = pending.pop()
-        tokens = cost_of(units)
+        tokens = tree.cost(unit * batch.unit + i for unit in units for i in range(batch.unit))
         half = len(units) // 2
         if tokens > fair_share and half:
             pending += [units[half:], units[:half]]

@@ -1,6 +1,5 @@
 """Rows to prompts: fields, template, chat format, tokens; and the dataset of prompts."""
 
-import difflib
 import random
 import re
 import string
@@ -12,6 +11,7 @@ from numbers import Real
 from string import Formatter
 from typing import Any
 
+from ..config.plugin import hint_nearest
 from ..models.tokenizer import encode_prompt
 from ..types import Conversation, Prompt, Sample
 from .chat import ChatFormat, Message
@@ -104,7 +104,7 @@ class PromptFormat:
         }
         for name in needed:
             if name is not None and name not in has:
-                hint = hint_similar(name, has) or hints.get(name, "")
+                hint = hint_nearest(name, has, list_all=False) or hints.get(name, "")
                 raise ValueError(f"no field {name!r}: it has {', '.join(has)}{hint}")
         return template_fields
 
@@ -282,7 +282,8 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
         for name in self.settings.required_columns:
             if name not in row:
                 has = ", ".join(row)
-                raise ValueError(f"no column {name!r}, which the reward takes: it has {has}{hint_similar(name, row)}")
+                similar = hint_nearest(name, row, list_all=False)
+                raise ValueError(f"no column {name!r}, which the reward takes: it has {has}{similar}")
 
         question, target = self._format.render(row)
         columns = plain_columns(row, self.settings.columns, self.settings.required_columns)
@@ -357,16 +358,6 @@ def plain_value(value: object) -> Any:
     if hasattr(value, "tolist"):  # an array, or a number of numpy
         return plain_value(value.tolist())
     raise ValueError(f"holds a {type(value).__name__}: rewards get text, numbers, lists and mappings")
-
-
-def hint_similar(name: str, names: Iterable[str]) -> str:
-    """Return the part of an error message that suggests the most similar one of `names`; "" if none is similar.
-
-    >>> hint_similar("anwser", ["question", "answer"])
-    "; did you mean 'answer'?"
-    """
-    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.7)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def read_text_field(row: Row, name: str) -> str:

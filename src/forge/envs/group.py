@@ -156,11 +156,12 @@ class SingleTurnEnv(GroupEnv):
 
     def _tokens_to(self, end: int, ids: list[int]) -> int:
         """Return the smallest number of tokens whose text has at least `end` characters."""
-
-        def count_characters(count: int) -> int:
-            return len(self.tokenizer.decode(ids[:count], skip_special_tokens=True))
-
-        return bisect.bisect_left(range(len(ids)), end, lo=1, key=count_characters)
+        return bisect.bisect_left(
+            range(len(ids)),
+            end,
+            lo=1,
+            key=lambda count: len(self.tokenizer.decode(ids[:count], skip_special_tokens=True)),
+        )
 
 
 Z = 1.96  # standard errors of a 95 % interval

@@ -13,8 +13,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import xxhash
-
 from ..system.files import write_atomic
 from .lines import Row
 
@@ -26,17 +24,6 @@ FINISHED = "finished"  # an empty file of a run that came to its end
 LOGS = "logs.txt"
 MAX_REASON = 500  # characters of the reason why a run ended
 ENDED = "ended.txt"  # of an unfinished run: "failed: " or "stopped: " with the reason; then the traceback
-
-
-def hash_file(path: Path, size: int | None = None) -> xxhash.xxh3_128:
-    """Return the hash of a file's first `size` bytes (None: of all), to which more bytes may be added."""
-    state = xxhash.xxh3_128()
-    remaining = path.stat().st_size if size is None else size
-    with path.open("rb") as file:
-        while remaining > 0 and (data := file.read(min(remaining, 1 << 22))):
-            state.update(data)
-            remaining -= len(data)
-    return state
 
 
 def check_free(folder: Path, overwrite: bool) -> None:

@@ -4,7 +4,6 @@ import importlib.util
 import os
 import shutil
 import time
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,20 +37,17 @@ def measure_usage(process: str) -> Usage:
     _last = now, cpu
     if cpu < spent:  # this process was forked since then, so its CPU clock started again at 0
         spent = 0.0
-    try:
-        memory = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except FileNotFoundError:  # not Linux
-        memory = 0
+    memory = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return Usage(process, os.getpid(), now, cpu - spent, (cpu - spent) / max(now - before, 1e-3), memory)
 
 
 def measure_room(folder: Path) -> dict[str, float]:
     """Return the metrics of free disk space at a folder and of available memory on this machine, in GB."""
-    free = {"machine/disk_free_gb": shutil.disk_usage(folder).free / 1e9}
-    with suppress(FileNotFoundError, KeyError):  # not Linux
-        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        free["machine/memory_free_gb"] = int(lines["MemAvailable"].split()[0]) * 1024 / 1e9
-    return free
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return {
+        "machine/disk_free_gb": shutil.disk_usage(folder).free / 1e9,
+        "machine/memory_free_gb": int(lines["MemAvailable"].split()[0]) * 1024 / 1e9,
+    }
 
 
 @cache

@@ -15,12 +15,12 @@ import yaml
 
 from ..config.plugin import resolve
 from ..config.sections import flatten_config
-from ..system.checksums import DamagedFile, read_sealed, write_sealed
+from ..system.checksums import DamagedFile, hash_file, read_sealed, write_sealed
 from ..system.files import make_private, room_for, write_atomic
 from ..system.masking import mask_secrets, without_secrets
 from ..types import Batch, Episode, Group, Sample
 from .console import Progress, configure_logging, log
-from .folder import CONFIG, ENDED, FINISHED, LOGS, MARK, check_free, clear_run, cut_lines, hash_file, last_state
+from .folder import CONFIG, ENDED, FINISHED, LOGS, MARK, check_free, clear_run, cut_lines, last_state
 from .lines import Row
 from .machine import measure_gpus, measure_room
 from .metrics import Clock, Snapshot, phase

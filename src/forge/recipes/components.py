@@ -20,9 +20,8 @@ from ..runtime.controller import Service
 from ..runtime.controller.handle import Handle
 from ..runtime.store import Store
 from ..training.settings import OptimizerSettings, PassSettings
-from .checkpoint import RunState
 from .evaluation import Evaluation, plan_evaluation
-from .job import Job as Job
+from .job import Job as Job, RunState
 
 if TYPE_CHECKING:
     from .rl_config import RLConfig

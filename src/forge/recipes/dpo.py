@@ -17,8 +17,8 @@ from ..runtime.controller import Placement
 from ..training.step import evaluate_pairs
 from ..types import Batch, Episode
 from . import components
-from .checkpoint import RunState
 from .components import Job
+from .job import RunState
 from .schema import TrainingRecipe, TrainingServices
 
 

@@ -38,10 +38,6 @@ class EvalConfig(Section):
         """Return whether some set is due after this step, by its interval only."""
         return any(interval and step % interval == 0 for interval in self.intervals().values())
 
-    def all_due(self, step: int) -> bool:
-        """Return whether every set is due after this step, as all are at step 0."""
-        return step == 0 or all(interval and step % interval == 0 for interval in self.intervals().values())
-
 
 class EvalSet(Section):
     """An additional set of held-out problems, whose metrics are `eval/NAME/...`."""

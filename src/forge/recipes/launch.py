@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from ..config.arguments import Arguments
@@ -60,7 +59,8 @@ def launch(recipe: Recipe, config_type: type[Any], argv: list[str] | None = None
     """
     fill_standard_files()
     end_at_signals()
-    sys.excepthook = _print_error
+    # The traceback of an exception that ends the program, with secrets masked.
+    sys.excepthook = lambda *fault: sys.stderr.write(mask_secrets("".join(traceback.format_exception(*fault))))
     argv = sys.argv[1:] if argv is None else argv
     if "-h" in argv or "--help" in argv:
         print(HELP.format(program=Path(sys.argv[0]).name, sections=", ".join(keys_of(config_type))))
@@ -109,11 +109,6 @@ def print_user_frames(error: BaseException) -> bool:
     if frames:
         print(mask_secrets("\n".join(["Traceback in your code (most recent call last):", *frames])), file=sys.stderr)
     return bool(frames)
-
-
-def _print_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print the traceback of an exception that ends the program, with secrets masked; for `sys.excepthook`."""
-    print(mask_secrets("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
 
 
 class BadInput(ValueError):
@@ -196,8 +191,14 @@ def run_recipe(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None
         exported = Path(record.model)
         if exported.is_dir():
             write_card(exported, recipe.__module__.rpartition(".")[2], to_dict(cfg), record.history)
-            if cfg.checkpoint.push_to_hub:
-                upload_model(exported, cfg.checkpoint.push_to_hub)
+            if repository := cfg.checkpoint.push_to_hub:
+                try:
+                    log.info("uploaded %s to %s", exported, upload_folder(exported, repository))
+                except Exception as error:  # errors of the hub, its HTTP client and the network have no common class
+                    raise ForgeError(
+                        f"{exported} could not be uploaded ({' '.join(str(error).split())}); the run is complete. "
+                        f"Try again: hf upload {repository} {exported}"
+                    ) from error
 
     return folder
 
@@ -216,18 +217,6 @@ def write_ending(record: Run, error: BaseException) -> None:
         record.fail(summarise_error(error), stopped=True)
     if not isinstance(error, Preempted):  # its message says it
         log.info("%s", record.describe_saved())
-
-
-def upload_model(model: Path, repository: str) -> None:
-    """Upload a finished run's model to the hub. ForgeError: it could not be uploaded; the run is complete without
-    it."""
-    try:
-        log.info("uploaded %s to %s", model, upload_folder(model, repository))
-    except Exception as error:  # errors of the hub, its HTTP client and the network have no common class
-        raise ForgeError(
-            f"{model} could not be uploaded ({' '.join(str(error).split())}); the run is complete. "
-            f"Try again: hf upload {repository} {model}"
-        ) from error
 
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"\n]+)", line \d+.*\n(?:    .*\n?)*', re.MULTILINE)

@@ -20,7 +20,6 @@ from ..observability.console import log
 from ..observability.folder import MARK, check_free
 from ..observability.machine import gpu_name
 from ..rewards.rules import load_reward
-from ..runtime.inventory import memory_limit
 from ..runtime.store.versions import memory_folder
 from ..system.files import free_bytes
 from ..types import Sample
@@ -92,7 +91,6 @@ def prepare_run(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], dict
 
     warn_of_settings(cfg, held_out)
     check_space(cfg, model, folder)
-    report_memory(cfg, model, held_out)
 
     # A folder that is cleared must not hold what the new run reads.
     if overwrite or (start.checkpoint is None and (folder / MARK).exists()):
@@ -136,43 +134,6 @@ def check_space(cfg: TrainingRecipe, model: str, folder: Path) -> None:
         if needed > free_bytes(path):
             fix = "docker run --shm-size makes it larger" if path == memory_folder() else "set run.root to another disk"
             raise ValueError(f"{path} needs {needed:,} bytes, and has {free_bytes(path):,} free: {fix}")
-
-
-def report_memory(cfg: TrainingRecipe, model: str, held_out: list[Any]) -> None:
-    """Log the memory that trainer and generators will take of this machine, above a gigabyte; a warning if there is
-    less. Activations come in addition: `forge plan` has them for sequences of full length.
-
-    Args:
-        held_out: items of the data, whose prompts stand for those of training.
-    """
-    import torch
-
-    from ..engines.cache import BLOCK, round_up, token_bytes
-
-    config, needs = model_config(model), {}
-    on_cpu = {name for name in ("trainer", "generator") if (p := cfg.service(name)) is not None and not p.with_gpus}
-    size = sum(path.stat().st_size for path in Path(model).glob("*.safetensors"))
-    weights = size * 4 / getattr(config.dtype, "itemsize", 4)  # in float32
-    if "trainer" in on_cpu:
-        needs["the trainer"] = weights * (4 if cfg.lora is None else 1)  # with gradients and two moments
-    engine, sampling = cfg.engine, getattr(cfg, "grpo", None) or getattr(cfg, "distill", None)
-    if "generator" in on_cpu and engine is not None and engine.engine == "embedded" and sampling is not None:
-        in_flight = cfg.training.batch_size * sampling.n_samples * (1 + getattr(cfg, "max_policy_age", 0))
-        prompt = max((len(item.prompt.token_ids) for item in held_out if isinstance(item, Sample)), default=0)
-        tokens = round_up(min(prompt + sampling.max_tokens, cfg.reach(config)), 2 * BLOCK)
-        cache = min(engine.slots, max(in_flight, len(held_out))) * tokens * token_bytes(config, torch.float32)
-        needs["each generator"] = 2 * weights + min(cache, (engine.cache_gb or math.inf) * 1e9)
-
-    limit = memory_limit()
-    total = sum(needs.values())
-    if total > 1e9:
-        parts = " and ".join(f"{need / 1e9:.1f} GB for {name}" for name, need in needs.items())
-        fix = ": lower generator.slots or training.batch_size, or take a smaller model" if total > limit else ""
-        log.log(
-            logging.WARNING if fix else logging.INFO,
-            "memory: about %s, and activations; this machine has %.1f GB%s",
-            *(parts, limit / 1e9, fix),
-        )
 
 
 def warn_of_settings(cfg: TrainingRecipe, held_out: list[Any]) -> None:

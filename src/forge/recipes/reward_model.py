@@ -12,8 +12,8 @@ from ..data.config import PreferencesConfig
 from ..data.packing import pack
 from ..training.step import evaluate_pairs
 from . import components
-from .checkpoint import RunState
 from .components import Job
+from .job import RunState
 from .schema import TrainingRecipe
 
 

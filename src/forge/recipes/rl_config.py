@@ -349,7 +349,7 @@ class RLConfig(RecipeConfig):
         """Return a copy of the section `dataset` whose prompts leave space for a completion in the model's sequences.
         ConfigError: there is none."""
         if not self.multi_turn:
-            return self.reward.with_columns(with_room(self, "grpo", model))
+            return self.reward.with_columns(with_room(self, model))
         return self.dataset.cap("max_prompt_tokens", longest_sequence(self, model) - 1)  # room for one token
 
     def check_reward(self) -> None:

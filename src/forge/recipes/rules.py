@@ -343,10 +343,3 @@ SFT_RULES: list[Rule] = [
         ),
     ),
 ]
-
-DISTILL_RULES: list[Rule] = [
-    (
-        lambda cfg: cfg.training.seq_len <= cfg.distill.max_tokens,
-        "training.seq_len must exceed distill.max_tokens",
-    ),
-]

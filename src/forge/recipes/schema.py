@@ -25,7 +25,6 @@ from .preemption import deadline_of
 from .reward_config import RewardConfig
 
 if TYPE_CHECKING:
-    from .distill import DistillConfig
     from .rl_config import RLConfig
 
 # The services that with `colocated` live in the trainer's processes, and take turns on its devices.
@@ -364,30 +363,28 @@ def longest_sequence(cfg: RecipeConfig, model: str) -> int:
     return check_length(model_config(model), cfg.generator.max_seq_len)
 
 
-def with_room(cfg: RLConfig | DistillConfig, section: str, model: str) -> DatasetConfig:
+def with_room(cfg: RLConfig, model: str) -> DatasetConfig:
     """Return a copy of the section `dataset` whose `max_prompt_tokens` leaves space for a completion in the sequences
     that generators take.
 
     Args:
-        section: name of the section that sets the completions' `max_tokens`: "grpo" or "distill".
         model: folder of the model.
 
     Raises:
         ConfigError: completions leave no space, or `dataset.max_prompt_tokens` is set to more than they leave.
     """
-    sampling = cfg[section]
     longest = longest_sequence(cfg, model)
     data = cfg.dataset.model_copy()  # a resumed run is compared with the configuration as it was written
-    room = longest - sampling.max_tokens
-    completion = f"{section}.max_tokens = {sampling.max_tokens}"
+    room = longest - cfg.grpo.max_tokens
+    completion = f"grpo.max_tokens = {cfg.grpo.max_tokens}"
     fix = "raise generator.max_seq_len as far as the model allows"
-    if room < 1 and "max_tokens" in sampling.model_fields_set:
+    if room < 1 and "max_tokens" in cfg.grpo.model_fields_set:
         raise ConfigError(
             f"{completion} leaves no room for a prompt in the {longest} tokens that generators take: lower it, or {fix}"
         )
     # A default of max_tokens that leaves no room is never reached: answers end at the longest sequence.
     room = room if room > 0 else longest - 1
-    default_bound = cfg.training.seq_len - sampling.max_tokens  # which RLConfig and DistillConfig set for null
+    default_bound = cfg.training.seq_len - cfg.grpo.max_tokens  # which RLConfig sets for null
     if data.max_prompt_tokens == default_bound:
         data.max_prompt_tokens = min(default_bound, room)
     data.limit(

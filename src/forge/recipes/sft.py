@@ -14,9 +14,9 @@ from ..data.supervised import as_samples
 from ..engines.settings import EngineSettings
 from ..envs.group import SingleTurnEnv
 from . import components, rules
-from .checkpoint import RunState
 from .components import Job
 from .eval_config import EvalConfig
+from .job import RunState
 from .schema import RecipeConfig
 
 

@@ -3,15 +3,15 @@
 import asyncio
 import ctypes
 import os
-import select
 import shutil
 import signal
 import socket
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 DUMP_TIMEOUT = 15.0  # seconds; py-spy takes one, or many on a busy machine
 PR_SET_PDEATHSIG = 1
@@ -78,26 +78,12 @@ def _read_state(path: str) -> str:
         return ""
 
 
-class Watched(Protocol):
-    """A process that a controller watches, on this machine or another."""
-
-    pid: int
-
-    @property
-    def stopped(self) -> bool:
-        """Return whether the process is known to be stopped by a signal."""
-
-    def kill(self) -> None:
-        """End the process by force, if that is possible and allowed."""
-
-    async def activity(self) -> Activity | None:
-        """Return the activity of the process; None if it cannot be seen from here."""
-
-    async def stacks(self) -> str:
-        """Return the Python stacks of its threads as indented lines, or a line that says why there are none."""
-
-    def close(self) -> None:
-        """Stop watching the process."""
+def parents_of(pid: int) -> Iterator[int]:
+    """Yield the id of a process's parent, of its parent's parent, and so on; none for a process that has ended."""
+    with suppress(OSError):
+        while pid > 1:
+            pid = int(_read_fields(f"/proc/{pid}/stat")[1])
+            yield pid
 
 
 class Process:
@@ -107,10 +93,11 @@ class Process:
         ended: called in the running event loop when the process ends, or soon if it has ended already.
     """
 
+    _handle: int | None = None
+
     def __init__(self, pid: int, ended: Callable[[], None]) -> None:
         self.pid = pid
         self._ended = ended
-        self._handle: int | None = None
         try:
             self._handle = os.pidfd_open(pid)
         except ProcessLookupError:
@@ -126,13 +113,8 @@ class Process:
         """Return whether the process exists and was stopped by a signal (SIGSTOP)."""
         return is_stopped(self.pid)
 
-    @property
-    def alive(self) -> bool:
-        """Return whether the process has not ended; False once it is no longer watched."""
-        return self._handle is not None and not select.select([self._handle], [], [], 0)[0]
-
-    async def activity(self) -> Activity:
-        """Return the activity of the process, see `activity_of`."""
+    async def activity(self) -> Activity | None:
+        """Return the activity of the process, see `activity_of`; None if it cannot be seen from here."""
         return activity_of(self.pid)
 
     def kill(self) -> None:

@@ -107,22 +107,27 @@ def file_digest(path: Path) -> str:
     return _digest_file(path)[0]
 
 
+def hash_file(path: Path, size: int | None = None) -> xxhash.xxh3_128:
+    """Return the hash of a file's first `size` bytes (None: of all), to which more bytes may be added."""
+    state = xxhash.xxh3_128()
+    remaining = path.stat().st_size if size is None else size
+    with path.open("rb") as file:
+        while remaining > 0 and (data := file.read(min(remaining, CHUNK))):
+            state.update(data)
+            remaining -= len(data)
+    return state
+
+
 # Return the xxh3-128 of a file's content, and its size in bytes.
 def _digest_file(path: Path) -> tuple[str, int]:
-    digest = xxhash.xxh3_128()
-    size = 0
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # opening a FIFO would wait, and a device may have no end
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # opening a FIFO would wait, and a device may have no end
             raise DamagedFile(f"{path} is damaged: it is not a regular file")
-        with path.open("rb") as file:
-            while chunk := file.read(CHUNK):
-                digest.update(chunk)
-                size += len(chunk)
+        return hash_file(path, status.st_size).hexdigest(), status.st_size
     except FileNotFoundError:
         raise DamagedFile(f"{path} is missing") from None
     except OSError as error:
         if error.errno != errno.EIO:
             raise
         raise DamagedFile(f"{path} is damaged: the disk cannot read it") from None
-
-    return digest.hexdigest(), size

@@ -94,24 +94,24 @@ def written_aside(path: Path) -> Iterator[Path]:
         aside.unlink(missing_ok=True)
 
 
-def write_atomic(path: Path, text: str, *, durable: bool = False, secret: bool = False) -> None:
+def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
     """Write a text file in UTF-8 so that readers, and a killed process, see the old file or the new one.
 
     Args:
         durable: let the file survive a power cut, at the price of two fsyncs.
-        secret: create the file so that only this user can read it.
 
     Raises:
         NoRoom: the disk is full.
     """
-    mode = 0o600 if secret else 0o666
-    with room_for(path, len(text.encode())), written_aside(path) as aside:
-        aside.unlink(missing_ok=True)  # left by a killed process with this one's id, perhaps with another mode
-        with open(aside, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-            file.write(text)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
+    with (
+        room_for(path, len(text.encode())),
+        written_aside(path) as aside,
+        aside.open("w", encoding="utf-8") as file,
+    ):
+        file.write(text)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
     if durable:
         sync_path(path.parent)
 

@@ -20,19 +20,13 @@ log = logging.getLogger(__name__)
 PREFIXES = ("forge-run-", "forge-weights-", "forge-trackers-", "forge-agents-")
 
 
-def _machine_id() -> str:
-    """Return an id of this machine since its last start, 6 hexadecimal digits.
-
-    It is part of the folders' names, because a machine does not see the locks that others hold in a shared folder.
-    """
-    try:
-        name = Path("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:
-        name = platform.node()
-    return xxhash.xxh3_64_hexdigest(name.encode())[:6]
-
-
-MACHINE = _machine_id()
+try:
+    _boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+except OSError:
+    _boot = platform.node()
+# An id of this machine since its last start, 6 hexadecimal digits. It is part of the folders' names, because a machine
+# does not see the locks that others hold in a shared folder.
+MACHINE = xxhash.xxh3_64_hexdigest(_boot.encode())[:6]
 
 
 class Scratch:

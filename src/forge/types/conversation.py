@@ -33,13 +33,18 @@ class Conversation(str):
         >>> Conversation("<user>Why?", {"question": "Why?", "system": "Be brief."}).plain
         'system: Be brief.\\n\\nuser: Why?'
         """
-        said = [(name, _as_text(self.row[name])) for name in ("tools", "system") if self.row.get(name)]
+        said = [(name, as_text(self.row[name])) for name in ("tools", "system") if self.row.get(name)]
         question = self.row["question"]
         for message in [{"role": "user", "content": question}] if isinstance(question, str) else question:
-            parts = [message["content"], *map(_as_text, message.get("tool_calls") or ())]
+            parts = [message["content"], *map(as_text, message.get("tool_calls") or ())]
             said.append((message["role"], "\n".join(filter(None, parts))))
         return "\n\n".join(f"{role}: {text}" for role, text in said) if len(said) > 1 else said[0][1]
 
 
-def _as_text(value: Any) -> str:
+def as_text(value: Any) -> str:
+    """Return a value as the policy reads it: a text as it is, any other value as JSON that keeps its letters.
+
+    >>> as_text({"city": "東京"})
+    '{"city": "東京"}'
+    """
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -8,10 +8,11 @@ from typing import Any
 from forge.rewards import Scores
 from forge.rewards.verifier import collect_scores
 from forge.types import Conversation, Sample
+from forge.types.conversation import as_text
 from forge_envs.environment import CUT, Action, Environment, InfrastructureError, Message, Step, user_message
 from forge_envs.schemas import parameters_of
 
-from ..content import Json, as_text, shorten_text, text_of
+from ..content import Json, shorten_text, text_of
 from .client import OpenEnvClient, OpenEnvError, Session
 from .wire import FORGE_ACTION, Reply, step_from_reply
 

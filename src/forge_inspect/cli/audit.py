@@ -4,11 +4,9 @@ import argparse
 import json
 from pathlib import Path
 
-from forge.cli.subparsers import Subparsers
+from forge.cli.subparsers import Option, Subparsers, add_command
 from forge.system.files import escape_controls
 from forge.system.trial import try_in_child
-
-from . import Option, add_command
 
 TEXT = "count what became of each prompt and token of a run, from its files only"
 

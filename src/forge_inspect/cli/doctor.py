@@ -9,7 +9,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from forge.cli.subparsers import Subparsers
+from forge.cli.subparsers import Option, Subparsers, add_command
 from forge.runtime.inventory import (
     OPEN_FILES,
     SHARED_MEMORY,
@@ -19,8 +19,6 @@ from forge.runtime.inventory import (
     package_versions,
     visible_gpus,
 )
-
-from . import Option, add_command
 
 TEXT = "examine this machine, the hosts of a run, or a reward"
 DRIVER_TIMEOUT = 30.0  # seconds; the driver may have to wake its GPUs

@@ -4,9 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from forge.cli.subparsers import Subparsers
-
-from . import Option, add_command
+from forge.cli.subparsers import Option, Subparsers, add_command
 
 TEXT = "evaluate a model on the held-out problems of a recipe's configuration, eval and eval.sets"
 

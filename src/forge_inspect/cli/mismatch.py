@@ -7,9 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forge.cli.subparsers import Subparsers
-
-from . import Option, add_command
+from forge.cli.subparsers import Option, Subparsers, add_command
 
 if TYPE_CHECKING:
     from ..mismatch import Mismatch

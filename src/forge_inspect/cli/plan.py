@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from forge.cli.recipes import RECIPES
-from forge.cli.subparsers import Subparsers
-
-from . import Option, add_command
+from forge.cli.subparsers import Option, Subparsers, add_command
 
 TEXT = "what a configuration needs: memory of each process; without a GPU and without weights"
 # The recipe of a configuration, by a section that no other recipe has.
-SECTIONS = {"grpo": "train", "algorithm": "train", "dpo": "dpo", "reward_model": "reward-model", "distill": "distill"}
+SECTIONS = {"grpo": "train", "algorithm": "train", "dpo": "dpo", "reward_model": "reward-model"}
 
 
 def add_to(commands: Subparsers) -> None:

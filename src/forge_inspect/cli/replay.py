@@ -3,9 +3,7 @@
 import argparse
 from pathlib import Path
 
-from forge.cli.subparsers import Subparsers
-
-from . import Option, add_command
+from forge.cli.subparsers import Option, Subparsers, add_command
 
 TEXT = "compute a run again by its schedule, and compare each step with it, bit for bit"
 

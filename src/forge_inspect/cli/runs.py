@@ -4,10 +4,8 @@ import argparse
 import time
 from pathlib import Path
 
-from forge.cli.subparsers import Subparsers
+from forge.cli.subparsers import Option, Subparsers, add_command
 from forge.system.files import escape_controls
-
-from . import Option, add_command
 
 LIST = "list runs with their state and last values; of a single run, also its alerts"
 COMPARE = "compare a run with the reference seeds of its recipe, or runs with each other: settings and metrics"

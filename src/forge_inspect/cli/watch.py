@@ -5,9 +5,7 @@ import asyncio
 from contextlib import suppress
 from pathlib import Path
 
-from forge.cli.subparsers import Subparsers
-
-from . import Option, add_command
+from forge.cli.subparsers import Option, Subparsers, add_command
 
 WATCH = "show runs in a browser, also while they run: curves, time, every token of rollouts"
 REPORT = "write report.html of a run: the page of `forge watch` as one file"

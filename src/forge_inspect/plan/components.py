@@ -111,7 +111,7 @@ def trainer_plan(cfg: TrainingRecipe, folder: Path, name: str, machines: Machine
     data_ranks = (layout.data_parallel_replicate_degree or 1) * layout.data_parallel_shard_degree
     seq_len = cfg.training.seq_len
     length = min(cfg.reach(model_config(folder)), seq_len)
-    sampling = getattr(cfg, "grpo", None) or getattr(cfg, "distill", None)
+    sampling = getattr(cfg, "grpo", None)
     samples = cfg.training.batch_size * (sampling.n_samples if sampling is not None else 1)
     passes = run_passes(
         folder,

@@ -110,7 +110,7 @@ def folder_of(cfg: TrainingRecipe, service: str, own: Path, find: Callable[[str]
     """
     names = cfg.others()
     # A setting for the critic or the reference holds for all policies; without it each starts as its policy.
-    keys = {"critic": ["critic.model"], "ref_model": ["grpo.reference", "distill.teacher"]}.get(kind_of(service), [])
+    keys = {"critic": ["critic.model"], "ref_model": ["grpo.reference"]}.get(kind_of(service), [])
     if service.startswith("models."):
         keys = [*keys, f"models.{service.split('.')[1]}.model"]
     name = next((names[key] for key in keys if key in names), None)

@@ -9,9 +9,11 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from forge.observability.folder import MARK
 from forge.observability.lines import Lines, Row, finite_numbers
@@ -21,9 +23,6 @@ from forge_inspect.account import account_text, token_account
 from forge_inspect.alerts import folder_alerts, list_alerts
 from forge_inspect.reference import find_reference
 from forge_inspect.runs import read_settings, summarise_run
-
-if TYPE_CHECKING:
-    import pyarrow
 
 # Columns of the index that is kept in memory.
 INDEX = ("step", "group", "sample", "branch", "reward", "advantage", "version", "length", "finish", "dropped", "policy")
@@ -57,10 +56,10 @@ class RunView:
             self.rows: list[dict[str, float]] = []
             self.events: list[Fields] = []
             self.answers = Answers(self.folder / HELD_OUT)
-            self._table: pyarrow.Table | None = None
+            self._table: pa.Table | None = None
             self._ends: list[int] = [0]  # of the batches in the file
             self._firsts: list[int] = [0]  # number of the first row of each batch
-            self._read: dict[int, pyarrow.RecordBatch] = {}
+            self._read: dict[int, pa.RecordBatch] = {}
 
         self.rows += [row for row in map(finite_numbers, self._metrics.read()) if "step" in row]
         self.events += self._trace.read()
@@ -68,8 +67,6 @@ class RunView:
         self._index_batches()
 
     def _index_batches(self) -> None:
-        import pyarrow as pa
-
         path = self.folder / ROLLOUTS
         parts = []
         for end, batch in read_batches(path, INDEX, self._ends[-1]):
@@ -137,9 +134,6 @@ class RunView:
         Raises:
             ValueError: a value is not a number, or an unknown column.
         """
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
         table = self._table
         if table is None:
             return {"total": 0, "all": 0, "rows": [], "histogram": None, "reasons": []}
@@ -212,7 +206,7 @@ class RunView:
         same_prompt = self._table["group"].to_numpy() == rollout["group"]
         return [self.rollout(int(number)) for number in np.flatnonzero(same_step & same_prompt)]
 
-    def _locate_row(self, row: int) -> tuple[pyarrow.RecordBatch, int]:
+    def _locate_row(self, row: int) -> tuple[pa.RecordBatch, int]:
         """Return the batch that contains the row with this index, and the row's offset in it."""
         number = int(np.searchsorted(self._firsts, row, side="right")) - 1
         if number not in self._read:
@@ -226,8 +220,6 @@ class RunView:
 
     def _search_text(self, text: str) -> np.ndarray:
         """Return whether each row contains a text, ignoring case, [rows] bool."""
-        import pyarrow.compute as pc
-
         assert self._table is not None
         parts = []
         for _, batch in read_batches(self.folder / ROLLOUTS, TEXT):
@@ -238,14 +230,12 @@ class RunView:
         return np.concatenate(parts)[: len(self._table)]
 
 
-def check_array(array: pyarrow.Array) -> pyarrow.Array:
+def check_array(array: pa.Array) -> pa.Array:
     """Return an array whose offsets are valid, with texts as bytes, as they may not be valid UTF-8.
 
     Raises:
         ValueError: the array is damaged.
     """
-    import pyarrow as pa
-
     if pa.types.is_string(array.type):
         array = array.view(pa.binary())
     elif pa.types.is_list(array.type) and pa.types.is_string(array.type.value_type):
@@ -254,7 +244,7 @@ def check_array(array: pyarrow.Array) -> pyarrow.Array:
     return array
 
 
-def convert_cell(array: pyarrow.Array, index: int) -> Any:
+def convert_cell(array: pa.Array, index: int) -> Any:
     """Return the cell with this index as a value for JSON. ValueError: the array is damaged."""
     return to_json_value(check_array(array.slice(index, 1))[0].as_py())
 

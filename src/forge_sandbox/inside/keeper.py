@@ -14,12 +14,63 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from . import confine, limits, program, wire
-from .syscalls import prctl
+from . import limits, namespaces, program, seccomp, wire
+from .syscalls import die_with_parent, make_call, prctl
 from .wire import Settings
 
+# What is written to `setup` once confinement has succeeded, before the program starts.
+BEGUN = b"+"
+SETUP_FAILED = 125  # exit code if confinement failed
 _KILL_TIMEOUT = 5.0  # seconds for killed processes to exit
 _CHECK_INTERVAL = 0.05  # seconds between checks of memory and CPU time
+
+
+def confine_and_run(settings: Settings, run: Callable[[int], None], setup: int) -> None:
+    """Confine this process, run the program in it, and exit.
+
+    Args:
+        settings: arguments of `forge_sandbox.worker.Worker`.
+        run: runs the program and exits the process; its argument is `setup`.
+        setup: a descriptor, to which `BEGUN` is written, or the error if confinement fails.
+    """
+    try:
+        os.setsid()
+        die_with_parent()
+        # All descriptors but this one and 0, 1 and 2.
+        if setup > 3:
+            make_call("close_range", 3, setup - 1, 0)
+        make_call("close_range", setup + 1, (1 << 31) - 1, 0)
+        tasks = None
+
+        if settings["level"] == "namespaces":
+            # The limit is for all processes of the user. As root, the program gets a separate user in its namespace;
+            # otherwise the three processes above it belong to the same user, and count too.
+            tasks = settings["processes"] + (3 if os.geteuid() else 0)
+            if not os.geteuid():
+                limits.drop_bounds()
+                # For root, process limits and file permissions do not apply.
+                os.setgroups([])
+                os.setresgid(namespaces.NOBODY, namespaces.NOBODY, namespaces.NOBODY)
+                os.setresuid(namespaces.NOBODY, namespaces.NOBODY, namespaces.NOBODY)
+                # A change of the user clears PR_SET_DUMPABLE, without which a process cannot open its /proc/self.
+                prctl(4, 1)
+
+        os.chdir(settings["folder"])
+        limits.limit_process(settings["limits"], tasks)
+        if settings["level"] == "namespaces":
+            # Last, as these calls need capabilities or are denied by the filter: everything else is done before.
+            limits.drop_capabilities()
+            prctl(38, 1)  # PR_SET_NO_NEW_PRIVS
+            seccomp.install_filter(
+                seccomp.filter_program(forks=settings["processes"] > 1, network="network" in settings)
+            )
+    except BaseException as error:
+        os.write(setup, f"{type(error).__name__}: {error}".encode())
+        os._exit(SETUP_FAILED)
+
+    os.write(setup, BEGUN)
+    run(setup)
+    os._exit(0)
 
 
 def keep_program(control: int, settings: Settings) -> None:
@@ -60,9 +111,9 @@ class Running:
             try:
                 for descriptor, number in ((_sealed_file(stdin), 0), (out[1], 1), (error[1], 2)):
                     os.dup2(descriptor, number)
-                confine.confine_and_run(settings, run, setup[1])
+                confine_and_run(settings, run, setup[1])
             finally:
-                os._exit(confine.SETUP_FAILED)
+                os._exit(SETUP_FAILED)
 
         for pipe in (out, error, setup):
             os.close(pipe[1])
@@ -170,9 +221,9 @@ def _send_reply(control: int, running: Running, status: str) -> None:
     seconds = time.monotonic() - running.began
     out, error, setup = (bytes(running.texts[pipe]) for pipe in (running.out, running.error, running.setup))
 
-    # `confine` writes BEGUN to the pipe `setup` just before it executes the program. Without it the program was never
-    # started, which is the sandbox's fault.
-    if not setup.startswith(confine.BEGUN) and status != "timeout":
+    # `confine_and_run` writes BEGUN to the pipe `setup` just before it executes the program. Without it the program was
+    # never started, which is the sandbox's fault.
+    if not setup.startswith(BEGUN) and status != "timeout":
         reason = (setup + b" " + error).decode("utf-8", "replace").strip()
         return wire.send_message(control, {"failed": reason or f"{status} before it started"})
 
@@ -183,7 +234,7 @@ def _send_reply(control: int, running: Running, status: str) -> None:
         "seconds": seconds,
         "cpu_seconds": max(children.ru_utime + children.ru_stime, running.cpu),
         # After BEGUN, `run_command` writes the name of a command that cannot be executed.
-        "missing": setup.removeprefix(confine.BEGUN).decode("utf-8", "replace"),
+        "missing": setup.removeprefix(BEGUN).decode("utf-8", "replace"),
     }
 
     return wire.send_message(control, header, out[: running.max_output], error[: running.max_output])

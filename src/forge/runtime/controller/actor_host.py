@@ -25,15 +25,13 @@ from ..names import HOST
 from ..process import machine_id
 from ._monarch import Actor, concurrent_endpoint, current_rank
 from .errors import RemoteFailure
-from .types import ActorContext, Kwargs, _request
+from .types import ActorContext, Kwargs, _request, without_stop
 
 # A rank and its value. The values differ by endpoint: callers know which to expect.
 Answer = tuple[int, Any]
 Function = Callable[..., Any]
 PROFILER = "forge_inspect.profiler"
 
-# The newest `ActorHost` of each name; only in a process that forge did not start, where there may be several.
-_named: dict[str, ActorHost] = {}
 # The token of the request that the running task serves. The component's thread inherits it.
 _token: contextvars.ContextVar[int | None] = contextvars.ContextVar("forge_token", default=None)
 
@@ -48,13 +46,9 @@ class ActorHost(Actor):
     """
 
     def __init__(self, name: str | None = None) -> None:
-        # An actor of the same name in this process: Monarch gave it up and another was made, though it lives.
-        self._predecessor: ActorHost | None = None
         if name is not None:
             os.environ.setdefault(PROCESS_NAME, name)
             configure_logging()
-            self._predecessor = _named.get(name)
-            _named[name] = self
         self._hosted: dict[int, Hosted] = {}
         self._serving: dict[int, asyncio.Task] = {}
         # Components of a process are set up one after the other: large libraries fail when two threads import them at
@@ -80,9 +74,6 @@ class ActorHost(Actor):
         context = replace(context, rank=current_rank().rank if context.world_size > 1 else 0)
         hosted = Hosted(context)
         async with self._setting_up:
-            if self._predecessor is not None:
-                await self._predecessor.clear()
-                self._predecessor = None
             answer = await hosted.run(hosted.build, definition)
             if not isinstance(answer[1], RemoteFailure):
                 answer = await hosted.run("setup")
@@ -149,21 +140,10 @@ class ActorHost(Actor):
     @concurrent_endpoint
     async def close(self, number: int) -> Answer:
         """Run the `teardown` of the component with this number; the process continues until its owner stops it."""
-        return await self._close_component(number)
-
-    async def _close_component(self, number: int) -> Answer:
         hosted = self._hosted.pop(number)
         reply = await hosted.run("teardown")
         hosted.thread.shutdown(wait=False)
         return reply
-
-    async def clear(self) -> None:
-        """Cancel all calls and close all components, once their threads are idle: another actor replaces this one."""
-        for task in self._serving.values():
-            task.get_loop().call_soon_threadsafe(task.cancel)
-        for number, hosted in list(self._hosted.items()):
-            await hosted.in_thread(lambda: None)  # its turn comes after all that was sent to the thread before
-            await self._close_component(number)
 
 
 # Monarch unpickles this class by the module's name that it states. In a process of a user's mesh one thread may do that
@@ -211,10 +191,7 @@ class Hosted:
         def run_method() -> object:
             self.in_thread_now = _token.get()
             try:
-                return function()
-            except StopIteration as error:
-                # A future cannot carry StopIteration: the caller would wait forever.
-                raise RuntimeError("it raised StopIteration: the iterator is exhausted") from error
+                return without_stop(function)
             finally:
                 self.in_thread_now = None
 

@@ -24,7 +24,7 @@ from typing import Any
 from ...config.plugin import hint_nearest
 from ...observability.metrics import on_the_clock
 from .errors import CallTimeout
-from .types import Call, Kwargs, Pending, Value, name_caller
+from .types import Call, Kwargs, Pending, Value, name_caller, without_stop
 
 # Entry points: functions of a handle or endpoint by other libraries' names, or classes of objects with its methods.
 FOREIGN = "forge.verbs"
@@ -201,19 +201,11 @@ class Local(Handle):
         if inspect.iscoroutinefunction(method):
             return await method(*args, **kwargs)
         # The thread sees the caller's context, as an `async def` endpoint does.
-        work = partial(contextvars.copy_context().run, _without_stop, method, *args, **kwargs)
+        work = partial(contextvars.copy_context().run, without_stop, method, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _end_session(self, session: str) -> None:
         """Do nothing: there is only one instance for all sessions."""
-
-
-def _without_stop(method: Callable[..., Any], *args: object, **kwargs: object) -> Value:
-    """Call a method, and raise RuntimeError for a StopIteration, which a future cannot carry: its caller would hang."""
-    try:
-        return method(*args, **kwargs)
-    except StopIteration as error:
-        raise RuntimeError("it raised StopIteration: the iterator is exhausted") from error
 
 
 def foreign_hint(name: str) -> str:

@@ -1,6 +1,7 @@
 """The controller's process: the private folder of its sockets, and the server that forks its children."""
 
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,10 @@ def private_folder() -> Path:
     global _scratch
     if _scratch is None:
         sweep_folders()
-        _scratch = private.socket_folder()
+        # Only this user may enter it, and its path is short enough for sockets.
+        folder = tempfile.gettempdir()
+        is_short = len(os.fsencode(folder)) <= private.MAX_FOLDER_LENGTH
+        _scratch = Scratch("forge-run-", folder if is_short else "/tmp")
         private.sockets_in(_scratch.path)
     return _scratch.path
 

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from uuid import uuid4
 
-from ..process import Process, Watched, end_with_parent, is_stopped
+from ..process import Process, end_with_parent, is_stopped
 from ._monarch import (
     HostMesh,
     ProcMesh,
@@ -99,7 +99,7 @@ class Hosts:
         """Return a new meeting point for the ranks of one process group, as `process_store` takes it."""
         return f"ranks-{uuid4().hex}"
 
-    def process(self, pid: int, host: str, ended: Callable[[], None]) -> Watched:
+    def process(self, pid: int, host: str, ended: Callable[[], None]) -> Process:
         """Return a watcher of one of the processes, which calls `ended()` when the process ends.
 
         Args:

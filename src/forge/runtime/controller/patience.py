@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-from ..process import Activity, Watched
+from ..process import Activity, Process
 
 T = TypeVar("T")
 CHECK_EVERY = 0.25  # seconds
@@ -58,7 +58,7 @@ class Patience:
 
 async def wait_for(
     awaitable: Awaitable[T],
-    processes: Sequence[Watched],
+    processes: Sequence[Process],
     seconds: float,
     is_answered: Callable[[], Any] = bool,
     idle_only: bool = False,

@@ -6,7 +6,6 @@ from importlib.metadata import entry_points
 from typing import Any, Protocol
 
 from ..inventory import visible_gpus
-from . import processes
 from .errors import ForgeError
 from .hosts import Hosts, LoopbackHosts
 from .options import Options
@@ -132,7 +131,13 @@ class Placement:
         if options.share is not None:
             key, procs = (f"share {options.share}", 0), options.share_procs
         if key not in self._gpus:
-            self._gpus[key] = processes.take_gpus(self._free_gpus, procs * options.gpus_per_proc, component.name)
+            count, free, name = procs * options.gpus_per_proc, self._free_gpus, component.name
+            if count > len(free):
+                raise ForgeError(
+                    f"{name} asks for {count} GPUs and {len(free)} are free on this host: lower procs or num_replicas, "
+                    f"or set with_gpus to false (--services.{name}.with_gpus false)"
+                )
+            self._gpus[key], self._free_gpus = free[:count], free[count:]
         return self._gpus[key]
 
     async def release(self, name: str, index: int | None) -> None:

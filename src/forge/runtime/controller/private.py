@@ -26,7 +26,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ...system.scratch import Scratch
 from ..monarch_names import LIBRARY
 
 log = logging.getLogger(__name__)
@@ -90,12 +89,6 @@ def temporary_files_beside_sockets() -> Iterator[None]:
         del os.environ["TMPDIR"]
         if previous is not None:
             os.environ["TMPDIR"] = previous
-
-
-def socket_folder() -> Scratch:
-    """Create a folder for sockets that only this user may enter, with a path that is short enough."""
-    folder = tempfile.gettempdir()
-    return Scratch("forge-run-", folder if len(os.fsencode(folder)) <= MAX_FOLDER_LENGTH else "/tmp")
 
 
 @cache

@@ -21,10 +21,9 @@ from ...system.files import cache_folder
 from ..forking.forkserver import ForkServer
 from ..inventory import VISIBLE
 from ..names import HOST
-from ..process import Process, Watched, machine_id
+from ..process import Process, machine_id
 from ._monarch import BootstrapCommand, HostMesh, ProcMesh
 from .actor_host import ActorHost
-from .errors import ForgeError
 from .hosts import Hosts
 from .options import Options
 from .patience import wait_for
@@ -71,7 +70,7 @@ class ProcessGroup:
         self.starting = 0
         self.dead: str | None = None
         self.stopped_by_signal = False
-        self.processes: list[Watched] = []
+        self.processes: list[Process] = []
         self._known: set[tuple[int, str]] = set()
 
         self._pinging: asyncio.Task | None = None
@@ -117,12 +116,8 @@ class ProcessGroup:
             self._pinging = asyncio.get_running_loop().create_task(self._watch_pings())
             self._pinging.add_done_callback(log_failure)
 
-    def fail(self, reason: str, *, is_actor_timeout: bool = False) -> None:
-        """Declare these processes lost, kill them, and fail every replica in them; does nothing the second time.
-
-        Args:
-            is_actor_timeout: the reason is that Monarch gave up the actor in them, which gave no answer for some time.
-        """
+    def fail(self, reason: str) -> None:
+        """Declare these processes lost, kill them, and fail every replica in them; does nothing the second time."""
         if self.dead is not None:
             return
         self.dead = reason
@@ -132,10 +127,8 @@ class ProcessGroup:
         for process in self.processes:
             process.kill()
 
-        # A user's processes are not killed: hung or dead, nothing may be started in them again. If only the actor timed
-        # out and all of them live, as after a pause of the machine, another actor can be started in them.
-        is_usable = is_actor_timeout and all(isinstance(p, Process) and p.alive for p in self.processes)
-        if self.hosts.borrowed and not is_usable:
+        # A user's processes are not killed: hung or dead, nothing may be started in them again.
+        if self.hosts.borrowed:
             self.hosts.give_up()
         for member in list(self.members):
             member.fail(self.dead)
@@ -306,18 +299,3 @@ def _prepare_process(
     # SIGTERM is not ignored, as that would be inherited by programs that a component starts, and SIGTERM is how it ends
     # them. A handler is not inherited. The handler here is getpid, a function without effect.
     libc.signal(signal.SIGTERM, ctypes.cast(libc.getpid, ctypes.c_void_p))
-
-
-def take_gpus(free: list[str], count: int, component: str) -> list[str]:
-    """Remove the first `count` devices from the list `free`, and return them.
-
-    Raises:
-        ForgeError: fewer are free.
-    """
-    if count > len(free):
-        raise ForgeError(
-            f"{component} asks for {count} GPUs and {len(free)} are free on this host: lower procs or num_replicas, "
-            f"or set with_gpus to false (--services.{component}.with_gpus false)"
-        )
-    devices, free[:] = free[:count], free[count:]
-    return devices

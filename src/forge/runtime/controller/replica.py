@@ -287,7 +287,7 @@ class Replica:
         except SupervisionError as error:
             message = _last_line(error)
             reason = f"its process ended or stopped answering (seen while {label} was in flight: {message})"
-            self.group.fail(reason, is_actor_timeout="timeout waiting for message" in message)
+            self.group.fail(reason)
             raise self.fail(reason) from error
         except ValueError as error:
             if "error spawning proc mesh" not in str(error) and "error creating proc" not in str(error):

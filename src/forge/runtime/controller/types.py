@@ -12,7 +12,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -219,3 +219,11 @@ class ServiceStatus:
     restarts: int
     retried: int
     quarantined: list[str]
+
+
+def without_stop(method: Callable[..., Any], *args: object, **kwargs: object) -> Value:
+    """Call a method, and raise RuntimeError for a StopIteration, which a future cannot carry: its caller would hang."""
+    try:
+        return method(*args, **kwargs)
+    except StopIteration as error:
+        raise RuntimeError("it raised StopIteration: the iterator is exhausted") from error

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TypeVar
 from uuid import uuid4
 
-from ..process import Activity, Process, Watched, machine_id
+from ..process import Activity, Process, machine_id
 from ._monarch import HostMesh, ProcMesh, this_host
 from .errors import ForgeError, Unrecoverable
 from .hosts import Hosts, monarch_transport, start_client
@@ -22,8 +22,8 @@ ReplicaKey = tuple[str, int]  # a component's name and a replica's index
 Mesh = TypeVar("Mesh", HostMesh, ProcMesh)
 
 
-class ElsewhereProcess:
-    """A process on another machine, a host of the user's: it can be neither seen nor killed from here.
+class ElsewhereProcess(Process):
+    """A process on another machine, a host of the user's: it can be neither seen, watched nor killed from here.
 
     `ProcMesh.stop` ends it.
 
@@ -40,9 +40,6 @@ class ElsewhereProcess:
     def __str__(self) -> str:
         return f"{self.pid} on {self.machine.partition(' ')[0]}"
 
-    def kill(self) -> None:
-        """Do nothing: it is on another machine."""
-
     async def activity(self) -> Activity | None:
         """Return None: its activity cannot be seen from here."""
         return None
@@ -50,9 +47,6 @@ class ElsewhereProcess:
     async def stacks(self) -> str:
         """Return a line that says where py-spy can read its stacks."""
         return f"  (process {self}: run py-spy there)"
-
-    def close(self) -> None:
-        """Do nothing: nothing watches it."""
 
 
 class UserProcess(Process):
@@ -111,7 +105,7 @@ class UserHosts(Hosts):
         """
         return str(sockets_folder() / f"ranks-{uuid4().hex}")
 
-    def process(self, pid: int, host: str, ended: Callable[[], None]) -> Watched:
+    def process(self, pid: int, host: str, ended: Callable[[], None]) -> Process:
         """Return a watcher of one of the processes; it calls `ended()` when a process of this machine ends."""
         if host != machine_id():
             return ElsewhereProcess(pid, host)

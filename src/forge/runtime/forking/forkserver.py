@@ -54,7 +54,6 @@ FREE = (
     *("HYPERACTOR_", "MONARCH_", "FORGE_", "PYTEST_", "TMPDIR", "PWD", "OLDPWD", "SHLVL", "COLUMNS", "LINES"),
     *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "MALLOC_", "LC_CTYPE"),
 )
-LIVES = 3  # server processes that a `ForkServer` starts at most: the kernel may kill one when memory is short
 REQUEST_TIMEOUT = 10.0  # seconds; a launcher sends its request at once
 # Ignored signals: terminals and schedulers send them to every process of a run, and only the controller handles them.
 HELD = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
@@ -64,7 +63,7 @@ _numbers = itertools.count()
 
 
 class ForkServer:
-    """The controller's side of a fork server: starts the server process, and another one if it ends.
+    """The controller's side of a fork server: starts the server process.
 
     The server ends with this process, and its forks end with the server.
 
@@ -78,8 +77,7 @@ class ForkServer:
         self._settings = settings
         self._process: subprocess.Popen[bytes]
         self._is_up: bool  # whether the process has imported its libraries
-        self._lives = LIVES
-        self._wait_lock = threading.Lock()  # replicas wait in several threads, and one of them replaces the server
+        self._wait_lock = threading.Lock()  # replicas wait in several threads
         self._start_server()
         atexit.register(self.end)
 
@@ -97,30 +95,16 @@ class ForkServer:
         return ["-I", "-S", str(Path(forklauncher.__file__)), str(self.address), program]
 
     def wait(self) -> bool:
-        """Wait until the server has imported its libraries, and return True; return False if it has ended for good.
-
-        A server that has ended is replaced, up to LIVES times.
-        """
+        """Wait until the server has imported its libraries, and return True; return False if it has ended."""
         with self._wait_lock:
             assert self._process.stdout is not None
-            while not self._is_up or self._process.poll() is not None:
-                # The server writes a byte once it is up. Without a byte it ended during its imports.
-                if self._process.poll() is None and self._process.stdout.read(1):
-                    self._is_up = True
-                    continue
-                if self._lives <= 1:
-                    return False
-                self._lives -= 1
-                status = self._process.wait()
-                log.warning("the fork server (process %d) ended with %d: another one is started", self.pid, status)
-                self._close_server()
-                self._start_server()
-            return True
+            # The server writes a byte once it is up. Without a byte it ended during its imports.
+            self._is_up = self._is_up or bool(self._process.stdout.read(1))
+            return self._is_up and self._process.poll() is None
 
     def end(self) -> None:
         """Kill the server, and remove its socket; no other one is started."""
         atexit.unregister(self.end)
-        self._lives = 0
         self._process.kill()
         self._process.wait()
         self._close_server()

@@ -142,9 +142,7 @@ class Segments:
 
         name = uuid4().hex
         file = os.open(self.used / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        if not try_lock(file, fcntl.LOCK_EX):
-            raise RuntimeError(f"the new segment {self.used / name} is locked by another process")
-
+        fcntl.flock(file, fcntl.LOCK_EX)  # no other process knows it
         return name, file
 
     def _reserve_memory(self, name: str, file: int, size: int) -> None:
