@@ -298,6 +298,7 @@ ENDPOINTS = {
 # Former keys of this library.
 FORMER = "forge"
 FORMER_KEYS = {
+    "distill": "algorithm=distill, with grpo.reference for the teacher",
     "rollout": "grpo, which has the same keys",
     "serve": "forge serve MODEL: no run serves its policy",
     "min_p": "absent: generator.engine vllm has it as generator.vllm",

@@ -41,12 +41,6 @@ def test_planned_memory_matches_one_process(case: Case, tmp_path: Path):
     assert plan(case, model) == pytest.approx(measure(case, model, tmp_path), rel=CLOSE)
 
 
-def test_planned_memory_matches_two_micro_batches(tmp_path: Path):
-    case = Case(updates=2)
-    model = write_model(case, tmp_path / "model")
-    assert plan(case, model) == pytest.approx(measure(case, model, tmp_path), rel=CLOSE)
-
-
 @pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize("case", SHARED, ids=str)
