@@ -120,4 +120,4 @@ def trl(setup: Setup) -> Iterator[Row]:
         if len(cells) == 6 and cells[0] in ("ours", "trl"):
             yield Row(f"GRPO at 135M, {cells[0]}: a step, tokens/s", f"{cells[3]} s, {cells[4]}")
         elif line.startswith("Tokens per second"):
-            yield Row(*line.split(": "))
+            yield Row(line.partition(": ")[0], line.partition(": ")[2])

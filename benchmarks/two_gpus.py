@@ -138,7 +138,8 @@ def weights(setup: Setup) -> Iterator[Row]:
             apart = np.abs(reference(exact, batch) - np.array(found["logprobs"])[batch.mask]).mean()
             yield Row.at_most("two ranks: trainer from transformers, mean", apart, 5e-2 if setup.on_gpu else 1e-4)
             for kind in setup.engines:
-                options = {"vllm": {"tensor_parallel_size": 2}} if kind == "vllm" else {}
+                both = {"tensor_parallel_size": 2, **({"gpu_memory_utilization": 0.5} if setup.real else {})}
+                options: Any = {"vllm": both} if kind == "vllm" else {}
                 engine = load_engine(kind, setup.model, slots=8, max_seq_len=256, dtype=setup.dtype, **options)
                 try:
                     start = time.perf_counter()

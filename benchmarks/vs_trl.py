@@ -75,7 +75,7 @@ def ours(folder: Path, args: argparse.Namespace) -> Clock:
     from forge.config import build
     from forge.recipes.rl_config import RLConfig as GRPOConfig
 
-    config = {
+    config: dict[str, Any] = {
         "model": str(folder / "model"),
         "run": {"name": "run", "root": str(folder), "overwrite": True},
         "dataset": {"path": str(folder / "prompts.jsonl"), "shuffle": False, "target_field": None},
@@ -88,12 +88,8 @@ def ours(folder: Path, args: argparse.Namespace) -> Clock:
         "seed": args.seed,
     }
     if args.gpu:
-        for name, more in {
-            "training": {"dtype": "bfloat16"},
-            "generator": {"dtype": "bfloat16"},
-            "services": {"generator": {"with_gpus": True}, "trainer": {"with_gpus": True}},
-        }.items():
-            config[name] = {**config.get(name, {}), **more}
+        config["training"]["dtype"] = config["generator"]["dtype"] = "bfloat16"
+        config["services"] = {"generator": {"with_gpus": True}, "trainer": {"with_gpus": True}}
         config["colocated"] = True
     return recipe(build(GRPOConfig, config))
 

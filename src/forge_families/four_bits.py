@@ -41,7 +41,7 @@ class QuantizedLoraLinear(LoraLinear):
         """Return x @ weight.T + scaling * B(A(x)), [..., out] for x [..., in]."""
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        self.state.to(x.device)  # it is no buffer, which would move with its module
+        self.state.to(x.device)  # it is not a buffer, which would move with its module
         product = bitsandbytes.matmul_4bit(x.to(dtype), self.packed.t(), quant_state=self.state, bias=self.bias)
         return product + self.scaling * self.lora_B(self.lora_A(x))
 

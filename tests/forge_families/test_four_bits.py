@@ -53,7 +53,7 @@ def test_base_of_four_bits_moves_to_the_device_of_its_trainer(tmp_path: Path):
     expected = make_trainer(start, lora=lora).train_step(example(0), SFTLoss())["loss"]
     with emulated():
         trainer = make_trainer(start, lora=lora)
-        trainer.offload(), trainer.onload()
+        trainer.offload()
         assert trainer.train_step(example(0), SFTLoss())["loss"] == pytest.approx(expected, abs=1e-5)
 
 
