@@ -64,13 +64,13 @@ PARTS = {
     "moves": Part(gpu_exact.moves, 60, alone=False, emulated=False),
     "lengths": Part(gpu_speed.lengths, 90),
     "exact": Part(gpu_speed.exact_mode, 60),
-    "qwen3_5": Part(partial(gpu_speed.families, "Qwen3.5-0.8B"), 60),
+    "qwen3_5": Part(partial(gpu_speed.families, "Qwen3.5-0.8B"), 90),
     "gpt_oss": Part(partial(gpu_speed.families, "gpt-oss"), 60),
     "four_bits": Part(gpu_speed.four_bits, 60),
     "trl": Part(gpu_runs.trl, 150, emulated=False),
     "generation": Part(gpu_speed.generation, 150, emulated=False),
     "correctness": Part(gpu_exact.correctness, 60, alone=False, emulated=False),
-    **{f"gradients_{name}": Part(partial(gpu_exact.gradients, name), 60, alone=False) for name in gpu_exact.FAMILIES},
+    **{f"gradients_{name}": Part(partial(gpu_exact.gradients, name), 90, alone=False) for name in gpu_exact.FAMILIES},
     "weight_sync": Part(gpu_speed.weight_sync, 60),
 }
 
@@ -208,7 +208,7 @@ def main(about: str | None, all_parts: dict[str, Part], minutes: float = math.in
         parts = {name: part for name, part in all_parts.items() if name in args.parts}
         ends = started + 60 * args.minutes
         for found in (
-            results({"begin": Part(begin, 20)}, setup, Path(folder) / "begin.jsonl"),
+            results({"begin": Part(begin, 150)}, setup, Path(folder) / "begin.jsonl"),
             results(parts, setup, output, args.jobs, args.dry_run, ends),
         ):
             for row in found:

@@ -35,7 +35,7 @@ from forge.types import Batch, Episode
 # prime-rl's trainer of Qwen3-0.6B with adapters of rank 16 on one H100: two micro-batches of 65,536 tokens, recomputed
 # activations, FlashAttention 3 (its benchmarks/baselines/, January 2026). Tokens a second, GiB.
 PUBLISHED = 9_967, 11.45
-# The sizes that families beyond `SIZES` add: Qwen3.5-0.8B's, and gpt-oss-20b's with 4 of its 24 layers; then tiny ones.
+# The sizes that families beyond `SIZES` add: Qwen3.5-0.8B's, and gpt-oss-20b's with 2 of its 24 layers; then tiny ones.
 FAMILIES: dict[str, tuple[type, type, dict[str, Any], dict[str, Any]]] = {
     "Qwen3.5-0.8B": (
         Qwen3_5TextConfig,
@@ -55,7 +55,7 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any], dict[str, Any]]] = {
     "gpt-oss": (
         GptOssConfig,
         GptOssForCausalLM,
-        {"num_hidden_layers": 4, "num_local_experts": 32},
+        {"num_hidden_layers": 2, "num_local_experts": 32},
         {
             **{"vocab_size": 512, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32},
             **{"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2},
