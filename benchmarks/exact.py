@@ -66,9 +66,9 @@ def main() -> None:
         generation, training = (np.median(steps[:, :, part], 0) for part in range(2))
         ratios = steps[:, 1, :2].sum(1) / steps[:, 0, :2].sum(1)
         print(
-            f"{name}: generation {generation[0]:.2f} s, exact {generation[1]:.2f}; training {training[0]:.2f} s, exact "
-            f"{training[1]:.2f}; step {median(ratios):.2f} times ({ratios.min():.2f} to {ratios.max():.2f}); difference "
-            f"{steps[:, 0, 2].max():.2g}, exact {steps[:, 1, 2].max():.2g}",
+            f"{name}: generation {generation[0]:.2f} s, exact {generation[1]:.2f}; training {training[0]:.2f} s, "
+            f"exact {training[1]:.2f}; step {median(ratios):.2f} times ({ratios.min():.2f} to {ratios.max():.2f}); "
+            f"difference {steps[:, 0, 2].max():.2g}, exact {steps[:, 1, 2].max():.2g}",
             flush=True,
         )
 

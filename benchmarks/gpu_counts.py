@@ -1,7 +1,6 @@
-"""What a GPU's host waits for, launches, compiles again and copies, counted without a GPU, next to what it was before.
+"""What a GPU's host waits for, launches and copies, counted without a GPU, next to what it was before.
 
-    python -m benchmarks.gpu_counts             # the table of docs/benchmarks.md, half a minute
-    python -m benchmarks.gpu_counts --packs 200
+    python -m benchmarks.gpu_counts   # the table of docs/benchmarks.md
 
 On the emulated device of the tests (a Qwen3 of two layers). "Before" are the figures of a review of commit 7bd30ee, on
 that device or an H100, which are not measured again here.
@@ -10,7 +9,6 @@ that device or an H100, which are not measured again here.
 from __future__ import annotations
 
 import argparse
-import random
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,12 +17,10 @@ from unittest import mock
 
 import numpy as np
 import torch
-from torch.nn.attention.flex_attention import flex_attention
 
 from forge.engines import EmbeddedEngine, graphs
 from forge.losses import GRPOLoss
 from forge.runtime.store import VersionStore
-from forge.training.flex import BLOCK, MIN_TOKENS, TreeMask
 from forge.types import Sampling
 from tests.emulated import NAME, Emulation, emulated
 from tests.engines.captured import checked_capture
@@ -122,32 +118,7 @@ def decoding(model: Path) -> Iterator[Row]:
     yield Row("bytes to the host, a decode step of three rows", "-", f"{plain[2]:g}")
 
 
-def compilations(packs: int) -> Iterator[Row]:
-    """Graphs of FlexAttention over packs of random lengths, after the first pack; by Dynamo only, without kernels."""
-    counters = torch._dynamo.utils.counters["stats"]
-    attend: Any = torch.compile(flex_attention, dynamic=True, backend="eager")
-    numbers = random.Random(0)
-    graph_counts = []
-    for window in (None, 96):
-        first = 0
-        for number in range(packs):
-            lengths = [numbers.randint(20, 300) for _ in range(numbers.randint(1, 6))]
-            # As the trainer pads packs.
-            total = sum(lengths)
-            lengths.append(max(MIN_TOKENS, -(-total // BLOCK) * BLOCK) - total or BLOCK)
-            mask = TreeMask.from_lengths(lengths, [-1] * len(lengths))
-            tokens = mask.first.shape[0]
-            query, key = torch.randn(1, 4, tokens, 16), torch.randn(1, 2, tokens, 16)
-            attend(query, key, key, block_mask=mask.blocks(window), enable_gqa=True)
-            if number == 0:
-                first = counters["unique_graphs"]
-        graph_counts.append(str(counters["unique_graphs"] - first))
-    yield Row(
-        f"graphs compiled again in {packs} packs, without and with windows", "2 and 3", " and ".join(graph_counts)
-    )
-
-
-def rows(packs: int) -> Iterator[Row]:
+def rows() -> Iterator[Row]:
     """All lines."""
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder) / "model")
@@ -158,17 +129,13 @@ def rows(packs: int) -> Iterator[Row]:
         store = Path(folder) / "store"
         store.mkdir()
         yield from publication(model, store)
-        if packs:
-            yield from compilations(packs)
 
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--packs", type=int, default=20, help="of random lengths; 0: do not count compilations")
-    args = parser.parse_args()
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print("| | before | now |\n|---|---|---|")
-    for row in rows(args.packs):
+    for row in rows():
         print(f"| {row.what} | {row.before} | {row.now} |", flush=True)
 
 

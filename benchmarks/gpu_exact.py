@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-import statistics
-import sys
 import time
-import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from gpu_setup import Row, Setup, build, engine_cases, generated, prompts, synchronize, trainer
+from gpu_setup import Row, Setup, build, engine_cases, forget_memory, generated, prompts, synchronize, trainer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -33,7 +27,7 @@ from forge.losses import GRPOLoss
 from forge.training import checkpoint
 from forge.training.build import precision_context
 from forge.training.trainer import PolicyTrainer
-from forge.types import Batch, Completion, Episode
+from forge.types import Batch, Episode
 
 # Name, class and configuration of small models with the shapes of attention that published models have.
 COMMON: dict[str, Any] = {"vocab_size": 512, "num_hidden_layers": 2, "tie_word_embeddings": False}
@@ -153,106 +147,40 @@ def whole(gradient: Tensor) -> Tensor:
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
+@torch.no_grad()
+def reference(model: Any, batch: Batch) -> np.ndarray:
+    """Log-probabilities of a batch's trained tokens by a model of transformers."""
+    return scores(model, batch, model.device)[0].cpu().numpy()
+
+
+def compare(what: str, engine: Any, setup: Setup, exact: Any, rounded: Any) -> Iterator[Row]:
+    """How far an engine's sampled tokens are from transformers in float32; the limit is half more than how far
+    transformers is in the engine's dtype."""
+    drawn = generated(engine, prompts(8, 32, setup.shape["vocab_size"]), 64)
+    batch = pack([Episode(completion, 0.0, advantage=1.0) for completion in drawn])
+    truth = reference(exact, batch)
+    most = max(1.5 * float(np.abs(reference(rounded, batch) - truth).mean()), 1e-5)
+    apart = float(np.abs(np.concatenate([completion.logprobs for completion in drawn]) - truth).mean())
+    yield Row.at_most(f"{what}: log-probabilities from float32, mean", apart, most)
+
+
 def correctness(setup: Setup) -> Iterator[Row]:
-    """How far log-probabilities of sampled tokens are from transformers in float32; in bfloat16 the limit is half more
-    than those of transformers' own bfloat16."""
-    device = setup.device
-
-    @torch.no_grad()
-    def of(model: Any, completion: Completion) -> np.ndarray:
-        ids = torch.tensor([[*completion.prompt_ids, *completion.token_ids]], device=device)
-        logprobs = model(ids).logits[0, :-1].float().log_softmax(-1)
-        return logprobs.gather(1, ids[0, 1:, None])[-len(completion.token_ids) :, 0].cpu().numpy()
-
-    def peer(dtype: torch.dtype) -> Any:
-        return AutoModelForCausalLM.from_pretrained(setup.model, dtype=dtype).to(device).eval()
-
-    exact, rounded = peer(torch.float32), peer(getattr(torch, setup.dtype))
-    contexts, drawn = prompts(8, 32, setup.shape["vocab_size"]), list[Completion]()
+    """Each engine and the trainer against transformers."""
+    exact, rounded = (
+        AutoModelForCausalLM.from_pretrained(setup.model, dtype=dtype).to(setup.device).eval()
+        for dtype in (torch.float32, getattr(torch, setup.dtype))
+    )
     for name, kind, settings in engine_cases(setup):
         engine = load_engine(kind, setup.model, slots=8, max_seq_len=256, dtype=setup.dtype, **settings)
         try:
-            drawn = generated(engine, contexts, 64)
+            yield from compare(name, engine, setup, exact, rounded)
         finally:
             engine.close()
-        apart = np.concatenate([np.abs(np.array(c.logprobs) - of(exact, c)) for c in drawn])
-        theirs = np.concatenate([np.abs(of(rounded, c) - of(exact, c)) for c in drawn])
-        most = max(1.5 * theirs.mean(), 1e-5)
-        yield Row.at_most(f"{name}: log-probabilities from float32, mean", apart.mean(), most)
-    batch = pack([Episode(c, 0.0, advantage=1.0) for c in drawn])
-    apart = np.abs(
-        trainer(setup.model, setup.dtype).logprobs(batch)[batch.mask] - np.concatenate([of(exact, c) for c in drawn])
-    )
-    yield Row.at_most("trainer: log-probabilities from float32, mean", apart.mean(), most)
-
-
-def compilations() -> int:
-    """Graphs that torch.compile made in this process."""
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-
-
-def shapes(setup: Setup) -> Iterator[Row]:
-    """200 packs of random lengths, with and without windows: graphs compiled after the first pack."""
-    packs = 10 if setup.quick else 200
-    for family in ("qwen2", "gemma3"):
-        name, kind, config = FAMILIES[family]
-        folder = setup.folder / "shapes"
-        build(folder, config(), kind)
-        policy = trainer(folder, setup.dtype)
-        seconds, before = [], 0
-        for turn in range(packs):
-            random = np.random.default_rng(turn)
-            batch = tree_batch(COMMON["vocab_size"], turn, *random.integers(1, 5, 2).tolist(), longest=300)
-            start = time.perf_counter()
-            policy.train_step(batch, GRPOLoss())
-            seconds.append(time.perf_counter() - start)
-            before = compilations() if turn == 0 else before
-        yield Row.at_most(f"{name}: graphs compiled in {packs} packs, after the first", compilations() - before, 2, "d")
-        rest = statistics.median(seconds[1:])
-        yield Row(f"{name}: first step, others (median)", f"{seconds[0]:.1f} s, {1e3 * rest:.0f} ms")
-
-
-def waits(setup: Setup) -> Iterator[Row]:
-    """Places where the host waits for the device, in an update and in a decode step."""
-    if setup.device.type != "cuda":
-        yield Row("host waits", "counted on CUDA only")
-        return
-
-    yield from waits_of_trainer(setup)
-    engine = load_engine("embedded", setup.model, slots=8, max_seq_len=512, dtype=setup.dtype)
-    contexts = prompts(8, 32, setup.shape["vocab_size"])
-    generated(engine, contexts, 4)
-    few, many = (counted(lambda tokens=tokens: generated(engine, contexts, tokens)) for tokens in (20, 120))
-    engine.close()
-    yield Row.at_most("host waits of a decode step", (many.total() - few.total()) / 100, 1, ".2f")
-
-
-def counted(act: Callable[[], Any]) -> Counter[str]:
-    """The host's waits while it acts by place, from the warnings of CUDA's debug mode."""
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            act()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    waits = [warning for warning in caught if "synchronizing CUDA operation" in str(warning.message)]
-    return Counter(f"{Path(warning.filename).name}:{warning.lineno}" for warning in waits)
-
-
-def waits_of_trainer(setup: Setup) -> Iterator[Row]:
-    """Of updates of one and of three micro-batches."""
     batch = tree_batch(setup.shape["vocab_size"], 0)
-    policy = trainer(setup.model, setup.dtype, len(batch.tokens))
-    policy.train_step(batch, GRPOLoss())
-    one = counted(lambda: policy.train_step(batch, GRPOLoss()))
-    policy.passes = policy.passes.model_copy(update={"gradient_accumulation_steps": 3})
-    policy.train_step(batch, GRPOLoss())
-    three = counted(lambda: policy.train_step(batch, GRPOLoss()))
-    print(f"    waits of one micro-batch: {dict(one)}; of three: {dict(three)}", file=sys.stderr)
-    share = (three.total() - one.total()) / 2
-    yield Row.at_most("host waits of a micro-batch", share, 1, ".1f")
-    yield Row.at_most("host waits of an update besides", one.total() - share, 2, ".1f")
+    truth = reference(exact, batch)
+    most = max(1.5 * float(np.abs(reference(rounded, batch) - truth).mean()), 1e-5)
+    apart = float(np.abs(trainer(setup.model, setup.dtype).logprobs(batch)[batch.mask] - truth).mean())
+    yield Row.at_most("trainer: log-probabilities from float32, mean", apart, most)
 
 
 def repeat(setup: Setup) -> Iterator[Row]:
@@ -292,11 +220,11 @@ def moves(setup: Setup) -> Iterator[Row]:
     seconds = f"{middle - start:.1f} s, {time.perf_counter() - loading:.1f} s"
     yield Row("checkpoint: write, read", seconds, "the same bits", equal(before, state(other)))
     del other
-    gc.collect()  # FSDP's hooks and its modules refer to each other
+    forget_memory(setup)
     start = time.perf_counter()
     policy.offload()
     middle = time.perf_counter()
-    left = torch.accelerator.memory_allocated() / 2**20 if setup.on_gpu else 0.0
+    left = torch.accelerator.memory_allocated() / 2**20 if setup.real else 0.0
     policy.onload()
     synchronize(setup)
     seconds = f"{middle - start:.2f} s, {time.perf_counter() - middle:.2f} s"
@@ -313,7 +241,7 @@ def moves(setup: Setup) -> Iterator[Row]:
         start = time.perf_counter()
         engine.release().result(timeout=600)
         middle = time.perf_counter()
-        left = torch.accelerator.memory_allocated() / 2**20 if setup.on_gpu else 0.0
+        left = torch.accelerator.memory_allocated() / 2**20 if setup.real else 0.0
         engine.restore().result(timeout=600)
         engine.update_weights(iter(weights), 2).result(timeout=600)
         seconds = f"{middle - start:.2f} s, {time.perf_counter() - middle:.2f} s"

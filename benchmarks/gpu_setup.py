@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
-from collections.abc import Iterator, Sequence
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from forge.models.tokenizer import PRINTABLE, character_tokenizer
 from forge.training.distributed import Ranks, join_ranks
-from forge.training.settings import OptimizerSettings
+from forge.training.settings import OptimizerSettings, Parallelism
 from forge.training.trainer import PolicyTrainer
 from forge.types import Completion, Sampling
 
@@ -40,8 +46,6 @@ SIZES: dict[str, dict[str, int]] = {
         "head_dim": 32,
     },
 }
-# Dense bfloat16 operations a second, from the makers' data sheets.
-PEAK = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "MI300X": 1307e12}
 
 
 class Row(NamedTuple):
@@ -63,12 +67,17 @@ class Setup:
     """Of one run of the script.
 
     folder: what the parts may write to. `model` in it is the model of `size`.
-    quick: few tokens and steps, for a CPU.
+    trl: the interpreter of an environment with TRL.
     """
 
     size: str
-    quick: bool
     folder: Path
+    trl: str = sys.executable
+
+    @property
+    def quick(self) -> bool:
+        """Whether few tokens and steps are enough, for a CPU."""
+        return self.size == "tiny"
 
     @property
     def model(self) -> Path:
@@ -87,8 +96,13 @@ class Setup:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether there is a GPU."""
+        """Whether there is a GPU, the emulated one included."""
         return self.device.type != "cpu"
+
+    @property
+    def real(self) -> bool:
+        """Whether the GPU has kernels and memory of its own, and other processes see it."""
+        return self.device.type not in ("cpu", "emulated")
 
     @property
     def dtype(self) -> str:
@@ -97,14 +111,16 @@ class Setup:
 
     @property
     def engines(self) -> list[str]:
-        """The installed engines."""
-        return ["embedded", *(["vllm"] if importlib.util.find_spec("vllm") else [])]
+        """The installed engines that can compute on the device."""
+        usable = importlib.util.find_spec("vllm") and (self.real or not self.on_gpu)
+        return ["embedded", *(["vllm"] if usable else [])]
 
 
 def engine_cases(setup: Setup) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Each engine by a name, with its settings; the embedded one on a GPU also with captured steps."""
     for name in setup.engines:
-        yield name, name, {}
+        # What this process holds of the GPU's memory, vLLM's would count as missing.
+        yield name, name, {"vllm": {"gpu_memory_utilization": 0.5}} if name == "vllm" and setup.real else {}
         if name == "embedded" and setup.on_gpu:
             yield f"{name} with cuda_graphs", name, {"cuda_graphs": True}
 
@@ -124,7 +140,7 @@ def build(folder: Path, config: Any, kind: Any = Qwen3ForCausalLM, dtype: torch.
     """Write a model with random weights and some tokenizer; its number of parameters."""
     torch.manual_seed(0)
     config.eos_token_id = config.bos_token_id = None
-    with torch.device(torch.accelerator.current_accelerator(check_available=True) or "cpu"):
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = kind(config).to(dtype)
     model.save_pretrained(folder)
     character_tokenizer(PRINTABLE).save_pretrained(folder)
@@ -150,5 +166,48 @@ def generated(engine: Any, contexts: Sequence[Sequence[int]], tokens: int) -> li
 
 def synchronize(setup: Setup) -> None:
     """Wait until the device has done what it was given."""
-    if setup.on_gpu:
+    if setup.real:
         torch.accelerator.synchronize()
+
+
+def forget_memory(setup: Setup) -> None:
+    """Give back what nothing uses, and begin to measure the most memory anew."""
+    gc.collect()  # FSDP's hooks and its modules refer to each other
+    if setup.real:
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats()
+
+
+def most_memory(setup: Setup) -> str:
+    """The most memory since `forget_memory`, to follow other figures; empty without a real GPU."""
+    return f", {torch.accelerator.max_memory_allocated() / 2**30:.2f} GiB" if setup.real else ""
+
+
+def on_ranks(
+    act: Callable[[Ranks, Setup], dict[str, Any]], setup: Setup, layout: Parallelism, size: int = 2
+) -> list[dict[str, Any]]:
+    """What each rank of a layout found, or how it ended. They are forked before this process opens a device."""
+    folder = Path(tempfile.mkdtemp(dir=setup.folder))
+
+    def run_rank(rank: int) -> None:
+        store = dist.FileStore(str(folder / "store"), size)
+        ranks = join_ranks(rank, size, store, layout, mesh=setup.on_gpu)
+        (folder / str(rank)).write_text(json.dumps(act(ranks, setup)))
+        if size > 1:
+            dist.barrier()
+
+    started = [get_context("fork").Process(target=run_rank, args=(rank,)) for rank in range(size)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join()
+    found = [folder / str(rank) for rank in range(size)]
+    return [
+        json.loads(path.read_text()) if path.exists() else {"ended": process.exitcode}
+        for path, process in zip(found, started, strict=True)
+    ]
+
+
+def device_name(setup: Setup) -> str:
+    """The device's name, as its maker calls it."""
+    return torch.get_device_module(setup.device).get_device_name() if setup.real else setup.device.type.upper()

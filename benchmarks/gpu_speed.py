@@ -1,46 +1,66 @@
-"""Parts of `gpu.py` that measure: the device, engines, the trainer alongside published figures, weight sync, a run."""
+"""Parts of `gpu.py` that measure: the trainer and what its settings cost, engines, weight sync."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
-from gpu_setup import PEAK, Row, Setup, engine_cases, generated, prompts, synchronize, trainer
+from gpu_setup import (
+    Row,
+    Setup,
+    build,
+    engine_cases,
+    forget_memory,
+    generated,
+    most_memory,
+    prompts,
+    synchronize,
+    trainer,
+)
+from transformers import GptOssConfig, GptOssForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from forge.data.packing import pack
 from forge.engines import load_engine
 from forge.losses import GRPOLoss
 from forge.runtime.store import VersionStore
-from forge.training.settings import LoraSettings
 from forge.types import Batch, Episode
 
-WARMUP = Path("runs/quickstart-warmup/model")
-
-
-class Published(NamedTuple):
-    """A row of prime-rl's table of baselines for Qwen3-0.6B on one H100: its trainer only, two micro-batches of
-    synthetic data, recomputed activations, FlashAttention 3 (benchmarks/baselines/, January 2026)."""
-
-    tokens: int
-    rank: int | None
-    rate: float
-    peak: float
-
-
-PUBLISHED = (
-    Published(16_384, None, 11_896, 12.53),
-    Published(65_536, None, 10_147, 19.56),
-    Published(65_536, 16, 9_967, 11.45),
-)
+# prime-rl's trainer of Qwen3-0.6B with adapters of rank 16 on one H100: two micro-batches of 65,536 tokens, recomputed
+# activations, FlashAttention 3 (its benchmarks/baselines/, January 2026). Tokens a second, GiB.
+PUBLISHED = 9_967, 11.45
+# The sizes that families beyond `SIZES` add: Qwen3.5-0.8B's, and gpt-oss-20b's with 2 of its 24 layers; then tiny ones.
+FAMILIES: dict[str, tuple[type, type, dict[str, Any], dict[str, Any]]] = {
+    "Qwen3.5-0.8B": (
+        Qwen3_5TextConfig,
+        Qwen3_5ForCausalLM,
+        {
+            **{"vocab_size": 248_320, "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24},
+            **{"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "tie_word_embeddings": True},
+            **{"linear_num_key_heads": 16, "linear_num_value_heads": 16},
+        },
+        {
+            **{"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "head_dim": 32},
+            **{"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True},
+            **{"linear_num_key_heads": 2, "linear_num_value_heads": 2},
+            **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+        },
+    ),
+    "gpt-oss": (
+        GptOssConfig,
+        GptOssForCausalLM,
+        {"num_hidden_layers": 2, "num_local_experts": 32},
+        {
+            **{"vocab_size": 512, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32},
+            **{"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2},
+        },
+    ),
+}
 
 
 def repeated(act: Callable[[], Any], setup: Setup, times: int = 3) -> float:
@@ -56,44 +76,30 @@ def repeated(act: Callable[[], Any], setup: Setup, times: int = 3) -> float:
     return statistics.median(taken)
 
 
-def device(setup: Setup) -> Iterator[Row]:
-    """The ceilings of this device: a product of bfloat16 matrices, and a copy."""
-    size = 8192 if setup.on_gpu else 512
-    a, b = (torch.randn(size, size, device=setup.device, dtype=torch.bfloat16) for _ in range(2))
-    rate = 2 * size**3 / repeated(lambda: [a @ b for _ in range(10)], setup) * 10 / 1e12
-    yield Row("product of bfloat16 matrices", f"{rate:,.1f} TFLOP/s")
-    source = torch.randn(2**28 if setup.on_gpu else 2**20, device=setup.device)
-    target = torch.empty_like(source)
-    rate = 2 * source.nbytes / repeated(lambda: target.copy_(source), setup) / 1e12
-    yield Row("copy, bytes read and written", f"{rate:.2f} TB/s")
-    host = torch.empty(2**26 if setup.on_gpu else 2**20)
-    back = host.nbytes / repeated(lambda: host.copy_(source[: len(host)]), setup) / 1e9
-    yield Row("copy to pageable host memory", f"{back:.1f} GB/s")
-
-
 def generation(setup: Setup) -> Iterator[Row]:
-    """Tokens a second of each engine, and milliseconds of a decode step."""
-    tokens = 16 if setup.quick else 256
+    """Tokens a second of each engine, and milliseconds of a decode step; of vLLM alongside the others."""
+    tokens, rates = 16 if setup.quick else 256, dict[int, list[float]]()
     for name, kind, settings in engine_cases(setup):
-        for batch in (4, 8) if setup.quick else (8, 256):
+        for batch in (8,) if setup.quick else (256, 8):
+            forget_memory(setup)
             engine = load_engine(kind, setup.model, slots=batch, max_seq_len=1024, dtype=setup.dtype, **settings)
             contexts = prompts(batch, 32, setup.shape["vocab_size"])
             try:
                 seconds = repeated(lambda: generated(engine, contexts, tokens), setup, times=2)  # noqa: B023
-                rate = batch * tokens / seconds
-                yield Row(f"{name}, batch {batch}: tokens/s, step", f"{rate:,.0f}, {1e3 * seconds / tokens:.1f} ms")
-                if setup.device.type == "cuda" and batch > 8:
-                    what = f"{name}, batch {batch}: kernels of a step, their time over the step's"
-                    few = tokens // 16
-                    kernels, busy = kernels_of(lambda: generated(engine, contexts, few), setup)  # noqa: B023
-                    yield Row(what, f"{kernels / few:,.0f}, {16 * busy / seconds:.0%}")
             finally:
                 engine.close()
+            rates.setdefault(batch, []).append(batch * tokens / seconds)
+            ratio = f", {rates[batch][-1] / max(rates[batch][:-1]):.2f} of embedded" if kind == "vllm" else ""
+            figure = f"{rates[batch][-1]:,.0f}{ratio}, {1e3 * seconds / tokens:.1f} ms"
+            yield Row(f"{name}, batch {batch}: tokens/s, step", figure)
+    if "vllm" not in setup.engines:
+        yield Row("vllm", "not installed here")
 
 
 def long_samples(setup: Setup) -> Iterator[Row]:
     """The rollouts of apps/grpo/qwen3_1_7b.yaml at their longest: 256 slots, each with 2,560 tokens."""
     slots, prompt, tokens = (8, 200, 16) if setup.quick else (256, 2432, 128)
+    forget_memory(setup)
     engine = load_engine("embedded", setup.model, slots=slots, max_seq_len=4096, dtype=setup.dtype)
     contexts = prompts(slots, prompt, setup.shape["vocab_size"])
     start = time.perf_counter()
@@ -103,8 +109,8 @@ def long_samples(setup: Setup) -> Iterator[Row]:
         engine.close()
     seconds = time.perf_counter() - start
     whole = sum(len(completion.token_ids) == tokens for completion in drawn)
-    most = f", {torch.accelerator.max_memory_allocated() / 2**30:.1f} GiB" if setup.on_gpu else ""
-    yield Row(f"{slots} samples of {prompt + tokens} tokens", f"{seconds:.1f} s{most}", "all", whole == slots)
+    figure = f"{seconds:.1f} s{most_memory(setup)}"
+    yield Row(f"{slots} samples of {prompt + tokens} tokens", figure, "all", whole == slots)
 
 
 def lengths(setup: Setup) -> Iterator[Row]:
@@ -133,90 +139,86 @@ def lengths(setup: Setup) -> Iterator[Row]:
         yield Row(f"{name}, {slots} rows of {mean} tokens on average: a step", figure)
 
 
-def rows_of(length: int, count: int, vocab: int) -> Batch:
+def rows_of(length: int, count: int, vocab: int, seed: int = 0) -> Batch:
     """Sequences of random tokens, of which all but 16 are trained."""
     return pack(
         [
             Episode(prompt_ids=ids[:16], response_ids=ids[16:], reward=1.0, advantage=float(i % 2) - 0.5)
-            for i, ids in enumerate(prompts(count, length, vocab))
+            for i, ids in enumerate(prompts(count, length, vocab, seed))
         ]
     )
 
 
-def operations(setup: Setup, length: int) -> float:
-    """Floating-point operations of a trained token, without those of a recomputation.
-
-    Chowdhery et al. 2022 (PaLM), appendix B; a causal token attends to half of its sequence.
-    """
-    shape = setup.shape
-    heads = shape["num_attention_heads"] * shape["head_dim"]
-    keys = shape["num_key_value_heads"] * shape["head_dim"]
-    layer = shape["hidden_size"] * (2 * heads + 2 * keys + 3 * shape["intermediate_size"])
-    weights = shape["num_hidden_layers"] * layer + shape["vocab_size"] * shape["hidden_size"]
-    return 6 * weights + 6 * shape["num_hidden_layers"] * heads * length
-
-
-def training(compiled: bool, setup: Setup) -> Iterator[Row]:
-    """A GRPO step of 16 sequences of 2,048 tokens: tokens a second, share of the peak, and of the time that the device
-    computes."""
-    who = "trainer, compiled" if compiled else "trainer"
-    length, count = (128, 8) if setup.quick else (2048, 16)
-    policy = trainer(setup.model, setup.dtype, 4 * length, compile=compiled)
-    batch, loss = rows_of(length, count, setup.shape["vocab_size"]), GRPOLoss()
-    start = time.perf_counter()
-    policy.train_step(batch, loss)
-    yield Row(f"{who}: first step", f"{time.perf_counter() - start:.1f} s")
-    seconds = repeated(lambda: policy.train_step(batch, loss), setup)
-    rate = len(batch.tokens) / seconds
-    peak = next((peak for name, peak in PEAK.items() if name in device_name(setup)), None)
-    share = f", {rate * operations(setup, length) / peak:.1%} of the peak" if peak else ""
-    yield Row(f"{who}, {count} x {length}: tokens/s", f"{rate:,.0f}{share}")
-    if setup.device.type != "cuda":
-        return
-    yield Row(f"{who}: most memory", f"{torch.accelerator.max_memory_allocated() / 2**30:.1f} GiB")
-    kernels, busy = kernels_of(lambda: policy.train_step(batch, loss), setup)
-    yield Row(f"{who}: kernels of a step, their time over the step's", f"{kernels:,}, {busy / seconds:.0%}")
-
-
-def kernels_of(act: Callable[[], Any], setup: Setup) -> tuple[int, float]:
-    """The number of kernels and their seconds; the longest of them are printed, all calls of one together."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        act()
+def costs(variants: dict[str, dict[str, Any]], setup: Setup, model: Path | None = None) -> Iterator[Row]:
+    """A GRPO step of 16 sequences of 2,048 tokens with the settings of each variant, and its time over the first's."""
+    length, count = (64, 4) if setup.quick else (2048, 16)
+    folder = model or setup.model
+    batch, loss = rows_of(length, count, 512 if model else setup.shape["vocab_size"]), GRPOLoss()
+    taken = list[float]()
+    for who, settings in variants.items():
+        forget_memory(setup)
+        policy = trainer(folder, setup.dtype, 4 * length, **settings)
+        start = time.perf_counter()
+        policy.train_step(batch, loss)
         synchronize(setup)
-    kernels = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    totals: dict[str, float] = {}
-    for event in kernels:
-        totals[event.name] = totals.get(event.name, 0.0) + event.device_time / 1e3
-    for name, spent in sorted(totals.items(), key=lambda item: -item[1])[:12]:
-        print(f"    {spent:8.1f} ms  {name[:110]}", file=sys.stderr)
-    return len(kernels), sum(totals.values()) / 1e3
+        first = time.perf_counter() - start
+        taken.append(repeated(lambda: policy.train_step(batch, loss), setup))  # noqa: B023
+        ratio = f", {taken[-1] / taken[0]:.2f} times the first's time" if len(taken) > 1 else ""
+        figure = f"{first:.1f} s, {len(batch.tokens) / taken[-1]:,.0f}{most_memory(setup)}{ratio}"
+        yield Row(f"{who}, {count} x {length}: first step, tokens/s", figure)
+        forget_memory(setup)
 
 
-def published(lora: bool, setup: Setup) -> Iterator[Row]:
-    """A step of two micro-batches alongside prime-rl's figures on the same card, of all weights or of adapters."""
-    rows = [row for row in PUBLISHED if (row.rank is not None) == lora]
-    for row in rows[:1] if setup.quick else rows:
-        yield from beside(row, setup)
-        if setup.on_gpu:
-            torch.accelerator.empty_cache()
+def four_bits(setup: Setup) -> Iterator[Row]:
+    """Adapters over a frozen model in four bits, alongside the same model as it is."""
+    if not find_spec("bitsandbytes"):
+        yield Row("adapters over four bits", "bitsandbytes is not installed here")
+        return
+    from forge_families.four_bits import round_model
+
+    model = Path(round_model(str(setup.model), str(setup.folder / "four_bits"), None))
+    yield from costs({"adapters": {"lora": {}}, "adapters over four bits": {"lora": {"quantize": "nf4"}}}, setup, model)
 
 
-def beside(row: Published, setup: Setup) -> Iterator[Row]:
-    """Our figures for one of its rows."""
-    length = 256 if setup.quick else row.tokens
-    lora = None if row.rank is None else LoraSettings(rank=row.rank)
-    policy = trainer(setup.model, setup.dtype, length, lora=lora, gradient_checkpointing=True)
+def families(name: str, setup: Setup) -> Iterator[Row]:
+    """A model of a family's published shape with random weights: how far its engine and its trainer are apart, tokens a
+    second of both."""
+    config, kind, sizes, tiny = FAMILIES[name]
+    folder = setup.folder / name
+    parameters = build(folder, config(**(tiny if setup.size == "tiny" else sizes)), kind, torch.bfloat16)
+    slots, tokens = (4, 8) if setup.quick else (64, 64)
+    forget_memory(setup)
+    engine = load_engine("embedded", folder, slots=slots, max_seq_len=256, dtype=setup.dtype)
+    contexts = prompts(slots, 32, 512)
+    try:
+        seconds = repeated(lambda: generated(engine, contexts, tokens), setup, times=1)
+        drawn = generated(engine, contexts, tokens)
+    finally:
+        engine.close()
+    what = f"{name}, {parameters / 1e6:,.0f}M"
+    yield Row(
+        f"{what}, batch {slots}: tokens/s, step", f"{slots * tokens / seconds:,.0f}, {1e3 * seconds / tokens:.1f} ms"
+    )
+    batch = pack([Episode(completion, 0.0, advantage=1.0) for completion in drawn])
+    ours = torch.tensor([logprob for completion in drawn for logprob in completion.logprobs])
+    found = torch.from_numpy(trainer(folder, setup.dtype).logprobs(batch)[batch.mask])
+    most = 5e-2 if setup.on_gpu else 1e-4
+    yield Row.at_most(f"{what}: engine and trainer apart, mean", float((ours - found).abs().mean()), most)
+    yield from costs({what: {}}, setup, folder)
+
+
+def adapters(setup: Setup) -> Iterator[Row]:
+    """A step of adapters with causal kernels, of two micro-batches, alongside prime-rl's figures on the same card."""
+    length = 256 if setup.quick else 65_536
+    forget_memory(setup)
+    policy = trainer(setup.model, setup.dtype, length, lora={"rank": 16}, gradient_checkpointing=True)
     batch, loss = rows_of(length, 2, setup.shape["vocab_size"]), GRPOLoss()
-    if setup.on_gpu:
-        torch.accelerator.reset_peak_memory_stats()
     rate = len(batch.tokens) / repeated(lambda: policy.train_step(batch, loss), setup, times=1)
-    what = f"{setup.size}, {length:,} x 2, {'all weights' if row.rank is None else f'LoRA {row.rank}'}"
-    comparable = setup.on_gpu and setup.size == "0.6b"
-    yield Row(f"{what}: tokens/s", f"{rate:,.0f}", f"prime-rl {row.rate:,.0f}", not comparable or rate >= row.rate)
-    if setup.on_gpu:
-        most = torch.accelerator.max_memory_allocated() / 2**30
-        fits = not comparable or most <= 1.1 * row.peak
-        yield Row(f"{what}: most memory", f"{most:.2f} GiB", f"1.1 x prime-rl's {row.peak:.2f}", fits)
+    least, _ = PUBLISHED
+    comparable = setup.real and setup.size == "0.6b"
+    figure = f"{rate:,.0f}{most_memory(setup)}"
+    limit = f"prime-rl {least:,}, {PUBLISHED[1]} GiB" if comparable else ""
+    yield Row(f"adapters of rank 16, {length:,} x 2: tokens/s", figure, limit, not comparable or rate >= least)
 
 
 def weight_sync(setup: Setup) -> Iterator[Row]:
@@ -224,8 +226,8 @@ def weight_sync(setup: Setup) -> Iterator[Row]:
     policy, dtype = trainer(setup.model, setup.dtype), getattr(torch, setup.dtype)
     store, numbers = VersionStore.create(), itertools.count(1)
     try:
-        for name in setup.engines:
-            engine = load_engine(name, setup.model, slots=8, max_seq_len=256, dtype=setup.dtype)
+        for name, kind, settings in engine_cases(setup):
+            engine = load_engine(kind, setup.model, slots=8, max_seq_len=256, dtype=setup.dtype, **settings)
             put, taken, size = [], [], 0
             try:
                 for version in itertools.islice(numbers, 3):
@@ -245,41 +247,3 @@ def weight_sync(setup: Setup) -> Iterator[Row]:
             yield Row(f"{name}: {size / 1e9:.1f} GB of weights put / taken over", f"{figures} s")
     finally:
         store.close()
-
-
-def colocated(setup: Setup) -> Iterator[Row]:
-    """The quickstart, lock-step, with one device for trainer and generator."""
-    if not WARMUP.exists():
-        subprocess.run([sys.executable, "-m", "apps.sft.main", "--config", "apps/sft/tiny.yaml"], check=True)
-    gpus = str(setup.on_gpu).lower()
-    steps = 12 if setup.quick else 30
-    options = {
-        "colocated": "true",
-        "async.max_policy_age": "0",
-        "services.generator.num_replicas": "1",
-        "services.generator.with_gpus": gpus,
-        "services.trainer.with_gpus": gpus,
-        "training.steps": steps,
-        "eval.every": steps // 2,
-        "training.dtype": setup.dtype,
-        "generator.dtype": setup.dtype,
-        "checkpoint.every": "0",
-        "run.name": "gpu-colocated",
-    }
-    words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
-    start = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "apps.grpo.main", "--config", "apps/grpo/tiny.yaml", *words], check=True)
-    seconds = time.perf_counter() - start
-    rows = [json.loads(line) for line in Path("runs/gpu-colocated/metrics.jsonl").read_text().splitlines()]
-    accuracies = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
-    figure = f"{accuracies[0]:.3f} to {accuracies[-1]:.3f} in {steps} steps, {seconds:.0f} s"
-    learned = setup.quick or accuracies[-1] >= 0.7
-    yield Row("colocated quickstart: held-out accuracy", figure, "" if setup.quick else "at least .7", learned)
-    times = [row["time/step"] for row in rows if "time/step" in row]
-    if times:
-        yield Row("colocated quickstart: a step", f"{np.median(times):.2f} s")
-
-
-def device_name(setup: Setup) -> str:
-    """The device's name, as its maker calls it."""
-    return torch.get_device_module(setup.device).get_device_name() if setup.on_gpu else "CPU"

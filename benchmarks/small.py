@@ -39,6 +39,7 @@ FORMS = {
     "scripted_gateway": HELP,
     "service": "--rounds 1 --times 5 --replicas 2 --per-process 2 --queue 20",
     "soak": HELP,
+    "two_gpus": "--size tiny --parts collectives",
     "vs_trl": "--hidden 128 --layers 1 --prompts 2 --group 2 --length 4 --steps 4 --rounds 1",
     "watch": "--episodes 64 --tokens 5",
     "weaver": "drift --seeds 1",

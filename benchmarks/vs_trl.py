@@ -75,7 +75,7 @@ def ours(folder: Path, args: argparse.Namespace) -> Clock:
     from forge.config import build
     from forge.recipes.rl_config import RLConfig as GRPOConfig
 
-    config = {
+    config: dict[str, Any] = {
         "model": str(folder / "model"),
         "run": {"name": "run", "root": str(folder), "overwrite": True},
         "dataset": {"path": str(folder / "prompts.jsonl"), "shuffle": False, "target_field": None},
@@ -87,6 +87,10 @@ def ours(folder: Path, args: argparse.Namespace) -> Clock:
         "eval": {"problems": 0},
         "seed": args.seed,
     }
+    if args.gpu:
+        config["training"]["dtype"] = config["generator"]["dtype"] = "bfloat16"
+        config["services"] = {"generator": {"with_gpus": True}, "trainer": {"with_gpus": True}}
+        config["colocated"] = True
     return recipe(build(GRPOConfig, config))
 
 
@@ -118,8 +122,8 @@ def theirs(folder: Path, args: argparse.Namespace) -> Clock:
         model=AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
         args=GRPOConfig(
             output_dir=str(folder / "trl"),
-            use_cpu=True,
-            bf16=False,
+            use_cpu=not args.gpu,
+            bf16=bool(args.gpu),
             report_to="none",
             save_strategy="no",
             disable_tqdm=True,
@@ -177,6 +181,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each side, in turn, each with another seed")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--gpu", type=int, default=0, help="1: both sides on a GPU, in bfloat16")
     parser.add_argument("--side", choices=["ours", "trl"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -187,7 +192,8 @@ def main() -> None:
         parser.error(f"--steps must be more than {WARMUP}: those are not measured")
     pythons = {"ours": sys.executable} | ({"trl": args.trl_python} if args.trl_python else {})
     sizes = {
-        name: getattr(args, name) for name in ("hidden", "layers", "prompts", "group", "prompt", "length", "steps")
+        name: getattr(args, name)
+        for name in ("hidden", "layers", "prompts", "group", "prompt", "length", "steps", "gpu")
     }
     rounds = []
     for seed in range(args.seed, args.seed + args.rounds):

@@ -58,7 +58,7 @@ def test_failing_benchmark_parts_are_reported_as_failed():
         parts = {"beyond": Part(beyond, 60, False), "raising": Part(raising, 60, False)}
         parts |= {"leaving": Part(leaving, 60), "endless": Part(endless, 1)}
         with tempfile.TemporaryDirectory() as folder:
-            for row in results(parts, Setup("tiny", True, Path(folder)), jobs=2):
+            for row in results(parts, Setup("tiny", Path(folder)), Path(folder) / "rows.jsonl", jobs=2):
                 print(row.what, row.figure, row.limit, row.passed, sep="|")
     """
     done = script("-c", textwrap.dedent(parts))
@@ -75,7 +75,7 @@ def test_failing_benchmark_parts_are_reported_as_failed():
 @pytest.mark.full
 def test_documented_gpu_counts_hold_on_emulated_device():
     """What docs/benchmarks.md says of waits, launches and bytes."""
-    counts = {row.what: row.now for row in gpu_counts.rows(packs=0)}
+    counts = {row.what: row.now for row in gpu_counts.rows()}
     assert counts["host waits of a micro-batch"] == "0"
     assert counts["host waits of an update besides"] == "2"
     assert counts["host waits of an offload and the return"] == "1"

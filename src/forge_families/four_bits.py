@@ -41,6 +41,7 @@ class QuantizedLoraLinear(LoraLinear):
         """Return x @ weight.T + scaling * B(A(x)), [..., out] for x [..., in]."""
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        self.state.to(x.device)  # it is not a buffer, which would move with its module
         product = bitsandbytes.matmul_4bit(x.to(dtype), self.packed.t(), quant_state=self.state, bias=self.bias)
         return product + self.scaling * self.lora_B(self.lora_A(x))
 
@@ -67,8 +68,9 @@ def round_model(model: str, folder: str, targets: list[str] | None, *, keep: boo
             for name, tensor in tensors.items():
                 if tensor.dim() == 2 and name.endswith(tuple(f".{target}.weight" for target in names)):
                     # The values that four bits stand for, in its dtype; rounding twice changes nothing.
-                    four_bits = quantize_4bit(tensor.contiguous(), blocksize=BLOCK, quant_type="nf4")
-                    tensors[name] = dequantize_4bit(*four_bits)
+                    tensors[name] = dequantize_4bit(
+                        *quantize_4bit(tensor.contiguous(), blocksize=BLOCK, quant_type="nf4")
+                    )
             save_file(tensors, rounded / file.name, metadata={"format": "pt"})
         write_checksums(rounded, [path.name for path in rounded.iterdir() if path.is_file()])
     return folder
@@ -81,9 +83,7 @@ def quantize_base(policy: Policy, folder: str | Path) -> None:
         folder: of the model, in whose dtype the matrices are made.
     """
     dtype = getattr(model_config(folder), "dtype", None) or torch.float32
-    for module in policy.model.modules():
-        if not isinstance(module, LoraLinear):
-            continue
+    for module in [module for module in policy.model.modules() if isinstance(module, LoraLinear)]:
         packed, state = quantize_4bit(module.weight.detach().contiguous(), blocksize=BLOCK, quant_type="nf4")
         state.dtype = dtype
         del module.weight
@@ -99,4 +99,5 @@ def _name_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_parameters()
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLoraLinear):
+            module.state.to(module.packed.device)
             yield f"{name}.weight", dequantize_4bit(module.packed, module.state)

@@ -94,9 +94,10 @@ class FusedNorm(nn.Module):
 
 
 def set_weight(module: nn.Module, name: str, weight: Tensor) -> None:
-    """Set a parameter of a module, packed where a linear layer or experts multiply by it."""
+    """Set a parameter of a module, packed where a linear layer or, on a CPU, experts multiply by it."""
     parameters: dict[str, Any] = module._parameters
-    if weight.dim() == 3 and hasattr(module, "is_transposed"):
+    # On other devices transformers computes experts.
+    if weight.dim() == 3 and weight.device.type == "cpu" and hasattr(module, "is_transposed"):
         products = [pack_weight(matrix.T.contiguous() if module.is_transposed else matrix) for matrix in weight]
         module.__dict__.setdefault("products", {})[name] = products
         weight = weight[:0]

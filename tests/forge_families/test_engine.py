@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from forge.models.weight_layouts import merge_adapters
 from forge.types import Sampling
 from forge_families.engine import check_engine
 from forge_families.weights import read_parameters
+from tests.emulated import emulated
 
 from ..engines.conftest import check_by_hand, drive, error_of
 from .cases import write_family
@@ -126,10 +128,13 @@ def test_modules_generate_what_transformers_does(make: Make, name: str) -> None:
             assert completion.token_ids == out[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_5_text", "mamba"])
-def test_prompts_in_pieces_match_transformers(make: Make, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [("gpt_oss", nullcontext), ("gpt_oss", emulated), ("qwen3_5_text", nullcontext), ("mamba", nullcontext)],
+)
+def test_prompts_in_pieces_match_transformers(make: Make, name: str, device: Any) -> None:
     folder, model = make(name)
-    with EmbeddedEngine(folder, slots=4, prefill_tokens=7) as engine:
+    with device(), EmbeddedEngine(folder, slots=4, prefill_tokens=7) as engine:
         futures = [engine.submit(p, Sampling(max_tokens=9, seed=2)) for p in PROMPTS]
         assert max(error_of(model, future.result(60)[0]) for future in futures) < 1e-4
         assert engine.stats()["prefilled_tokens"] == sum(len(p) - 1 for p in PROMPTS)

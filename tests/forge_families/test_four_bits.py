@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from forge.losses import SFTLoss
 from forge.training import checkpoint
 from forge_families.four_bits import QuantizedLoraLinear, round_model
+from tests.emulated import emulated
 from tests.training.cases import example, largest_difference, make_trainer, weights_of, write_model
 
 from .cases import batch_of, score_plainly, write_family
@@ -45,6 +46,15 @@ def test_base_of_four_bits_computes_and_exports_the_rounded_model(tmp_path: Path
         exported = score_plainly(merged, batch, 1.0)
     torch.testing.assert_close(tuple(trainer.policy(batch)), exported, rtol=0, atol=1e-4)
     assert (exported[0] - expected[0]).abs().max() > 1e-3
+
+
+def test_base_of_four_bits_moves_to_the_device_of_its_trainer(tmp_path: Path):
+    start, lora = write_model(tmp_path / "start"), {"rank": 4, "quantize": "nf4"}
+    expected = make_trainer(start, lora=lora).train_step(example(0), SFTLoss())["loss"]
+    with emulated():
+        trainer = make_trainer(start, lora=lora)
+        trainer.offload()
+        assert trainer.train_step(example(0), SFTLoss())["loss"] == pytest.approx(expected, abs=1e-5)
 
 
 def test_rounding_is_kept_and_repeats(tmp_path: Path):

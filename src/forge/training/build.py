@@ -111,7 +111,7 @@ def build_policy(
         if lora.quantize:
             resolve("forge_families.four_bits:quantize_base", "lora.quantize")(policy, path)
     if exact and head == "policy":
-        replace_modules(policy.model, dtype)
+        replace_modules(policy.model, ranks.device, dtype)
         policy.use_exact()
     if ranks.tensor.size > 1:
         parallelize_model(policy.model, ranks)

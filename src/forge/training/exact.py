@@ -122,16 +122,16 @@ class ExactLoraLinear(LoraLinear):
         return product if self.bias is None else product + self.bias
 
 
-def replace_modules(model: nn.Module, dtype: torch.dtype) -> None:
+def replace_modules(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Replace what rounds differently in the engine, in place: embeddings, norms, activations and adapters.
 
     Args:
         dtype: of the forward pass.
 
     Raises:
-        ValueError: this CPU has no oneDNN, or no AVX2.
+        ValueError: the device is not a CPU, or has no oneDNN or AVX2.
     """
-    if not AVAILABLE:
+    if not AVAILABLE or device.type != "cpu":
         raise ValueError("training.exact needs a CPU with AVX2, and torch with oneDNN")
     config: Any = model.config
     name = getattr(config, "hidden_act", None) or config.hidden_activation
