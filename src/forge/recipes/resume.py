@@ -31,6 +31,7 @@ MAY_CHANGE = (
     "training.gradient_checkpointing",
     "training.cpu_offload",
     "training.compile",
+    "training.exact",
     "generator.slots",
     "generator.max_seq_len",
     "services.",
