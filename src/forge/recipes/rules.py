@@ -56,8 +56,9 @@ def is_set(cfg: Any, key: str) -> bool:
 
 RECIPE_RULES: list[Rule] = [
     (
-        lambda cfg: cfg.training.exact and cfg.lora is not None and cfg.training.dtype != "float32",
-        "training.exact trains adapters in float32 only: omit training.dtype",
+        lambda cfg: cfg.training.exact and cfg.lora and (cfg.training.dtype != "float32" or cfg.lora.quantize),
+        "training.exact trains adapters in float32 only, over weights that are not quantized: omit training.dtype and "
+        "lora.quantize",
     ),
     (
         lambda cfg: (
