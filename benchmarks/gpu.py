@@ -5,7 +5,7 @@
     python benchmarks/gpu.py --size tiny --parts compile             # on a CPU: a small model, few tokens and steps
 
 Each part is a process of its own with a time limit, and writes each row to the output at once, a JSON object a line. A
-second call with the same output goes on with the parts that have not ended, those that it saw fail last. A part that
+second call with the same output continues with the parts that have not ended, those that failed last. A part that
 needs more than what remains of the minutes is left out, and named. The script fails if a limit is exceeded.
 
 One environment has what all parts need: `pip install -e '.[data,four-bits,vllm]' trl==1.16.0`, then `pip install

@@ -171,7 +171,7 @@ def synchronize(setup: Setup) -> None:
 
 
 def forget_memory(setup: Setup) -> None:
-    """Give back what nothing uses, and begin to measure the most memory anew."""
+    """Free unused memory, and reset the peak of memory."""
     gc.collect()  # FSDP's hooks and its modules refer to each other
     if setup.real:
         torch.accelerator.empty_cache()

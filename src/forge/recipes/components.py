@@ -243,7 +243,7 @@ async def start_generator(
     if store is not None:
         settings["store"] = await share_store(store)
     placement = cfg.placement("generator") if options is None else options
-    engine = cfg.generator.model_copy(update={"exact": cfg.training.exact})
+    engine = cfg.generator.model_copy(update={"exact": cfg.training.exact or cfg.generator.exact})
     return await Generator.options(**placement).as_service(model, **settings, **engine)
 
 

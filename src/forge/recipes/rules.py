@@ -160,9 +160,15 @@ COLOCATED_SERVICE_RULES: list[Rule] = [
 SAMPLING_RULES: list[Rule] = [
     (
         lambda cfg: (
-            cfg.training.exact and (cfg.generator.engine != "embedded" or cfg.generator.dtype != cfg.training.dtype)
+            cfg.training.exact
+            and (
+                cfg.generator.engine != "embedded"
+                or cfg.services.generator.with_gpus
+                or cfg.generator.dtype != cfg.training.dtype
+            )
         ),
-        "training.exact needs generator.engine embedded, and the same value of generator.dtype and training.dtype",
+        "training.exact needs generator.engine embedded, on a CPU, and the same value of generator.dtype and "
+        "training.dtype",
     ),
     (
         lambda cfg: cfg.eval.problems and not cfg.reward.decides,

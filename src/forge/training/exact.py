@@ -237,11 +237,11 @@ class EngineCheck:
             scores = self.score(part)
             torch._foreach_copy_(self.weights, current)
 
-            known = part.mask & ~np.isnan(part.logprobs)
+            has_logprob = part.mask & ~np.isnan(part.logprobs)
             sequences = np.repeat(np.arange(len(part)), part.lengths)
             positions = np.cumsum(part.mask) - np.searchsorted(sequences[part.mask], sequences) - 1
             columns = part.logprobs, scores, part.tokens, positions
-            engine, trainer, *labels = (torch.from_numpy(column[known]) for column in columns)
+            engine, trainer, *labels = (torch.from_numpy(column[has_logprob]) for column in columns)
             check_difference(engine, trainer, *labels)
             checked.append((engine - trainer).abs())
 
@@ -254,5 +254,5 @@ def select_whole(batch: Batch, version: int) -> Batch | None:
     `CHECKED`; None if there is none."""
     firsts = np.cumsum(batch.lengths) - batch.lengths
     is_whole = np.add.reduceat(batch.mask & (batch.versions != version), firsts) == 0
-    chosen = np.flatnonzero(is_whole & (np.add.reduceat(batch.mask, firsts) > 0))[:CHECKED]
-    return batch.select(chosen) if len(chosen) else None
+    whole_sequences = np.flatnonzero(is_whole & (np.add.reduceat(batch.mask, firsts) > 0))[:CHECKED]
+    return batch.select(whole_sequences) if len(whole_sequences) else None

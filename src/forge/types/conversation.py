@@ -33,12 +33,12 @@ class Conversation(str):
         >>> Conversation("<user>Why?", {"question": "Why?", "system": "Be brief."}).plain
         'system: Be brief.\\n\\nuser: Why?'
         """
-        said = [(name, as_text(self.row[name])) for name in ("tools", "system") if self.row.get(name)]
+        statements = [(name, as_text(self.row[name])) for name in ("tools", "system") if self.row.get(name)]
         question = self.row["question"]
         for message in [{"role": "user", "content": question}] if isinstance(question, str) else question:
             parts = [message["content"], *map(as_text, message.get("tool_calls") or ())]
-            said.append((message["role"], "\n".join(filter(None, parts))))
-        return "\n\n".join(f"{role}: {text}" for role, text in said) if len(said) > 1 else said[0][1]
+            statements.append((message["role"], "\n".join(filter(None, parts))))
+        return "\n\n".join(f"{role}: {text}" for role, text in statements) if len(statements) > 1 else statements[0][1]
 
 
 def as_text(value: Any) -> str:
