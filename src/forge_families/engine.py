@@ -6,11 +6,12 @@ Attention and cache are the engine's, all else is theirs.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,16 +22,18 @@ from forge.engines.cache import BLOCK, KeyValueCache, round_up
 from forge.engines.decoder import QUERIES, Decoder
 from forge.models.architecture import FAMILIES
 from forge.models.exact import attention_granule, embedding_bag_indices
+from forge.models.find import quiet_loading
 
 from .attention import UnsupportedModel, run_model
 from .probe import build_small_model, first_words
+from .samples import SampleDecoder
 from .states import RowStates, StateCache
-from .weights import ModuleWeights, Template, read_model
+from .weights import AttentionTemplate, ModuleWeights, Template, read_model
 
 # The most that log-probabilities may differ from those of transformers' forward pass, for large random weights.
 MAX_DIFFERENCE = 1e-3
 STEPS = 12  # of decoding that are compared
-_checked: set[str] = set()  # configs, by their values
+log = logging.getLogger(f"forge.{__name__}")
 
 
 class ModuleDecoder(Decoder):
@@ -44,7 +47,7 @@ class ModuleDecoder(Decoder):
 
     def __init__(
         self,
-        template: Template,
+        template: AttentionTemplate,
         config: PreTrainedConfig,
         weights: ModuleWeights,
         rows: int,
@@ -226,7 +229,24 @@ def capped_probabilities(
     return scores.softmax(-1)[..., : keys.shape[-2]]
 
 
-Opened = tuple[Callable[..., ModuleWeights], Callable[..., ModuleDecoder], Iterator[tuple[str, Tensor]]]
+Opened = tuple[Callable[..., ModuleWeights], Callable[..., Decoder], Iterator[tuple[str, Tensor]]]
+
+
+class Tier(NamedTuple):
+    """A way in which the engine computes models of transformers."""
+
+    name: str
+    template: Callable[[PreTrainedModel, torch.device], Any]
+    decoder: Callable[..., Decoder]
+
+
+# The fastest one first.
+TIERS = (
+    Tier("modules", AttentionTemplate, ModuleDecoder),
+    Tier("cached", Template, SampleDecoder),
+    Tier("whole", Template, partial(SampleDecoder, has_cache=False)),
+)
+_tiers: dict[str, Tier] = {}  # by the config's values
 
 
 def open_model(folder: Path, dtype: torch.dtype, device: torch.device) -> Opened:
@@ -236,33 +256,53 @@ def open_model(folder: Path, dtype: torch.dtype, device: torch.device) -> Opened
     Raises:
         ValueError: a weight is missing, or a feature that the engine does not compute.
     """
-    template = Template(read_model(folder, dtype), device)
-    return partial(ModuleWeights, template), partial(ModuleDecoder, template), template.read_weights()
+    model = read_model(folder, dtype)
+    tier = find_tier(model.config)
+    template = tier.template(model, device)
+    return partial(ModuleWeights, template), partial(tier.decoder, template), template.read_weights()
 
 
-def check_engine(config: PreTrainedConfig) -> None:
-    """Check that the engine computes the models of a config, by a narrow model of its class with random weights.
+def find_tier(config: PreTrainedConfig) -> Tier:
+    """Return how the engine computes the models of a config, by a narrow model of its class with random weights.
 
     Raises:
-        ValueError: it does not; names the feature, or the difference from transformers.
+        ValueError: in no way; names the feature, or the difference from transformers.
     """
-    if (key := config.to_json_string(use_diff=False)) in _checked:
-        return
+    key = config.to_json_string(use_diff=False)
+    if key not in _tiers:
+        _tiers[key] = _compare_tiers(config)
+    return _tiers[key]
+
+
+def _compare_tiers(config: PreTrainedConfig) -> Tier:
     try:
-        difference = measure_difference(build_small_model(config))
-        feature = "" if difference <= MAX_DIFFERENCE else f"this model: log-probabilities differ by {difference:.2g}"
-    except UnsupportedModel as error:
-        feature = str(error)
-    except Exception as error:  # modules that cannot do without transformers' own attention or cache
-        feature = f"this model's modules ({first_words(error)})"
-    if feature:
-        name = f"{config.name_or_path or 'the model'} ({config.model_type})"
-        raise ValueError(f"{name}: the embedded engine does not support {feature}")
-    _checked.add(key)
+        with quiet_loading():
+            model = build_small_model(config)
+    except Exception as error:
+        # Forward passes of all tokens need no comparison: they are transformers' own.
+        log.info("model: its config cannot be cut to a small model (%s): every token is a new pass", first_words(error))
+        return TIERS[-1]
+
+    fault = ""
+    for tier in TIERS:
+        try:
+            difference = measure_difference(model, tier)
+            if difference <= MAX_DIFFERENCE:
+                if fault:
+                    log.info("model: each sample is computed separately, which is slow: the engine lacks %s", fault)
+                return tier
+            tier_fault = f"this model: log-probabilities differ by {difference:.2g}"
+        except UnsupportedModel as error:
+            tier_fault = str(error)
+        except Exception as error:  # modules that cannot do without transformers' own attention or cache
+            tier_fault = f"this model's modules ({first_words(error)})"
+        fault = fault or tier_fault
+    name = f"{config.name_or_path or 'the model'} ({config.model_type})"
+    raise ValueError(f"{name}: the embedded engine does not support {fault}")
 
 
-def measure_difference(model: PreTrainedModel) -> float:
-    """Return the largest difference of the engine's log-probabilities from those of a model's forward pass.
+def measure_difference(model: PreTrainedModel, tier: Tier) -> float:
+    """Return the largest difference of a tier's log-probabilities from those of a model's forward pass.
 
     Two sequences of different lengths are prefilled, the longer one in two pieces, and decoded together.
 
@@ -274,10 +314,12 @@ def measure_difference(model: PreTrainedModel) -> float:
     highest = model.config.get_text_config().vocab_size
     tokens = [torch.randint(3, highest, (length,), generator=generator) for length in (48, 27)]
     with torch.inference_mode():
-        expected = [model(input_ids=ids[None]).logits[0, -STEPS:].float().log_softmax(-1) for ids in tokens]
-    template = Template(copy.deepcopy(model), device)
+        expected = [
+            model(input_ids=ids[None], use_cache=False).logits[0, -STEPS:].float().log_softmax(-1) for ids in tokens
+        ]
+    template = tier.template(copy.deepcopy(model), device)
     weights = ModuleWeights(template, model.config, template.read_weights(), torch.float32, device)
-    decoder = ModuleDecoder(template, model.config, weights, 2, 64, torch.float32, device)
+    decoder = tier.decoder(template, model.config, weights, 2, 64, torch.float32, device)
 
     with torch.inference_mode():
         longer, shorter = (ids[:-STEPS].tolist() for ids in tokens)

@@ -93,9 +93,12 @@ class FusedNorm(nn.Module):
                 module.__class__ = cls
 
 
-def set_weight(module: nn.Module, name: str, weight: Tensor) -> None:
-    """Set a parameter of a module, packed where a linear layer or, on a CPU, experts multiply by it."""
+def set_weight(module: nn.Module, name: str, weight: Tensor, is_packed: bool = True) -> None:
+    """Set a parameter of a module, if `is_packed` packed where a linear layer or, on a CPU, experts multiply by it."""
     parameters: dict[str, Any] = module._parameters
+    if not is_packed:
+        parameters[name] = weight
+        return
     # On other devices transformers computes experts.
     if weight.dim() == 3 and weight.device.type == "cpu" and hasattr(module, "is_transposed"):
         products = [pack_weight(matrix.T.contiguous() if module.is_transposed else matrix) for matrix in weight]

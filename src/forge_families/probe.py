@@ -37,13 +37,13 @@ SIZES = {
         (0, "num_nextn_predict_layers bos_token_id"),
         (
             1,
-            "n_group topk_group n_shared_experts num_dense_layers first_k_dense_replace n_groups "
+            "n_group num_expert_group topk_group n_shared_experts num_dense_layers first_k_dense_replace n_groups "
             "num_kv_shared_layers mamba_n_groups eos_token_id",
         ),
         (
             2,
             "num_key_value_heads num_kv_heads num_global_key_value_heads num_experts_per_tok "
-            "num_experts_per_token moe_k moe_topk top_k_experts linear_num_key_heads index_n_heads "
+            "num_experts_per_token moe_k moe_topk top_k_experts linear_num_key_heads "
             "pad_token_id mamba_expand",
         ),
         (
@@ -51,22 +51,23 @@ SIZES = {
             "num_attention_heads n_head num_heads n_heads decoder_attention_heads num_experts "
             "num_local_experts n_routed_experts moe_num_experts linear_num_value_heads",
         ),
-        (8, "mamba_n_heads mamba_num_heads qk_rope_head_dim rotary_dim patch_size"),
+        (8, "mamba_n_heads mamba_num_heads n_mamba_heads qk_rope_head_dim rotary_dim patch_size"),
         (
             16,
-            "sliding_window attention_window_size attention_chunk_size index_topk head_dim qk_nope_head_dim "
-            "v_head_dim index_head_dim global_head_dim kv_lora_rank hidden_size_per_layer_input per_head_dim "
-            "linear_key_head_dim linear_value_head_dim mamba_d_head mamba_head_dim mamba_d_state "
-            "ssm_state_size state_size",
+            "sliding_window attention_window_size attention_chunk_size index_topk index_n_heads head_dim "
+            "qk_nope_head_dim v_head_dim index_head_dim global_head_dim kv_lora_rank hidden_size_per_layer_input "
+            "per_head_dim linear_key_head_dim linear_value_head_dim mamba_d_head mamba_head_dim mamba_headdim "
+            "mamba_d_state ssm_state_size state_size",
         ),
         (24, "qk_head_dim"),
         (
             32,
             "moe_intermediate_size expert_ffn_hidden_size expert_intermediate_size "
             "shared_expert_intermediate_size moe_shared_expert_intermediate_size q_lora_rank projection_dim "
+            "attention_head_dim "
             "image_size",
         ),
-        (64, "hidden_size n_embd d_model embedding_size lru_width word_embed_proj_dim"),
+        (64, "hidden_size n_embd d_model embedding_size embedding_dim lru_width word_embed_proj_dim"),
         (
             96,
             "intermediate_size n_inner d_ff ffn_dim decoder_ffn_dim ffn_hidden_size intermediate_size_mlp "
@@ -91,7 +92,7 @@ def check_config(config: PreTrainedConfig) -> None:
     """
     name = f"{config.name_or_path or 'the model'} ({config.model_type})"
     if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(f"{name}: quantization_config, which quantised weights have, is not supported")
+        raise ValueError(f"{name}: quantized weights (quantization_config): `resolve_model` writes them dequantized")
     try:
         find_traits(config)
     except ValueError as error:
@@ -262,6 +263,10 @@ def shrink_config(config: PreTrainedConfig) -> PreTrainedConfig:
         sizes["num_key_value_heads"] = 4
     if values.get("qk_rope_head_dim") is not None:  # the head size is either the rotated part's or both parts'
         sizes["head_dim"] = 8 if values.get("head_dim") == values["qk_rope_head_dim"] else 24
+    if values.get("attention_hidden_size"):
+        sizes["attention_hidden_size"] = 64 * values["attention_hidden_size"] // values["hidden_size"]
+    if isinstance(values.get("mamba_d_head"), int) and values.get("mamba_d_ssm"):
+        sizes["mamba_d_ssm"] = 8 * min(values["mamba_d_head"], 16)
     if "expand" in values:  # heads of a state-space model, whose sizes' product is the expanded width
         sizes["num_heads"] = 8
 

@@ -22,17 +22,16 @@ from .states import RowStates, States
 
 
 class Template:
-    """A model without weights, from which that of each version is made, and what its forward pass asks of an engine.
+    """A model without weights, from which that of each version is made.
 
     Attributes:
-        calls: its calls of attention, in order.
-        states: those of its recurrent layers after a few tokens of one row; [] for a model without such layers.
-        continues: whether several tokens may follow on such states; else they have to be computed one by one.
-        offset: the position of the first token.
         vocab: the number of logits.
+        is_packed: whether linear layers and experts multiply by the engine's packed weights.
         places: of each parameter, by name: all modules that share it, each with its name there.
         table: the parameters and their shapes, as `forge.models.weight_layouts.engine_layout`.
     """
+
+    is_packed = False
 
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
         """Ask a model with its weights, by a few tokens, what its forward pass needs, and take its weights.
@@ -42,27 +41,9 @@ class Template:
         """
         self.model = model.eval().to(device)  # type: ignore[arg-type]
         self.config: PreTrainedConfig = model.config
-        set_attention(model, PROBE)
-        self.calls: list[AttentionCall] = []
         with torch.inference_mode():
-            self.vocab, states = self._run_probe(self.calls, [4])
-            self.states = states if any(state is not None for state in states) else []
-            pieces = self._run_probe([], [2, 2])[1] if self.states else []
-            self.offset = self._find_offset()
-        self.continues = all(
-            state is None or other is None or bool((state - other).norm() <= 0.05 * state.norm())
-            for state, other in zip(self.states, pieces, strict=True)
-        )
-        if not self.calls and not self.states:
-            raise UnsupportedModel("attention outside transformers' interface")
-        most = max((call.kv_heads for call in self.calls), default=1)
-        if any(most % call.kv_heads or call.heads % most for call in self.calls):
-            raise UnsupportedModel("layers whose numbers of heads do not divide one another")
+            self._inspect_model()
 
-        set_attention(model, ENGINE)
-        if device.type == "cpu":
-            use_experts(model)
-            FusedNorm.replace_norms(model)
         shared: dict[int, list[tuple[str, str]]] = {}
         for path, module in model.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
@@ -77,6 +58,52 @@ class Template:
             empty = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
             for path, attribute in self.places[name]:
                 setattr(model.get_submodule(path), attribute, empty)
+
+    def read_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the (name, tensor) of each weight that the model had, once."""
+        while self._loaded:
+            yield self._loaded.popitem()
+
+    def _inspect_model(self) -> None:
+        set_attention(self.model, "eager")
+        self.vocab = self.model(
+            input_ids=torch.full((1, 1), 4, device=self.model.device), use_cache=False
+        ).logits.shape[-1]
+
+
+class AttentionTemplate(Template):
+    """A template of a model whose attention and states are the engine's.
+
+    Attributes:
+        calls: its calls of attention, in order.
+        states: those of its recurrent layers after a few tokens of one row; [] for a model without such layers.
+        continues: whether several tokens may follow on such states; else they have to be computed one by one.
+        offset: the position of the first token.
+    """
+
+    is_packed = True
+
+    def _inspect_model(self) -> None:
+        set_attention(self.model, PROBE)
+        self.calls: list[AttentionCall] = []
+        self.vocab, states = self._run_probe(self.calls, [4])
+        self.states = states if any(state is not None for state in states) else []
+        pieces = self._run_probe([], [2, 2])[1] if self.states else []
+        self.offset = self._find_offset()
+        self.continues = all(
+            state is None or other is None or bool((state - other).norm() <= 0.05 * state.norm())
+            for state, other in zip(self.states, pieces, strict=True)
+        )
+        if not self.calls and not self.states:
+            raise UnsupportedModel("attention outside transformers' interface")
+        most = max((call.kv_heads for call in self.calls), default=1)
+        if any(most % call.kv_heads or call.heads % most for call in self.calls):
+            raise UnsupportedModel("layers whose numbers of heads do not divide one another")
+
+        set_attention(self.model, ENGINE)
+        if self.model.device.type == "cpu":
+            use_experts(self.model)
+            FusedNorm.replace_norms(self.model)
 
     def _run_probe(self, calls: list[AttentionCall], lengths: Sequence[int]) -> tuple[int, States]:
         """Run a few tokens in pieces of these lengths; return the number of logits, and the states."""
@@ -95,11 +122,6 @@ class Template:
             for positions in (None, *(torch.arange(4, device=self.model.device)[None] + offset for offset in range(4)))
         )
         return next((offset for offset, result in enumerate(logits) if torch.allclose(result, expected)), 0)
-
-    def read_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the (name, tensor) of each weight that the model had, once."""
-        while self._loaded:
-            yield self._loaded.popitem()
 
 
 class ModuleWeights:
@@ -131,7 +153,7 @@ class ModuleWeights:
             for name, _, tensor in checked_parts(template.table, named_tensors, tied=False):
                 weight = tensor.detach().to(device, self.model.get_parameter(name).dtype, copy=True)
                 for path, attribute in template.places[name]:
-                    set_weight(self.model.get_submodule(path), attribute, weight)
+                    set_weight(self.model.get_submodule(path), attribute, weight, template.is_packed)
 
 
 def read_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.tokenizers.checks import CHECKS
-from scripts.tokenizers.families import FAMILIES, MISSING
+from scripts.tokenizer_checks.checks import CHECKS
+from scripts.tokenizer_checks.families import FAMILIES, MISSING
 
 pytestmark = [pytest.mark.costly, pytest.mark.skipif(bool(MISSING), reason=MISSING)]
 

@@ -33,7 +33,8 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
 def small_config(kind: str, **values: Any) -> PreTrainedConfig:
     """The config of a family with few narrow layers, and the vocabulary of the tests' tokenizer."""
     config = shrink_config(AutoConfig.for_model(kind, **KINDS.get(kind, ({}, ""))[0] | values))
-    config.vocab_size, config.eos_token_id, config.bos_token_id = VOCAB, TOKENIZER.eos_token_id, None
+    config.vocab_size, config.bos_token_id = values.get("vocab_size", VOCAB), None
+    config.eos_token_id = values.get("eos_token_id", TOKENIZER.eos_token_id)
     return config
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
-    BloomConfig,
     Cohere2Config,
     DeepseekV3Config,
     Exaone4Config,
@@ -22,7 +22,6 @@ from transformers import (
     GraniteConfig,
     GraniteMoeHybridConfig,
     Lfm2Config,
-    Llama4TextConfig,
     MambaConfig,
     Olmo3Config,
     PreTrainedModel,
@@ -33,12 +32,13 @@ import forge
 from forge.engines import EmbeddedEngine
 from forge.models.weight_layouts import merge_adapters
 from forge.types import Sampling
-from forge_families.engine import check_engine
+from forge_families.engine import find_tier
+from forge_families.probe import build_small_model
 from forge_families.weights import read_parameters
 from tests.emulated import emulated
 
 from ..engines.conftest import check_by_hand, drive, error_of
-from .cases import write_family
+from .cases import small_config, write_family
 
 VOCAB = 61
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 16}
@@ -62,13 +62,17 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "granitemoehybrid": (GraniteMoeHybridConfig, {"layer_types": ["mamba", "attention"] * 2, **MAMBA2}),
     "mamba": (MambaConfig, {"state_size": 8}),
 }
+FAST = ("gpt_oss", "deepseek_v3", "qwen3_5_text")
 RECURRENT = ("qwen3_5_text", "lfm2", "granitemoehybrid", "mamba")
+SEPARATE = ("bloom", "nemotron_h")  # each row by transformers: with its cache, or by passes of all tokens
 PROMPTS = [[5], [7, 8], list(range(10, 51)), [1, 2, 3, 4, 5, 6, 7], [59] * 20]
 Make = Callable[..., tuple[Path, PreTrainedModel]]
 
 
 def random_model(name: str, seed: int = 0, **sizes: Any) -> PreTrainedModel:
     """A model whose caps, sinks and windows change its results."""
+    if name in SEPARATE:
+        return build_small_model(small_config(name, vocab_size=VOCAB, eos_token_id=None), seed)
     kind, extra = MODELS[name]
     settings: dict[str, Any] = {
         "vocab_size": VOCAB,
@@ -108,11 +112,7 @@ def make(tmp_path: Path) -> Make:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        name if name in ("gpt_oss", "deepseek_v3", "qwen3_5_text") else pytest.param(name, marks=pytest.mark.full)
-        for name in MODELS
-    ],
+    "name", [*FAST, *SEPARATE, *(pytest.param(name, marks=pytest.mark.full) for name in MODELS if name not in FAST)]
 )
 def test_modules_generate_what_transformers_does(make: Make, name: str) -> None:
     folder, model = make(name)
@@ -130,7 +130,7 @@ def test_modules_generate_what_transformers_does(make: Make, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "device"),
-    [("gpt_oss", nullcontext), ("gpt_oss", emulated), ("qwen3_5_text", nullcontext), ("mamba", nullcontext)],
+    [("gpt_oss", emulated), *((name, nullcontext) for name in ("gpt_oss", "qwen3_5_text", "mamba", "bloom"))],
 )
 def test_prompts_in_pieces_match_transformers(make: Make, name: str, device: Any) -> None:
     folder, model = make(name)
@@ -140,7 +140,7 @@ def test_prompts_in_pieces_match_transformers(make: Make, name: str, device: Any
         assert engine.stats()["prefilled_tokens"] == sum(len(p) - 1 for p in PROMPTS)
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "qwen3_5_text"])
+@pytest.mark.parametrize("name", [*FAST, *SEPARATE])
 def test_samples_of_a_prompt_share_one_prefill(make: Make, name: str) -> None:
     folder, model = make(name)
     prompt = PROMPTS[2]
@@ -151,12 +151,15 @@ def test_samples_of_a_prompt_share_one_prefill(make: Make, name: str) -> None:
         assert len({tuple(completion.token_ids) for completion in completions}) > 1
         # Only layers with keys and values have blocks of prompts for later requests.
         engine.submit(prompt, Sampling(max_tokens=2)).result(60)
-        assert bool(engine.stats()["reused_tokens"]) == (name not in RECURRENT)
+        assert bool(engine.stats()["reused_tokens"]) == (name not in (*RECURRENT, *SEPARATE))
 
 
 @pytest.mark.parametrize(
     "name",
-    ["gpt_oss", *(pytest.param(name, marks=pytest.mark.full) for name in ("deepseek_v3", "gpt2", "gemma2", "olmo3"))],
+    [
+        *("gpt_oss", "bloom"),
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("deepseek_v3", "gpt2", "gemma2", "olmo3")),
+    ],
 )
 def test_bits_do_not_depend_on_other_requests(make: Make, name: str) -> None:
     # All widths are multiples of 32, as vectorised functions round the rest of a tensor otherwise.
@@ -173,7 +176,14 @@ def test_bits_do_not_depend_on_other_requests(make: Make, name: str) -> None:
     assert results[0] == results[1] == results[2]
 
 
-@pytest.mark.parametrize(("name", "mode"), [("gpt_oss", "continue"), ("gpt2", "continue"), ("olmo3", "recompute")])
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        *((name, "continue") for name in ("gpt_oss", "gpt2", "bloom")),
+        ("olmo3", "recompute"),
+        ("bloom", "recompute"),
+    ],
+)
 def test_tokens_name_the_weights_that_drew_them(make: Make, name: str, mode: str) -> None:
     folder, first = make(name)
     models = {0: first, 1: random_model(name, seed=1), 2: random_model(name, seed=2)}
@@ -199,7 +209,7 @@ def update(engine: EmbeddedEngine, models: dict[int, PreTrainedModel], futures: 
     )
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", [*RECURRENT, *SEPARATE])
 def test_states_follow_new_weights_after_an_update(make: Make, name: str) -> None:
     folder, _ = make(name)
     model = random_model(name, seed=1)
@@ -271,13 +281,6 @@ def test_engine_and_trainer_agree_in_a_run(
     assert max(differences) < 1e-4
 
 
-@pytest.mark.parametrize(
-    ("config", "feature"),
-    [
-        (Llama4TextConfig(num_hidden_layers=4), "an attention mask that is neither causal nor a window"),
-        (BloomConfig(), "attention outside transformers' interface"),
-    ],
-)
-def test_a_feature_that_the_engine_lacks_is_named(config: Any, feature: str) -> None:
-    with pytest.raises(ValueError, match=f"the embedded engine does not support {feature}"):
-        check_engine(config)
+def test_a_model_that_no_forward_pass_computes_names_the_feature() -> None:
+    with pytest.raises(ValueError, match=r"engine does not support this model's modules .*shared_kv_states"):
+        find_tier(AutoConfig.for_model("gemma4_unified_assistant"))

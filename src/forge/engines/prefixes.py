@@ -61,7 +61,7 @@ class PrefixCache:
         Args:
             values: the keys and values of all `tokens`; see `Prefix`.
         """
-        nbytes = sum(part[:, :, :TOKENS].nbytes for part in values)  # of a block
+        nbytes = sum(part[:, :, :TOKENS].nbytes for part in values) if self.limit else 0  # of a block
         if not nbytes or nbytes > self.limit:
             return
         keys = list[Key]()

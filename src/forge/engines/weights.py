@@ -38,7 +38,7 @@ def load_config(folder: Path) -> PreTrainedConfig:
     config = read_config(folder)
     check_head(folder, config)
     if not is_decodable(config):
-        resolve("forge_families.engine:check_engine", "model")(config)
+        resolve("forge_families.engine:find_tier", "model")(config)
     return config
 
 

@@ -66,6 +66,7 @@ def check_family(name: str) -> None:
         raise ValueError(f"model {name}: its config.json is invalid: {' '.join(str(error).split())}") from error
 
     config.name_or_path = f"model {name}"
+    vars(config).pop("quantization_config", None)  # `resolve_model` dequantizes the weights
     check_config(config)
 
 
@@ -86,18 +87,19 @@ def resolve_model(name: str) -> str:
 
     Args:
         name: a folder, which is returned as it is; a hub id (`owner/model` or `owner/model@revision`), of which a
-            snapshot is downloaded unless it is in the cache; or a `.gguf` file, which is converted to a folder.
+            snapshot is downloaded unless it is in the cache; or a `.gguf` file. Quantized weights are dequantized to
+            another folder.
 
     Raises:
         FileNotFoundError: the folder is missing, or it has no configuration, weights or tokenizer.
         DamagedFile: a file differs from its checksum, if the folder has `checksums.txt`.
         ValueError: the model is not in the cache and the hub cannot be reached; a file is malformed or too large; all
-            weights are pickles; or a `.gguf` file has another format or family.
+            weights are pickles; or transformers cannot dequantize the weights.
         ImportError: the packages that read a `.gguf` file are not installed.
     """
     folder = Path(name)
     if name.endswith(".gguf"):
-        return str(resolve("forge_compat.gguf:open_gguf", "model")(folder))
+        return str(resolve("forge_compat.quantized:open_gguf", "model")(folder))
     if not folder.is_dir():
         if not is_hub_id(name):
             raise FileNotFoundError(f"model folder {name} does not exist")
@@ -113,10 +115,9 @@ def resolve_model(name: str) -> str:
                 "download it first and give the folder"
             ) from error
 
-        check_model_files(folder)
-        return str(folder)
+        name = str(folder)
 
-    # A local folder must have all that a run needs, before anything is loaded.
+    # It must have all that a run needs, before anything is loaded.
     for part, patterns in (
         ("config.json", ("config.json",)),
         ("weights (model.safetensors)", WEIGHTS),
@@ -133,7 +134,8 @@ def resolve_model(name: str) -> str:
             raise DamagedFile(f"{error}; if you changed it, remove {folder / CHECKSUMS}") from None
 
     check_model_files(folder)
-    return name
+    is_quantized = bool(read_json(folder / "config.json").get("quantization_config"))
+    return str(resolve("forge_compat.quantized:open_quantized", "model")(folder)) if is_quantized else name
 
 
 def build_small_model(

@@ -16,7 +16,7 @@ from forge.data.prompts import PromptFormat
 from forge.types import Completion
 from forge_envs import Dialogue, Environment, Step, rollout, schema_of
 from forge_envs.calls import syntax_of
-from scripts.tokenizers.families import Family
+from scripts.tokenizer_checks.families import Family
 
 YES, NONE = "yes", "–"
 EPISODES = 1000

@@ -1,16 +1,21 @@
-"""A model in a .gguf file is opened to the same model."""
+"""A model with quantized weights, in a .gguf file or as published on the hub, is opened to the same model."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from forge.models import resolve_model
+from forge.models import find, resolve_model
 from forge.system.checksums import DamagedFile
+from tests.training.cases import TOKENIZER
 
 gguf = pytest.importorskip("gguf")
 
@@ -112,9 +117,80 @@ def test_invalid_gguf_raises_one_line(tmp_path: Path, monkeypatch):
         resolve_model(str(tmp_path / "text.gguf"))
     write(tmp_path / "whole.gguf")
     (tmp_path / "short.gguf").write_bytes((tmp_path / "whole.gguf").read_bytes()[:4000])
-    with pytest.raises(ValueError, match=r"short\.gguf could not be opened as GGUF"):
+    with pytest.raises(ValueError, match=r"short\.gguf could not be opened and dequantized"):
         resolve_model(str(tmp_path / "short.gguf"))
     write(tmp_path / "other.gguf", "bloom")
     with pytest.raises(ValueError, match=r"other\.gguf"):
         resolve_model(str(tmp_path / "other.gguf"))
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
+
+
+FP4 = torch.tensor([sign * value for sign in (1, -1) for value in (0, 0.5, 1, 1.5, 2, 3, 4, 6)])
+
+
+def quantize_fp8(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """The tensors of a weight (O, I) in blocks of 128 by 128, as DeepSeek and Qwen publish them, and what they say."""
+    blocks = weight.unflatten(1, (-1, 128)).unflatten(0, (-1, 128)).float()
+    scales = blocks.abs().amax((1, 3), keepdim=True) / 448
+    codes = (blocks / scales).to(torch.float8_e4m3fn)
+    plain = (codes.float() * scales).flatten(2).flatten(0, 1)
+    return {name: codes.flatten(2).flatten(0, 1), f"{name}_scale_inv": scales[:, 0, :, 0]}, plain
+
+
+def quantize_mxfp4(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """Random tensors of experts' weights (E, I, O) in 4 bits, as gpt-oss is published, and what they say."""
+    experts, inputs, outputs = weight.shape
+    codes = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+    scales = torch.randint(120, 128, codes.shape[:3], dtype=torch.uint8)
+    numbers = FP4[torch.stack([codes & 15, codes >> 4], -1).int()].flatten(3) * 2.0 ** (scales - 127.0)[..., None]
+    return {f"{name}_blocks": codes, f"{name}_scales": scales}, numbers.flatten(2).transpose(1, 2)
+
+
+QUANTIZED: dict[str, tuple[str, dict[str, Any], Any, tuple[str, ...], dict[str, Any]]] = {
+    "fp8": (
+        "llama",
+        {"hidden_size": 256, "intermediate_size": 256},
+        quantize_fp8,
+        ("proj.weight",),
+        {"weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+    ),
+    "mxfp4": (
+        "gpt_oss",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "hidden_size": 64, "intermediate_size": 64, "head_dim": 16},
+        quantize_mxfp4,
+        ("gate_up_proj", "down_proj"),
+        {"modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]},
+    ),
+}
+
+
+@pytest.mark.parametrize("method", QUANTIZED)
+def test_published_quantized_weights_are_dequantized_exactly(method: str, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    family, sizes, quantize, endings, settings = QUANTIZED[method]
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": len(TOKENIZER)}
+    config = AutoConfig.for_model(family, **sizes)
+    folder = tmp_path / "model"
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    expected = load_file(folder / "model.safetensors")
+    stored = dict(expected)
+    for name in filter(lambda name: name.endswith(endings), expected):
+        parts, plain = quantize(name, stored.pop(name))
+        stored |= {part: tensor.contiguous() for part, tensor in parts.items()}
+        expected[name] = plain.bfloat16()
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    values = json.loads((folder / "config.json").read_text())
+    values["quantization_config"] = {"quant_method": method, **settings}
+    (folder / "config.json").write_text(json.dumps(values))
+
+    find.check_family(str(folder))
+    opened = load_file(Path(resolve_model(str(folder))) / "model.safetensors")
+    assert opened.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in opened.items())
+    assert len(stored) > len(expected)
+
+    values["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (folder / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=r"\A[^\n]*could not be opened and dequantized: [^\n]*GPTQ[^\n]*\Z"):
+        resolve_model(str(folder))
