@@ -23,6 +23,7 @@ from forge.engines.decoder import QUERIES, Decoder
 from forge.models.architecture import FAMILIES
 from forge.models.exact import attention_granule, embedding_bag_indices
 from forge.models.find import quiet_loading
+from forge.models.tokenizer import has_images
 
 from .attention import UnsupportedModel, run_model
 from .probe import build_small_model, first_words
@@ -109,7 +110,9 @@ class ModuleDecoder(Decoder):
         output = self._run(self._attend_step, self.weights.model, tokens[:, None], positions[:, None], states)
         return output.logits[:, -1].float()  # type: ignore[no-any-return]
 
-    def prefill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int], starts: Sequence[int] = ()) -> None:
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], rows: Sequence[int], starts: Sequence[int] = (), images: Any = ()
+    ) -> None:
         """Write keys, values and states of each prompt into its row of the cache, as `Decoder.prefill`."""
         cache = self.cache
         if not isinstance(cache, StateCache):
@@ -275,6 +278,8 @@ def find_tier(config: PreTrainedConfig) -> Tier:
 
 
 def _compare_tiers(config: PreTrainedConfig) -> Tier:
+    if has_images(config):  # as transformers generates
+        return TIERS[1]
     try:
         with quiet_loading():
             model = build_small_model(config)

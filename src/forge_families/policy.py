@@ -1,12 +1,14 @@
 """The policy of any causal language model of transformers: in packs as the core's, or in padded rows."""
 
+import shutil
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
 from forge.models.architecture import rotary_limit
@@ -15,6 +17,8 @@ from forge.training.distributed import Ranks, to_device
 from forge.training.linear import at_least_float32, scores_of, token_logprobs
 from forge.training.policy import Policy, TokenScores, rank_tokens
 from forge.types import Batch
+
+from .images import forbid_images, prepare_images
 
 
 class Traits(NamedTuple):
@@ -87,6 +91,9 @@ class FamilyPolicy(Policy):
                 "labels": torch.from_numpy(targets[trained]),
             }
             inputs = to_device(columns, ranks.device)
+            if batch.images is not None:
+                pictures = [batch.images[number] for number in rows]
+                inputs |= prepare_images(self.model, pictures, inputs["input_ids"])
             where = inputs.pop("row"), inputs.pop("position")
             scores.append(self._score_states(where, inputs.pop("labels"), temperature, **inputs))
             indices.append(trained)
@@ -104,9 +111,15 @@ class FamilyPolicy(Policy):
             states = model.base_model(use_cache=False, **inputs).last_hidden_state[where]
             weight = model.get_output_embeddings().weight
             return token_logprobs(states, weight, labels, temperature=temperature / self.traits.scale)
-        logits = at_least_float32(model(use_cache=False, **inputs).logits[where])
+        logits = forbid_images(at_least_float32(model(use_cache=False, **inputs).logits[where]), model.config)
         logprobs, _, entropy = scores_of(logits, labels, temperature)
         return logprobs, entropy
+
+    def save_config(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Write the configuration files as `PackedModel.save_config`, and those of a processor of images."""
+        super().save_config(folder, tokenizer)
+        for file in Path(self.model.config.name_or_path).glob("*processor_config.json"):
+            shutil.copy(file, folder / file.name)
 
     def plain_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the (name, tensor) pairs as checkpoints on the hub have them, where transformers converts those.

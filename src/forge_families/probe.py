@@ -9,15 +9,17 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from forge.models.find import quiet_loading
+from forge.models.tokenizer import has_images, model_class
 from forge.training.attention import NAME
 from forge.types import Batch
 
@@ -145,6 +147,8 @@ def find_traits(config: PreTrainedConfig) -> Traits:
 
 
 def _ask_model(config: PreTrainedConfig) -> Traits:
+    if has_images(config):  # whose tokens may see one another in both directions
+        return Traits("eager", None, "it reads images")
     try:
         with quiet_loading():
             model = build_small_model(config)
@@ -236,10 +240,10 @@ def build_small_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedMode
     small = shrink_config(config)
     torch.manual_seed(seed)
     with torch.device("meta"):
-        size = AutoModelForCausalLM.from_config(small, trust_remote_code=False).num_parameters()
+        size = model_class(small).from_config(small, trust_remote_code=False).num_parameters()
     if size > LARGEST:
         raise ValueError(f"{size:,} parameters are left")
-    model = AutoModelForCausalLM.from_config(
+    model = model_class(small).from_config(
         small, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
     )
     with torch.no_grad():
@@ -271,12 +275,13 @@ def shrink_config(config: PreTrainedConfig) -> PreTrainedConfig:
         sizes["num_heads"] = 8
 
     for name, value in values.items():
+        limit = sizes.get(name, math.inf)
         if name in config.sub_configs and value is not None:
             values[name] = shrink_config(getattr(config, name))
         elif isinstance(value, list) and len(value) == layers and layers:
-            values[name] = [value[i] for i in kept]
-        elif name in sizes and isinstance(value, int) and not isinstance(value, bool):
-            values[name] = min(value, sizes[name])
+            values[name] = [min(value[i], limit) if type(value[i]) is int else value[i] for i in kept]
+        elif type(value) is int:
+            values[name] = min(value, limit)
     return _construct(type(config), values)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from forge.engines.cache import KeyValueCache
 from forge.engines.decoder import Decoder
 from forge.models.architecture import FAMILIES
 
+from .images import forbid_images, prepare_images
 from .sizes import token_bytes
 from .weights import ModuleWeights, Template
 
@@ -24,11 +26,13 @@ class Sample:
 
     Attributes:
         arguments: {} before the first forward pass, and for a model without a cache.
+        images: of its prompt.
     """
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.arguments: dict[str, Any] = {}
+        self.images: tuple[bytes, ...] = ()
 
     def clone(self) -> Sample:
         """Return a copy that shares no memory."""
@@ -90,6 +94,7 @@ class SampleDecoder(Decoder):
     weights: ModuleWeights  # type: ignore[assignment]
     cache: SampleCache
     has_prefixes = False
+    takes_images = True
 
     def __init__(
         self,
@@ -123,29 +128,45 @@ class SampleDecoder(Decoder):
                 self.cache.samples[row] = Sample()
             if row in self.cache.samples:
                 logits[row] = self._run_tokens(self.cache.samples[row], [token])
-        return logits
+        return forbid_images(logits, self.weights.model.config)
 
-    def prefill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int], starts: Sequence[int] = ()) -> None:
-        """Compute each prompt's tokens for its row, as `Decoder.prefill`; after a first piece all of them again."""
-        for prompt, row, start in zip(prompts, rows, starts or [0] * len(prompts), strict=True):
+    def prefill(
+        self,
+        prompts: Sequence[Sequence[int]],
+        rows: Sequence[int],
+        starts: Sequence[int] = (),
+        images: Sequence[tuple[bytes, ...]] = (),
+    ) -> None:
+        """Compute each prompt's tokens for its row, as `Decoder.prefill`."""
+        requests = zip(prompts, rows, starts or [0] * len(prompts), images or [()] * len(prompts), strict=True)
+        for prompt, row, start, pictures in requests:
             earlier = self.cache.samples[row].tokens if start else []
             sample = self.cache.samples[row] = Sample()
-            self._run_tokens(sample, [*earlier, *prompt])
+            sample.images = pictures
+            # A piece may have a part of an image only: the first step computes all tokens.
+            if pictures and row == self.cache.prefill_row:
+                sample.tokens = [*earlier, *prompt]
+            else:
+                self._run_tokens(sample, [*earlier, *prompt])
 
     def _run_tokens(self, sample: Sample, tokens: Sequence[int]) -> Tensor:
         """Append tokens to a sample; return the logits (V,) after the last one, in float32."""
         sample.tokens += tokens
         model: Any = self.weights.model
         input_ids = torch.tensor([sample.tokens], device=self.device)
+        is_first = not sample.arguments
+        pictures = prepare_images(model, [sample.images], input_ids) if is_first else {}
         if not self.has_cache:
-            return model(input_ids=input_ids, use_cache=False).logits[0, -1].float()  # type: ignore[no-any-return]
+            return model(input_ids=input_ids, use_cache=False, **pictures).logits[0, -1].float()  # type: ignore[no-any-return]
 
         # The steps of transformers' `generate`, for whatever cache the model has.
-        is_first = not sample.arguments
         if is_first:
-            sample.arguments = {"use_cache": True, "attention_mask": torch.ones_like(input_ids)}
+            sample.arguments = {"use_cache": True, "attention_mask": torch.ones_like(input_ids), **pictures}
             settings = GenerationConfig(use_cache=True)
             model._prepare_cache_for_generation(settings, sample.arguments, None, 1, self.max_seq_len)
+            if "position_ids" in signature(model.forward).parameters and not model.config.is_encoder_decoder:
+                positions = model._prepare_position_ids_for_generation(input_ids, sample.arguments)
+                sample.arguments["position_ids"] = positions
         inputs = model.prepare_inputs_for_generation(
             input_ids,
             next_sequence_length=None if is_first else len(tokens),

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from forge.models.find import quiet_loading
+from forge.models.tokenizer import model_class
 
 EXPERTS_OF_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
 
@@ -54,7 +55,7 @@ def measure_model(config: PreTrainedConfig) -> ModelSizes:
 def _measure_model(config: PreTrainedConfig) -> ModelSizes:
     text: Any = config.get_text_config()
     with quiet_loading(), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        model = model_class(config).from_config(config, trust_remote_code=False)
     head = model.get_output_embeddings()
     taken = next((getattr(text, name) for name in EXPERTS_OF_TOKEN if getattr(text, name, None)), 1)
     active = 0.0

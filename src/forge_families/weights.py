@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from forge.engines.weights import checked_parts
 from forge.models.find import quiet_loading
+from forge.models.tokenizer import model_class
 from forge.models.weight_layouts import FusedPart
 
 from .attention import ENGINE, PROBE, AttentionCall, UnsupportedModel, record_call, run_model, set_attention
@@ -162,10 +163,8 @@ def read_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedMo
     Raises:
         ValueError: a weight is missing; names it.
     """
-    from transformers import AutoModelForCausalLM
-
     with quiet_loading():
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = model_class(AutoConfig.from_pretrained(folder, trust_remote_code=False)).from_pretrained(
             folder, dtype=dtype, trust_remote_code=False, use_safetensors=True, output_loading_info=True
         )
     if missing := sorted(info["missing_keys"]):

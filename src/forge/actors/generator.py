@@ -344,7 +344,7 @@ class Generator(ForgeActor):
 
         The prompt's own stop tokens are added: one run may have conversations, which end with a token, and plain texts.
         """
-        settings = {**self.defaults, **sampling}
+        settings = {**self.defaults, "images": getattr(prompt, "images", ()), **sampling}
         if isinstance(prompt, Prompt) and prompt.stop_ids:
             settings["stop_token_ids"] = tuple(dict.fromkeys((*settings["stop_token_ids"], *prompt.stop_ids)))
         return settings

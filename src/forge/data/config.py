@@ -47,6 +47,9 @@ class RowsConfig(Section):
     """The system message before the prompt."""
     chat_options: dict[str, Any] | None = None
     """Additional arguments of the chat template, such as enable_thinking."""
+    images_field: str | None = None
+    """Column of the prompt's images: a list of files, bytes or what `datasets` makes of them. They come where the
+    prompt says `<image>`, or else before its text."""
 
     def _check(self) -> None:
         # One origin of rows; each of several sources is checked as a separate section.

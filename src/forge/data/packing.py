@@ -85,6 +85,7 @@ def pack(
         weights=np.repeat(share.astype(np.float32), lengths) * mask,
         rewards=_rewards_of_tokens(episodes),
         experts=_experts_of_tokens(rows),
+        images=np.fromiter((row.images for row in rows), object) if any(row.images for row in rows) else None,
         episodes=row_episodes if has_branches else None,
         branch_shares=branch_shares.astype(np.float32) if has_branches else None,
         origins=frozenset().union(*(row.origins for row in rows)),

@@ -69,7 +69,14 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
         elif section.thoughts != "keep":
             raise ValueError(f"thoughts is of conversations, and {self._fields[0]} is not a list of messages: omit it")
         elif self._prompt_field is not None or "prompt_template" in self._set_fields:
-            names = ("prompt_template", "prompt_field", "chat_template", "system_prompt", "chat_options")
+            names = (
+                "prompt_template",
+                "prompt_field",
+                "chat_template",
+                "system_prompt",
+                "chat_options",
+                "images_field",
+            )
             fields = {name: self.settings[name] for name in names}
             if self._prompt_field in MESSAGE_FIELDS:
                 fields["prompt_field"] = self._prompt_field
@@ -92,7 +99,10 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
             return None
         if self._as_scores:
             chosen, rejected = ((tokens, [False] * (len(tokens) - 1) + [True]) for tokens, _ in (chosen, rejected))
-        return Pair(Episode.given(*chosen), Episode.given(*rejected))
+        pair = Pair(Episode.given(*chosen), Episode.given(*rejected))
+        for episode in pair if self._format is not None else ():
+            episode.images = self._format.images(row)
+        return pair
 
     def _encode_pair(self, row: Row) -> tuple[Marked, Marked] | None:
         """Return the tokens and masks of the chosen and the rejected answer in their context; None if the answers are

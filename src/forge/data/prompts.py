@@ -11,7 +11,7 @@ from numbers import Real
 from string import Formatter
 from typing import Any
 
-from ..config.plugin import hint_nearest
+from ..config.plugin import hint_nearest, resolve
 from ..models.tokenizer import encode_prompt
 from ..types import Conversation, Prompt, Sample
 from .chat import ChatFormat, Message
@@ -25,7 +25,7 @@ TARGET_FIELDS = ("answer", "target", "solution", "ground_truth")  # that the def
 LETTERS = string.ascii_uppercase
 PROMPT_FIELDS = (
     *("prompt_template", "target_field", "prompt_field", "target_pattern"),
-    *("chat_template", "system_prompt", "chat_options", "choices_field"),
+    *("chat_template", "system_prompt", "chat_options", "choices_field", "images_field"),
 )
 
 
@@ -48,6 +48,7 @@ class PromptFormat:
     system_prompt: str | None = None
     chat_options: Mapping[str, Any] | None = None
     choices_field: str | list[str] | None = None
+    images_field: str | None = None
     chat: ChatFormat | None = field(init=False, default=None)
     _dialogue_chat: ChatFormat | None = field(init=False, default=None)
 
@@ -56,6 +57,8 @@ class PromptFormat:
             self.chat = ChatFormat(self.tokenizer, self.chat_template, self.chat_options)
         elif self.system_prompt or self.chat_options:
             raise ValueError("system_prompt and chat_options need chat_template: true")
+        elif self.images_field:
+            raise ValueError("images_field needs chat_template: true")
 
         if self.target_pattern is not None:
             if self.target_field is None:
@@ -97,7 +100,7 @@ class PromptFormat:
         names = self._column_names() - {"choices"}
         template_fields = {name: question if name == "question" else name for name in names}
         options = [self.choices_field] if isinstance(self.choices_field, str) else self.choices_field or []
-        needed = [self.prompt_field, *template_fields.values(), *options, self.target_field]
+        needed = [self.prompt_field, *template_fields.values(), *options, self.target_field, self.images_field]
         hints = {
             question: "; set prompt_field to the column of the prompt, or text_field to one of plain text (SFT)",
             self.target_field: "; set target_field to null for prompts without a target, or to the answer's column",
@@ -229,7 +232,16 @@ class PromptFormat:
         messages, chat = chat.of_row(row, messages, columns)
         if self.system_prompt and messages[0]["role"] != "system":
             messages = with_system(messages, self.system_prompt)
+        if images := self.images(row):
+            messages = resolve("forge_families.images:insert_images", "dataset.images_field")(messages, len(images))
         return messages, chat
+
+    def images(self, row: Row) -> tuple[bytes, ...]:
+        """Return the bytes of the images of a row. ValueError: one cannot be read."""
+        if self.images_field is None:
+            return ()
+        read = resolve("forge_families.images:read_images", "dataset.images_field")
+        return read(row[self.images_field])  # type: ignore[no-any-return]
 
     def answered(self, row: Row, answer: str | list[Message]) -> tuple[list[int], list[bool]]:
         """Return the token ids of a row's prompt with an answer to it, and a mask that is True on the answer and on the
@@ -238,7 +250,12 @@ class PromptFormat:
         if dialogue is not None:
             messages, chat = dialogue
             answers = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-            return chat.encode([*messages, *answers], since=len(messages))
+            ids, mask = chat.encode([*messages, *answers], since=len(messages))
+            if not (images := self.images(row)):
+                return ids, mask
+            expand = resolve("forge_families.images:expand_answer", "dataset.images_field")
+            text = chat.render([*messages, *answers])
+            return expand(self.tokenizer.name_or_path, text, images, ids, mask)  # type: ignore[no-any-return]
         if self.tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no eos token to end an answer with")
 
@@ -295,12 +312,17 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
         else:
             messages, chat = dialogue
             text = chat.render(messages, add_generation_prompt=True)
-            ids = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+            images = self._format.images(row)
+            if images:
+                expand = resolve("forge_families.images:expand_tokens", "dataset.images_field")
+                ids = tuple(expand(self.tokenizer.name_or_path, text, images))
+            else:
+                ids = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
             fields = {name: row[name] for name in ("tools", OPTIONS) if row.get(name)}
             listed = self._format.is_conversation(row)
             fields |= {"question": messages} if listed else {m["role"]: m["content"] for m in messages[:-1]}
             text = Conversation(text, {"question": question, **fields})
-            prompt = Prompt(text, ids, index, columns, tuple(messages), listed, chat.stop_ids)
+            prompt = Prompt(text, ids, index, columns, tuple(messages), listed, chat.stop_ids, images)
 
         return Sample(prompt, target) if self.fits(len(prompt.token_ids)) else None
 

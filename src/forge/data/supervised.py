@@ -104,7 +104,10 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
                 return None
         elif not self.fits(len(tokens)):
             return None
-        return Episode.given(tokens, mask)
+        episode = Episode.given(tokens, mask)
+        if self._format is not None:
+            episode.images = self._format.images(row)
+        return episode
 
     def _encode_row(self, row: Row) -> Marked:
         """Return the token ids of a row of the chosen form, and the mask of its trained tokens."""
@@ -216,7 +219,7 @@ def as_samples(episodes: Sequence[Episode], tokenizer: str) -> list[Sample]:
         target = reader.decode(episode.tokens[start:end], skip_special_tokens=True)
         # The special token that ends the span also ends an answer.
         stop_ids = tuple(token for token in episode.tokens[end - 1 : end] if token in reader.all_special_ids)
-        prompt = Prompt(str(reader.decode(context)), tuple(context), index, stop_ids=stop_ids)
+        prompt = Prompt(str(reader.decode(context)), tuple(context), index, stop_ids=stop_ids, images=episode.images)
         samples.append(Sample(prompt, str(target)))
 
     return samples

@@ -96,6 +96,7 @@ class Decoder:
         self.queries = QUERIES if device.type == "cpu" else None  # elsewhere one large product is faster
 
     exact = False  # whether prompts and answers are computed as by a trainer with `training.exact`
+    takes_images = False
     has_prefixes = True  # whether the cache of a prompt has that of its first tokens
 
     def release(self) -> None:
@@ -143,7 +144,13 @@ class Decoder:
         cache.write_choices(self.row_ids[:rows], positions, choices)
         return self.weights.head.wide(self._normalise(x, self.weights.norm))
 
-    def prefill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int], starts: Sequence[int] = ()) -> None:
+    def prefill(
+        self,
+        prompts: Sequence[Sequence[int]],
+        rows: Sequence[int],
+        starts: Sequence[int] = (),
+        images: Sequence[tuple[bytes, ...]] = (),
+    ) -> None:
         """Write keys and values of each prompt's tokens into its row of the cache, which must have room.
 
         There are no logits: the caller passes the last token of a prompt to the first `decode`, so that the attention
@@ -152,6 +159,7 @@ class Decoder:
         Args:
             prompts: the tokens to compute; those before them are in the cache already.
             rows, starts: the row of each prompt and the position of its first token here, by default 0.
+            images: of each prompt, for decoders with `takes_images`.
         """
         tokens, positions, token_rows, index, blocks = self._plan_prompts(prompts, rows, starts)
         real = len(token_rows)

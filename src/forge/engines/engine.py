@@ -146,6 +146,8 @@ class EmbeddedEngine:
         """
         prompt = check_prompt(prompt_ids, self._vocabulary, self.max_seq_len)
         check_request(sampling, priority, self._vocabulary)
+        if sampling.images and not self._batch.decoder.takes_images:
+            raise ValueError("this model takes no images in prompts")
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         limit = min(sampling.max_tokens, self.max_seq_len - len(prompt))
         stops = frozenset((*self.eos, *sampling.stop_token_ids))

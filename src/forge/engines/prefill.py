@@ -1,6 +1,6 @@
 """Computation of prompts into rows of the key-value cache, whole or in pieces, without what the prefix cache has."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from .decoder import Decoder
 from .prefixes import TOKENS, Prefix, PrefixCache
@@ -56,7 +56,7 @@ class Prefill:
 
         piece = context[length : length + self.max_tokens]
         cache.reserve(length + len(piece), rows, max_length)
-        self.decoder.prefill([piece], [cache.prefill_row], [length])
+        self.decoder.prefill([piece], [cache.prefill_row], [length], find_images([item]))
         self.computed += len(piece)
         self.item, self.length = item, length + len(piece)
         if self.length == len(context):
@@ -84,7 +84,8 @@ class Prefill:
         if uncached:
             pieces = [admission.context[admission.start :] for admission in uncached]
             first_rows = [admission.rows[0] for admission in uncached]
-            self.decoder.prefill(pieces, first_rows, [admission.start for admission in uncached])
+            images = find_images(admission.item for admission in uncached)
+            self.decoder.prefill(pieces, first_rows, [admission.start for admission in uncached], images)
             self.computed += sum(map(len, pieces))
 
         # A prompt was computed in the first of its rows; the other samples of the request get a copy, in later
@@ -95,3 +96,9 @@ class Prefill:
             self.cache.add(context, prefix)
             if isinstance(item, EngineRequest) and item.admitted < item.sampling.n:
                 item.prefix = tuple(part.clone() for part in prefix)
+
+
+def find_images(items: Iterable[Item]) -> list[tuple[bytes, ...]]:
+    """Return the images of the prompt of each request or sample."""
+    requests = (item if isinstance(item, EngineRequest) else item.request for item in items)
+    return [request.sampling.images for request in requests]

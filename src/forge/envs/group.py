@@ -147,6 +147,7 @@ class SingleTurnEnv(GroupEnv):
             info |= {"unscored": score.reason} if score.reason else {}
             info |= {"extras": score.extras} if score.extras else {}
             episodes.append(Episode(completion, score.reward, info=info))
+            episodes[-1].images = prompt.images
             if score.steps and self.tokenizer is not None:
                 # A step ends at a character of the response's text; an episode needs the position of its token.
                 context, ids = len(completion.prompt_ids), completion.token_ids

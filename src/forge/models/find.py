@@ -54,9 +54,12 @@ def check_family(name: str) -> None:
 
     if family is None:  # `resolve_model` says what else is missing
         return
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGE_CLASSES,
+    )
 
-    if str(family) not in CLASSES:
+    if str(family) not in CLASSES | IMAGE_CLASSES:
         raise ValueError(
             f"model {name} has model_type {family!r:.80}: the installed transformers has no such causal language model"
         )

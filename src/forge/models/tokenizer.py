@@ -123,7 +123,22 @@ def _read_config(folder: str, changed: int) -> PretrainedConfig:
     # Of a model with images the language model, where transformers' class for text reads the same files.
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     text = config.get_text_config()
-    return text if CLASSES.get(text.model_type) == CLASSES.get(config.model_type) else config
+    is_text = not has_images(config) and CLASSES.get(text.model_type) == CLASSES[config.model_type]
+    return text if is_text else config
+
+
+def has_images(config: PretrainedConfig) -> bool:
+    """Return whether a model is computed with its part for images: its config is marked, or it has no other form."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+
+    return getattr(config, "forge_images", False) or config.model_type not in CLASSES
+
+
+def model_class(config: PretrainedConfig) -> Any:
+    """Return transformers' class that loads models of this config."""
+    import transformers
+
+    return transformers.AutoModelForImageTextToText if has_images(config) else transformers.AutoModelForCausalLM
 
 
 @lru_cache(maxsize=MODELS)

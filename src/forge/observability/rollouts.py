@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import os
+from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -68,6 +69,7 @@ def make_schema() -> pyarrow.Schema:
             "mask": pa.list_(pa.bool_()),
             "versions": pa.list_(pa.int64()),
             **numbers,
+            "images": pa.string(),  # JSON list of the prompt's, as data URLs, in the row of its first sample
             "policy": pa.string(),  # the name by which an agent asked for it; null where a run has one policy
         }
     )
@@ -228,6 +230,7 @@ def _make_row(
         reason: why the group was dropped; None if it trained.
     """
     info = episode.info
+    images = last.images if sample == 0 and branch == 0 else ()
     # One number: the mean, if each token has its own.
     advantage = float(np.mean(episode.advantage)) if isinstance(episode.advantage, Sequence) else episode.advantage
 
@@ -249,6 +252,7 @@ def _make_row(
         "turns": json.dumps(episode.turns) if episode.turns else "[]",
         "dropped": reason,
         "length": sum(episode.mask),
+        "images": json.dumps([f"data:image/png;base64,{b64encode(file).decode()}" for file in images]),
         "policy": last.policy or None,
     }
 

@@ -72,6 +72,10 @@ def prepare_run(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], dict
         model = resolve_model(cfg.model or str(initial))
         check_origin(folder, [model, *other_models], local_paths(cfg.files))
 
+    if cfg.dataset.images_field:
+        mark_model = resolve("forge_families.images:mark_model", "dataset.images_field")
+        model = mark_model(model, f"{cfg.run.root}/{cfg.run.name}-images")
+
     # Models before data: reading all rows may take minutes.
     check_model(cfg, model)
     check_shared(cfg, model)

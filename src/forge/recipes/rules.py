@@ -56,6 +56,10 @@ def is_set(cfg: Any, key: str) -> bool:
 
 RECIPE_RULES: list[Rule] = [
     (
+        lambda cfg: cfg.dataset.images_field and cfg.engine is not None and cfg.engine.engine == "vllm",
+        "dataset.images_field needs generator.engine embedded: vLLM gets no images yet",
+    ),
+    (
         lambda cfg: cfg.training.exact and cfg.lora and (cfg.training.dtype != "float32" or cfg.lora.quantize),
         "training.exact trains adapters in float32 only, over weights that are not quantized: omit training.dtype and "
         "lora.quantize",
@@ -326,6 +330,10 @@ MULTI_TURN_RULES: list[Rule] = [
     (
         lambda cfg: bool(cfg.models) and cfg.colocated,
         "models does not work with colocated: additional models have separate processes",
+    ),
+    (
+        lambda cfg: cfg.dataset.images_field and (cfg.environment is not None or cfg.episode.agent is not None),
+        "dataset.images_field is of prompts that one answer follows: omit it, or environment and episode.agent",
     ),
     (
         lambda cfg: cfg.environment is not None and cfg.episode.agent is not None,

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -27,6 +26,7 @@ from ..data.chat import ChatFormat
 from ..data.prefixes import find_prefixes, prefix_ids
 from ..models.architecture import check_config, is_native, rotary_limit, sparse_layers
 from ..models.find import check_classifier, quiet_loading
+from ..models.tokenizer import model_class
 from ..models.weight_layouts import split_experts
 from ..system.devices import type_of
 from ..types import UNKNOWN_EXPERT, Batch
@@ -250,11 +250,12 @@ class Policy(PackedModel):
         Args:
             meta: leave the weights that `loading.fill_model` can read on the meta device, without memory.
         """
-        built = on_meta(AutoModelForCausalLM, path, dtype) if meta else None
+        kind = model_class(AutoConfig.from_pretrained(path, trust_remote_code=False))
+        built = on_meta(kind, path, dtype) if meta else None
         if built is not None:
             model, _ = built
         else:
-            model = AutoModelForCausalLM.from_pretrained(
+            model = kind.from_pretrained(
                 path, dtype=dtype, attn_implementation="eager", trust_remote_code=False, use_safetensors=True
             )
         if gradient_checkpointing:

@@ -28,7 +28,8 @@ class Prompt:
 
     `row` has those columns of the prompt's row in the data set that rewards name, as plain data. `messages` is the
     prompt as a conversation; `conversational` says that the row has these messages itself. `stop_ids` are tokens that
-    end an answer to it, in addition to the generator's. If it has messages, `text` is a `Conversation`.
+    end an answer to it, in addition to the generator's. If it has messages, `text` is a `Conversation`. `images` are
+    bytes of files, in the order of their tokens.
     """
 
     text: str
@@ -38,6 +39,7 @@ class Prompt:
     messages: tuple[Info, ...] = field(default=(), compare=False)
     conversational: bool = field(default=False, compare=False)
     stop_ids: tuple[int, ...] = field(default=(), compare=False)
+    images: tuple[bytes, ...] = field(default=(), compare=False)
 
     def __str__(self) -> str:
         return str(self.text)  # without the row of a `Conversation`
@@ -164,7 +166,7 @@ class Episode:
     time the conversation was rewritten a new episode started: `branches` are the ones before this one, and the reward
     of each is the sum of what came after its start. `steps` has rewards within the episode as (number of tokens until
     the end of the step, reward); they are part of `reward`. `experts` are as in a completion, for all tokens. `policy`
-    is the name of the player whose episode it is, in a game of several players.
+    is the name of the player whose episode it is, in a game of several players. `images` are the prompt's.
 
     Call forms: `Episode(completion, reward)`,
     `Episode(prompt_ids=..., response_ids=..., reward=..., logprobs=..., versions=...)`; for tokens that somebody else
@@ -186,6 +188,7 @@ class Episode:
     steps: tuple[tuple[int, float], ...]
     experts: np.ndarray | None = field(default=None, compare=False)
     policy: str = ""
+    images: tuple[bytes, ...] = field(default=(), compare=False)
 
     def __init__(
         self,
@@ -237,7 +240,7 @@ class Episode:
         self.text = source.text
         self.info = info
         self.experts = source.experts
-        self.turns = self.branches = self.steps = ()
+        self.turns = self.branches = self.steps = self.images = ()
         self.policy = ""
 
     @classmethod

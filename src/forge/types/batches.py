@@ -29,7 +29,8 @@ class Batch:
     `UNKNOWN_EXPERT` if that is not known; a policy in training takes them instead of its routers' own. `recorded`
     numbers from 0 the tokens for which a trainer records what it computes; it is -1 for other tokens.
 
-    Others are [sequences] or None. `groups` has the same number for the sequences of one prompt. `episodes`, if some
+    Others are [sequences] or None. `images` are of each prompt, as in an episode. `groups` has the same number for the
+    sequences of one prompt. `episodes`, if some
     have branches, has the same number for the sequences of one episode, which are neighbours; `branch_shares` is then
     each sequence's share of the trained tokens of its episode.
 
@@ -51,13 +52,14 @@ class Batch:
     returns: np.ndarray | None = None
     experts: np.ndarray | None = None
     recorded: np.ndarray | None = None
+    images: np.ndarray | None = None
     groups: np.ndarray | None = None
     episodes: np.ndarray | None = None
     branch_shares: np.ndarray | None = None
     origins: frozenset[Origin] = frozenset()
     unit: int = 1
 
-    PER_SEQUENCE: ClassVar[tuple[str, ...]] = ("groups", "episodes", "branch_shares")
+    PER_SEQUENCE: ClassVar[tuple[str, ...]] = ("images", "groups", "episodes", "branch_shares")
     PER_TOKEN: ClassVar[tuple[str, ...]] = (
         *("tokens", "mask", "logprobs", "versions", "advantages", "weights"),
         *("ref_logprobs", "proximal_logprobs", "rewards", "targets", "values", "returns", "experts", "recorded"),

@@ -21,10 +21,10 @@ class Sampling:
     the probability of tokens that are in prompt or answer. The first of the texts `stop` ends the answer and is part of
     it.
 
-    `logprobs_of` says which log-probabilities to return: of the distribution that tokens are drawn from ("drawn"), or
-    at `temperature` before anything is excluded, which a trainer computes ("policy"). `schedule` has the `Spans` of
-    each sample, for the embedded engine: a sample waits for the weights that draw its next token; () uses whatever
-    weights are loaded.
+    `images` are the prompt's, as in `forge.types.Prompt`. `logprobs_of` says which log-probabilities to return: of the
+    distribution that tokens are drawn from ("drawn"), or at `temperature` before anything is excluded, which a trainer
+    computes ("policy"). `schedule` has the `Spans` of each sample, for the embedded engine: a sample waits for the
+    weights that draw its next token; () uses whatever weights are loaded.
     """
 
     n: int = 1
@@ -40,6 +40,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     logprobs_of: Literal["drawn", "policy"] = "drawn"
     schedule: tuple[Spans, ...] = ()
+    images: tuple[bytes, ...] = ()
 
     def __post_init__(self) -> None:
         # A bool is an int for Python, but not a sensible number here.

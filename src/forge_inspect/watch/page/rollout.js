@@ -31,9 +31,10 @@ export function rollout(context) {
     const facts = [["reward", number(row.reward)], ...parts.map(([name, part]) => [`· ${visible(name)}`, number(part)]), ["advantage", number(row.advantage)], ["target", visible(row.target)], ["ended by", visible(row.finish) || "–"],
       ["tokens", `${row.length} by the policy, ${row.tokens.length - row.length} of context`],
       ...origins.map(([version, identity, who]) => [`version ${version}`, el("span", { title: visible(identity) }, `weights ${visible(identity.slice(0, 12)) || "of unknown identity"}${who ? `, by ${visible(who)}` : ""}`)])];
+    const pictures = group.flatMap((one) => JSON.parse(one.images ?? "[]")).filter((source) => source.startsWith("data:image/"));
     node.replaceChildren(el("p", {}, el("a", { href: "#", onclick: (event) => { event.preventDefault(); context.open(null); } }, "‹ all rollouts"), ` step ${row.step}, group ${row.group}, sample ${row.sample}`, row.branch ? `, ${row.branch} rewrites of the conversation before its end` : ""),
       el("div", { className: "why" }, reasons(row, group).map((text) => el("p", {}, text))),
-      el("div", { className: "two" }, el("div", {}, table(["", ""], facts)), el("div", {}, conversation(row))),
+      el("div", { className: "two" }, el("div", {}, table(["", ""], facts)), el("div", {}, pictures.map((source) => el("img", { src: source, className: "picture" })), conversation(row))),
       el("h2", {}, "Tokens"), strip(row), el("h2", {}, `The group: ${group.length} samples of this prompt`),
       el("div", { className: "group" }, group.map((one) => el("section", { className: "card", tabIndex: 0, "aria-current": one.row === row.row, onclick: () => context.open(one.row), onkeydown: (event) => event.key === "Enter" && context.open(one.row) },
         el("h3", {}, `sample ${one.sample}${one.branch ? `, branch −${one.branch}` : ""}`, el("span", {}, number(one.reward))), el("small", { className: "quiet" }, `advantage ${number(one.advantage, 3)}, ${one.length} tokens${one.dropped ? `, not trained: ${visible(REASONS[one.dropped] ?? one.dropped)}` : ""}`),

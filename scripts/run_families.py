@@ -1,0 +1,137 @@
+"""Warm up and train a small model of each named class by the quickstart's two recipes, GRPO with three seeds.
+
+    python scripts/run_families.py --folder runs/families [KINDS]      # the table of docs/models.md
+
+Two runs at a time, one thread each; one that has finished is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path += [str(ROOT), str(ROOT / "src"), str(ROOT / "scripts")]
+KINDS = (
+    *("qwen3", "qwen3_5_text", "qwen3_5_moe_text", "gpt_oss", "gemma3n_text", "gemma4_text", "glm4", "glm4_moe"),
+    *("granite", "granitemoehybrid", "lfm2", "nemotron_h", "deepseek_v3", "olmo3", "smollm3", "ministral3"),
+)
+ALPHABET = "abcdefghijklmnopqrstuvwxyz>"
+SEEDS = (0, 1, 2)
+STEPS = 25
+
+
+def write_model(folder: Path, kind: str) -> None:
+    """Write a model of this class with random weights of about a million parameters, and a character tokenizer."""
+    import torch
+    from describe_families import language_config
+    from transformers import AutoModelForCausalLM
+
+    from forge.models.tokenizer import character_tokenizer
+    from forge_families import probe
+
+    wide = {
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "head_dim": 32,
+        "moe_intermediate_size": 96,
+        "mamba_d_head": 32,
+    }
+    probe.SIZES.update(wide, mamba_d_head=32)
+    config = probe.shrink_config(language_config(kind))
+    tokenizer = character_tokenizer(ALPHABET)
+    config.vocab_size, config.eos_token_id, config.bos_token_id = len(tokenizer), tokenizer.eos_token_id, None
+    config.pad_token_id = tokenizer.pad_token_id
+    if hasattr(config, "vocab_size_per_layer_input"):
+        config.vocab_size_per_layer_input = len(tokenizer)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def run_recipe(app: str, run: Path, *options: str) -> None:
+    """Run a recipe of `apps` with one thread, unless it has finished."""
+    done = run.with_suffix(".done")
+    if done.exists():
+        return
+    command = [sys.executable, "-m", f"apps.{app}.main", "--config", f"{ROOT}/apps/{app}/tiny.yaml"]
+    command += ["--run.root", str(run.parent), "--run.name", run.name, "--services.trainer.procs", "1", *options]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
+    with run.with_suffix(".log").open("w") as log:
+        subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log, check=True)
+    done.touch()
+
+
+def train_kind(kind: str, folder: Path) -> str:
+    """Run all recipes of a class, and return its row of the table."""
+    own = folder / kind
+    if not (own / "config.json").exists():
+        write_model(own, kind)
+    # Nemotron-H's engine computes all tokens again for each one.
+    batch = ["--training.batch_size", "32"] if kind == "nemotron_h" else []
+    warm_up = folder / f"{kind}-warmup"
+    run_recipe(
+        *(
+            "sft",
+            warm_up,
+            "--model",
+            str(own),
+            "--from_scratch",
+            "null",
+            "--training.steps",
+            "160",
+            "--eval.every",
+            "5",
+        ),
+        *("--eval.stop_at", "0.3", *(["--eval.problems", "64"] if batch else [])),  # room is left to learn
+    )
+    columns: dict[str, list[float]] = {}
+    for seed in SEEDS:
+        run = folder / f"{kind}-{seed}"
+        run_recipe(
+            *("grpo", run, "--model", str(warm_up / "model"), "--training.steps", str(STEPS), "--seed", str(seed)),
+            *("--eval.every", str(STEPS), "--eval.stop_at", "1.0", *batch),
+            *(["--eval.problems", "64"] if batch else []),
+        )
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        evaluated = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
+        sampled = [row["reward/accuracy"] for row in rows if "reward/accuracy" in row]
+        differences = [row["train/engine_difference"] for row in rows if "train/engine_difference" in row]
+        for name, value in (
+            *(("before", evaluated[0]), ("after", evaluated[-1])),
+            *(("first", statistics.mean(sampled[:3])), ("last", statistics.mean(sampled[-3:]))),
+            ("difference", max(differences)),
+        ):
+            columns.setdefault(name, []).append(value)
+
+    def join(name: str) -> str:
+        return ", ".join(f"{value:.2f}" for value in columns[name])
+
+    return (
+        f"| `{kind}` | {columns['before'][0]:.3f} to {join('after')} | {join('first')} to {join('last')} | "
+        f"{max(columns['difference']):.0e} |"
+    )
+
+
+def main() -> None:
+    """Print the table's rows as they come."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kinds", nargs="*", default=list(KINDS))
+    parser.add_argument("--folder", type=Path, default=Path("runs/families"))
+    parser.add_argument("--jobs", type=int, default=2)
+    options = parser.parse_args()
+    folder = options.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for row in pool.map(lambda kind: train_kind(kind, folder), options.kinds):
+            print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()

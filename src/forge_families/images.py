@@ -1,0 +1,181 @@
+"""Images in prompts: read from rows, written as tokens by a model's processor, and as inputs of its forward pass."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forge.models.tokenizer import has_images
+
+MARK = "<image>"  # where an image stands in a text
+FORBIDDEN = -1e9  # the logit of the token that stands for images: an answer with one has no image for it
+Message = dict[str, Any]
+
+
+def read_images(value: object) -> tuple[bytes, ...]:
+    """Return the bytes of the files of a row's images.
+
+    Args:
+        value: one or a list of paths, bytes, pictures of Pillow, or mappings with `bytes` or `path` (`datasets.Image`).
+
+    Raises:
+        ValueError: one of them is no image.
+    """
+    values = [] if value is None else value if isinstance(value, list | tuple) else [value]
+    return tuple(_read_image(number, item) for number, item in enumerate(values, 1))
+
+
+def _read_image(number: int, item: Any) -> bytes:
+    from PIL import Image
+
+    if isinstance(item, Mapping):
+        item = item.get("bytes") or item.get("path")
+    if isinstance(item, Image.Image):
+        buffer = io.BytesIO()
+        item.save(buffer, "PNG")
+        return buffer.getvalue()
+    try:
+        content = item if isinstance(item, bytes) else Path(str(item)).expanduser().read_bytes()
+        with Image.open(io.BytesIO(content)) as image:
+            image.verify()
+    except Exception as error:  # Pillow raises many kinds for damaged files
+        name = f"{item:.80}" if isinstance(item, str) else f"a {type(item).__name__}"
+        raise ValueError(f"image {number} ({name}) cannot be read: {' '.join(str(error).split())}") from None
+    return content
+
+
+def insert_images(messages: Sequence[Message], count: int) -> list[Message]:
+    """Return messages whose last user message has places for `count` images: where it says `<image>`, or before it.
+
+    >>> insert_images([{"role": "user", "content": "What is it?"}], 1)[0]["content"]
+    [{'type': 'image'}, {'type': 'text', 'text': 'What is it?'}]
+
+    Raises:
+        ValueError: it says `<image>` another number of times.
+    """
+    last = max(number for number, message in enumerate(messages) if message["role"] == "user")
+    texts = messages[last]["content"].split(MARK)
+    if len(texts) == 1:
+        texts = [""] * count + texts
+    if len(texts) != count + 1:
+        raise ValueError(f"the prompt says {MARK} {len(texts) - 1} times, and has {count} images")
+    parts: list[Message] = []
+    for number, text in enumerate(texts):
+        if number:
+            parts.append({"type": "image"})
+        if text:
+            parts.append({"type": "text", "text": text})
+    return [*messages[:last], {**messages[last], "content": parts}, *messages[last + 1 :]]
+
+
+def expand_tokens(folder: str | Path, text: str, images: Sequence[bytes]) -> list[int]:
+    """Return the token ids of a text with images, each of whose places has as many tokens as the model reads of it.
+
+    Args:
+        folder: the model's.
+        text: as its chat template writes it.
+
+    Raises:
+        ValueError: the model has no processor, or the text another number of places than images.
+    """
+    processor = open_processor(str(folder))
+    try:
+        encoded = processor(text=[text], images=[open_images(images)], add_special_tokens=False)
+    except Exception as error:  # each processor's own
+        fault = " ".join(str(error).split())
+        raise ValueError(f"{len(images)} images and their places in the prompt do not fit: {fault}") from None
+    return [int(token) for token in encoded["input_ids"][0]]
+
+
+def expand_answer(
+    folder: str | Path, text: str, images: Sequence[bytes], tokens: list[int], mask: list[bool]
+) -> tuple[list[int], list[bool]]:
+    """Return token ids and mask of a conversation with images, from those whose places have one token each.
+
+    Args:
+        mask: True on the trained tokens, which come after the images.
+    """
+    expanded = expand_tokens(folder, text, images)
+    start = mask.index(True)
+    added = len(expanded) - len(tokens)
+    if expanded[start + added :] != tokens[start:]:
+        raise ValueError("the processor writes the tokens after the images otherwise than the tokenizer")
+    return expanded, [False] * (start + added) + mask[start:]
+
+
+def prepare_images(model: Any, rows: Sequence[Sequence[bytes]], input_ids: Tensor) -> dict[str, Tensor]:
+    """Return what a model's forward pass takes for the images of prompts, besides its tokens.
+
+    Args:
+        rows: the images of each row of `input_ids` (rows, tokens).
+    """
+    if not any(rows):
+        return {}
+    processor = open_processor(model.config.name_or_path)
+    prepared = dict(
+        processor.image_processor(images=[open_images(images) for images in rows if images], return_tensors="pt")
+    )
+    # Some models see the tokens of an image in both directions, or count positions in three dimensions.
+    types = (input_ids == model.config.image_token_id).long()
+    prepared |= {name: types for name in ("token_type_ids", "mm_token_type_ids") if name in processor.model_input_names}
+    names = signature(model.forward).parameters
+    return {name: value.to(input_ids.device) for name, value in prepared.items() if name in names}
+
+
+def forbid_images(logits: Tensor, config: Any) -> Tensor:
+    """Return logits (N, V) with which the token that stands for images is never drawn."""
+    if not has_images(config):
+        return logits
+    return logits.index_fill(-1, torch.tensor(config.image_token_id, device=logits.device), FORBIDDEN)
+
+
+def open_images(images: Sequence[bytes]) -> list[Any]:
+    """Return the pictures of files, in colour."""
+    from PIL import Image
+
+    return [Image.open(io.BytesIO(content)).convert("RGB") for content in images]
+
+
+@lru_cache(maxsize=4)
+def open_processor(folder: str) -> Any:
+    """Return the processor of a model's folder.
+
+    Raises:
+        ValueError: there is none, or a package is missing.
+    """
+    from transformers import AutoProcessor
+
+    try:
+        processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # of a missing package, or a missing file
+        raise ValueError(f"{folder} has no processor of images: {' '.join(str(error).split())}") from error
+    if getattr(processor, "image_processor", None) is None:
+        raise ValueError(f"{folder} has no processor of images: dataset.images_field needs a model that reads images")
+    return processor
+
+
+def mark_model(folder: str, target: str) -> str:
+    """Write a folder whose config.json says that its model is trained with its images, with links to all other files.
+
+    Returns:
+        its path, `target`.
+    """
+    open_processor(folder)
+    place = Path(target)
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    for file in Path(folder).resolve().iterdir():
+        (place / file.name).symlink_to(file)
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").unlink()
+    (place / "config.json").write_text(json.dumps({**config, "forge_images": True}))
+    return target
