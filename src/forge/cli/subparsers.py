@@ -1,6 +1,8 @@
 """The type of what commands are added to, and the function that adds one."""
 
 import argparse
+import os
+import sys
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -34,6 +36,9 @@ def add_command(
     def run_command(args: argparse.Namespace) -> None:
         try:
             run(args)
+            sys.stdout.flush()
+        except BrokenPipeError:  # `| head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         except (ValueError, OSError, ImportError) as error:
             raise SystemExit(f"error: {error}") from None
 
