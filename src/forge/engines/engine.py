@@ -96,8 +96,6 @@ class EmbeddedEngine:
             else resolve("forge_families.engine:open_model", "model")(folder, self.dtype, self.device)
         )
         weights = self._make_weights(config, named_tensors, self.dtype, self.device, version)
-        # Measured after the weights have taken their part of the memory.
-        cache_bytes = self._cache_limit(options)
         decoder = make_decoder(
             config,
             weights,
@@ -106,7 +104,7 @@ class EmbeddedEngine:
             self.dtype,
             self.device,
             options.router_replay,
-            cache_bytes,
+            self._cache_limit(options),  # measured after the weights have taken their part of the memory
             granule=16 if graphs is None else GRANULE,
         )
         self._batch = RunningBatch(
@@ -127,8 +125,7 @@ class EmbeddedEngine:
         self._submitted: list[EngineRequest] = []
         self._cancelled: list[EngineRequest] = []
         self._new_orders: list[Order] = []
-        self._closing = False
-        self._is_idle = False
+        self._closing = self._is_idle = False
         self._error: BaseException | None = None
         threads = torch.get_num_threads()  # a new thread would start from OMP_NUM_THREADS instead
 
@@ -146,13 +143,13 @@ class EmbeddedEngine:
         """
         prompt = check_prompt(prompt_ids, self._vocabulary, self.max_seq_len)
         check_request(sampling, priority, self._vocabulary)
+
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         limit = min(sampling.max_tokens, self.max_seq_len - len(prompt))
         stops = frozenset((*self.eos, *sampling.stop_token_ids))
         grammar = self._start_matcher(sampling.grammar, stops) if sampling.grammar else None
         if sampling.stop:
             self._words.open()
-
         request = EngineRequest(prompt, sampling, limit, seed, stops, priority, listener, grammar)
 
         def free_rows(future: Future[list[Completion]]) -> None:
@@ -316,7 +313,7 @@ class EmbeddedEngine:
                     for request in self._batch.step() if self._batch.rows else ():
                         # The request's listener may have failed it in this step.
                         if not request.future.done() and request.future.set_running_or_notify_cancel():
-                            request.future.set_result([c for _, c in sorted(request.completions.items())])
+                            request.future.set_result([request.completions[i] for i in sorted(request.completions)])
         except BaseException as raised:  # any error must reach the callers
             error = EngineFailed(f"the engine ended by {type(raised).__name__}: {raised}")
             error.__cause__ = raised
