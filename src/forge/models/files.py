@@ -111,6 +111,7 @@ def _check_implementations(values: object, name: str) -> None:
         values = dict(enumerate(values))
     for key, value in values.items() if isinstance(values, dict) else ():
         if IMPLEMENTATION.fullmatch(str(key)):
+            # One implementation for the model, or one for each of its parts.
             for code in value.values() if isinstance(value, dict) else [value]:
                 if isinstance(code, str) and re.fullmatch(r"\w+", code) is None:
                     raise ValueError(f"{name} has {key} = {code[:80]!a}, which is the code of another repository")

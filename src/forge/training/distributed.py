@@ -136,8 +136,7 @@ def lay_out(layout: Parallelism, device: torch.device) -> Ranks:
     layout = layout.over(world_size)
     copies = layout.data_parallel_replicate_degree
     shards = layout.data_parallel_shard_degree
-    context = layout.context_parallel_degree
-    tensor = layout.tensor_parallel_degree
+    context, tensor = layout.context_parallel_degree, layout.tensor_parallel_degree
     assert copies is not None
 
     # Context parallelism divides tokens only: for the weights its ranks are data-parallel ones.
@@ -151,20 +150,20 @@ def lay_out(layout: Parallelism, device: torch.device) -> Ranks:
     mesh = init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
 
     # A group has the ranks that differ in one of these dimensions, or in two of them (`sequence` and `results`).
-    numbers = torch.arange(world_size).view(-1, copies * shards, context, tensor)
-    data = _make_group(numbers.transpose(1, 3).flatten(0, 2), rank)
+    rank_ids = torch.arange(world_size).view(-1, copies * shards, context, tensor)  # [pipeline, data, context, tensor]
+    data = _make_group(rank_ids.transpose(1, 3).flatten(0, 2), rank)
     return Ranks(
         rank,
         world_size,
         device,
         mesh,
         data=data,
-        context=_make_group(numbers.transpose(2, 3).flatten(0, 2), rank),
-        tensor=_make_group(numbers.flatten(0, 2), rank),
-        sequence=_make_group(numbers.flatten(0, 1).flatten(1), rank),
+        context=_make_group(rank_ids.transpose(2, 3).flatten(0, 2), rank),
+        tensor=_make_group(rank_ids.flatten(0, 2), rank),
+        sequence=_make_group(rank_ids.flatten(0, 1).flatten(1), rank),
         experts=layout.expert_parallel_degree,
-        pipeline=_make_group(numbers.flatten(1).T, rank),
-        results=data if len(numbers) == 1 else _make_group(numbers.flatten(0, 1).flatten(1).T, rank),
+        pipeline=_make_group(rank_ids.flatten(1).T, rank),
+        results=data if len(rank_ids) == 1 else _make_group(rank_ids.flatten(0, 1).flatten(1).T, rank),
         stages=layout.stages,
     )
 
@@ -229,6 +228,7 @@ def to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, 
     """
     if device.type == "cpu":
         return dict(tensors)
+
     # One buffer of bytes has all tensors, each at a different offset.
     offsets = dict[str, int]()
     size = 0

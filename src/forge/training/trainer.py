@@ -62,12 +62,13 @@ class PolicyTrainer:
         temperature: float = 1.0,
         **settings: Any,
     ) -> None:
-        self.ranks = ranks
         self._model = model
         self._tokenizer: Any = None
+        self.ranks = ranks
         self.settings = optimizer
         self.temperature = temperature
         self.passes = passes = PassSettings(**settings)
+
         if not 0 < temperature < math.inf:
             raise ValueError(f"temperature must be finite and above 0, got {temperature}")
         if passes.deterministic:
@@ -146,21 +147,23 @@ class PolicyTrainer:
         has_several_updates = self.passes.mini_batches * self.passes.epochs > 1
         if has_several_updates and self.head == "policy" and self._uses_proximal(batch, loss):
             batch = replace(batch, proximal_logprobs=self.logprobs(batch))
+
         self.onload()
         metrics = Metrics()
         if self.engine_check is not None:
             metrics.add("engine_difference", self.engine_check.check_earlier(batch, self.step).to(self.ranks.device))
-        rate = self.settings.learning_rate * self.settings.scale(self.step)
-        updates = list[dict[str, float]]()
         is_recorded = batch.recorded is not None and self.head == "policy"
         record = TokenRecord(batch, self.ranks.device) if is_recorded else None
+
+        rate = self.settings.learning_rate * self.settings.scale(self.step)
+        updates = list[dict[str, float]]()
         for epoch in range(self.passes.epochs):
-            for part in mini_batches(batch, self.passes.mini_batches, (self.step, epoch)):
-                updates.append(self._update_weights(part, loss, rate, metrics, epoch == 0, record, first=not updates))
+            for mini in mini_batches(batch, self.passes.mini_batches, (self.step, epoch)):
+                updates.append(self._update_weights(mini, loss, rate, metrics, epoch == 0, record, first=not updates))
+
         self.step += 1
         self.recorded = None if record is None else record.reduce(self.ranks, len(updates))
         routers = self.policy.routers
-
         return {
             **metrics.reduce(self.ranks),
             **(load_metrics(metrics.load, routers.layers, routers.k) if routers else {}),
@@ -188,6 +191,7 @@ class PolicyTrainer:
         reshard_model(self.policy)
         if self.lora is None:
             return {name: parameter.detach() for name, parameter in self.policy.named_weights()}
+
         scaling = self.lora.alpha / self.lora.rank
         return {
             name: parameter.detach() * scaling if name.endswith(".lora_B.weight") else parameter.detach()
@@ -210,6 +214,7 @@ class PolicyTrainer:
         factors = {name: gather_full(tensor) for name, tensor in read_adapters(self.weights().items()).items()}
         parameters = self.policy.named_weights()
         base = ((name, gather_full(parameter.detach())) for name, parameter in parameters if name not in factors)
+
         weights = merge_adapters(base, factors)
         return self.policy.join_stages(weights, meta) if self.ranks.stages > 1 else weights
 
@@ -322,24 +327,25 @@ class PolicyTrainer:
         total_load = load.detach().double()
         if self.ranks.sequence.group is not None:
             dist.all_reduce(total_load, group=self.ranks.sequence.group)
-        metrics.add_load(self.ranks.sum(total_load))
+        metrics.load = metrics.load + self.ranks.sum(total_load)  # its first value is a scalar 0
         return balance_loss(load, total_load, routers.k)
 
     def _score_batch(self, batch: Batch, kind: type[TokenScores] | type[TokenValues]) -> np.ndarray:
         if (self.head == "policy") != (kind is TokenScores):
             head, method = ("policy", "logprobs") if self.head == "policy" else ("value or reward", "predict")
             raise ValueError(f"this trainer has a {head} head, which supports only {method}")
+
         self.onload()
-        numbers = score_tokens(
+        scores = score_tokens(
             partial(self.policy.run_stages, temperature=self.temperature)
             if self.ranks.stages > 1
-            else lambda parts: (self._forward_batch(part)[0] for part in parts),
+            else lambda micro_batches: (self._forward_batch(micro)[0] for micro in micro_batches),
             batch,
             max_tokens=self.passes.seq_len,
             ranks=self.ranks,
         )
         reshard_model(self.policy)
-        return numbers
+        return scores
 
     def _uses_proximal(self, batch: Batch, loss: Loss) -> bool:
         functions = [function for function in (loss, getattr(loss, "metrics", None)) if function is not None]
@@ -379,13 +385,15 @@ def move_state(
     Raises:
         RuntimeError: the move created new parameters, which the optimiser does not have.
     """
-    before = list(model.parameters())
+    old_parameters = list(model.parameters())
     model.to(to, non_blocking=True)
-    if any(old is not new for old, new in zip(before, model.parameters(), strict=True)):
+    if any(old is not new for old, new in zip(old_parameters, model.parameters(), strict=True)):
         raise RuntimeError("moving a model gave it other parameters: its optimiser would train the old ones")
+
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(buffers or to, non_blocking=True)
+
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, Tensor):
