@@ -92,20 +92,20 @@ class PromptFormat:
         Raises:
             ValueError: the row lacks a column of the template, of the options or of the target.
         """
-        has = list(row)
-        question = self.prompt_field or next((name for name in QUESTION_FIELDS if name in has), "question")
-        names = self._column_names() - {"choices"}
-        template_fields = {name: question if name == "question" else name for name in names}
+        column_names = list(row)
+        question = self.prompt_field or next((name for name in QUESTION_FIELDS if name in column_names), "question")
+        template_names = self._column_names() - {"choices"}
+        template_fields = {name: question if name == "question" else name for name in template_names}
         options = [self.choices_field] if isinstance(self.choices_field, str) else self.choices_field or []
-        needed = [self.prompt_field, *template_fields.values(), *options, self.target_field]
+        required_columns = [self.prompt_field, *template_fields.values(), *options, self.target_field]
         hints = {
             question: "; set prompt_field to the column of the prompt, or text_field to one of plain text (SFT)",
             self.target_field: "; set target_field to null for prompts without a target, or to the answer's column",
         }
-        for name in needed:
-            if name is not None and name not in has:
-                hint = hint_nearest(name, has, list_all=False) or hints.get(name, "")
-                raise ValueError(f"no field {name!r}: it has {', '.join(has)}{hint}")
+        for name in required_columns:
+            if name is not None and name not in column_names:
+                hint = hint_nearest(name, column_names, list_all=False) or hints.get(name, "")
+                raise ValueError(f"no field {name!r}: it has {', '.join(column_names)}{hint}")
         return template_fields
 
     def is_conversation(self, row: Row) -> bool:
@@ -137,10 +137,11 @@ class PromptFormat:
                 "the prompt is in the columns instruction and input: set prompt_template to one with both, such as "
                 '"{instruction}\\n\\n{input}", or prompt_field to one of them'
             )
-        values = {name: read_text_field(row, column) for name, column in columns.items()}
+
+        fields = {name: read_text_field(row, column) for name, column in columns.items()}
         options = self._read_options(row)
-        values["choices"] = "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, options, strict=False))
-        text = self.prompt_template.format(**values)
+        lettered = (f"{letter}. {option}" for letter, option in zip(LETTERS, options, strict=False))
+        text = self.prompt_template.format(**fields, choices="\n".join(lettered))
         if not text.strip():
             raise ValueError("the prompt is empty")
         return text, self._read_target(row, options)
@@ -208,25 +209,27 @@ class PromptFormat:
             ValueError: they are no messages, the last one is the assistant's, the tokenizer has no chat template, or a
                 text without a chat template has a column that only a chat template writes.
         """
-        columns = {*self.fields(row).values(), str(self.target_field)}
+        used_columns = {*self.fields(row).values(), str(self.target_field)}
         if self.is_conversation(row):
-            name = self.fields(row)["question"]
-            messages = read_messages(row, name)
+            messages_field = self.fields(row)["question"]
+            messages = read_messages(row, messages_field)
             if messages[-1]["role"] == "assistant":
-                raise ValueError(f"field {name!r} ends with the assistant's message: a prompt is what comes before it")
+                raise ValueError(
+                    f"field {messages_field!r} ends with the assistant's message: a prompt is what comes before it"
+                )
             # A conversation can be written in no other way than by a chat template.
             if self._dialogue_chat is None:
                 self._dialogue_chat = self.chat or ChatFormat(self.tokenizer, True, self.chat_options)
             chat = self._dialogue_chat
         elif self.chat is None:
-            for name in {*SYSTEM_FIELDS, "tools", OPTIONS} - {*columns, *read}:
+            for name in {*SYSTEM_FIELDS, "tools", OPTIONS} - {*used_columns, *read}:
                 if row.get(name):
                     raise ValueError(f"column {name!r} needs a chat template: set chat_template, or remove the column")
             return None
         else:
             messages, chat = [{"role": "user", "content": self.render(row)[0]}], self.chat
 
-        messages, chat = chat.of_row(row, messages, columns)
+        messages, chat = chat.of_row(row, messages, used_columns)
         if self.system_prompt and messages[0]["role"] != "system":
             messages = with_system(messages, self.system_prompt)
         return messages, chat
@@ -237,8 +240,9 @@ class PromptFormat:
         dialogue = self.dialogue(row)
         if dialogue is not None:
             messages, chat = dialogue
-            answers = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-            return chat.encode([*messages, *answers], since=len(messages))
+            answer_messages = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+            return chat.encode([*messages, *answer_messages], since=len(messages))
+
         if self.tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no eos token to end an answer with")
 
@@ -281,9 +285,9 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
         row = with_ground_truth(row)
         for name in self.settings.required_columns:
             if name not in row:
-                has = ", ".join(row)
+                column_names = ", ".join(row)
                 similar = hint_nearest(name, row, list_all=False)
-                raise ValueError(f"no column {name!r}, which the reward takes: it has {has}{similar}")
+                raise ValueError(f"no column {name!r}, which the reward takes: it has {column_names}{similar}")
 
         question, target = self._format.render(row)
         columns = plain_columns(row, self.settings.columns, self.settings.required_columns)
@@ -294,13 +298,17 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
             prompt = Prompt(question, tuple(encode_prompt(question, self.tokenizer)), index, columns)
         else:
             messages, chat = dialogue
-            text = chat.render(messages, add_generation_prompt=True)
-            ids = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-            fields = {name: row[name] for name in ("tools", OPTIONS) if row.get(name)}
-            listed = self._format.is_conversation(row)
-            fields |= {"question": messages} if listed else {m["role"]: m["content"] for m in messages[:-1]}
-            text = Conversation(text, {"question": question, **fields})
-            prompt = Prompt(text, ids, index, columns, tuple(messages), listed, chat.stop_ids)
+            prompt_text = chat.render(messages, add_generation_prompt=True)
+            token_ids = tuple(self.tokenizer(prompt_text, add_special_tokens=False)["input_ids"])
+            # What the conversation is made of: its messages, or the question with what comes before it.
+            is_conversation = self._format.is_conversation(row)
+            prompt_fields = {name: row[name] for name in ("tools", OPTIONS) if row.get(name)}
+            if is_conversation:
+                prompt_fields["question"] = messages
+            else:
+                prompt_fields |= {message["role"]: message["content"] for message in messages[:-1]}
+            prompt_text = Conversation(prompt_text, {"question": question, **prompt_fields})
+            prompt = Prompt(prompt_text, token_ids, index, columns, tuple(messages), is_conversation, chat.stop_ids)
 
         return Sample(prompt, target) if self.fits(len(prompt.token_ids)) else None
 

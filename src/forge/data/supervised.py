@@ -78,6 +78,7 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
             form = "conversations"
         else:
             form = "prompts with answers"
+
         own_settings = {name: settings[name] for name, default in _OWN_DEFAULTS.items() if settings[name] != default}
         check_effects({**self._set_fields, **own_settings}, _EFFECTIVE[form], form)
 
@@ -206,17 +207,17 @@ def as_samples(episodes: Sequence[Episode], tokenizer: str) -> list[Sample]:
     Args:
         tokenizer: Hugging Face folder or hub id.
     """
-    reader = open_tokenizer(tokenizer)
+    loaded_tokenizer = open_tokenizer(tokenizer)
     samples = []
     for index, episode in enumerate(episodes):
         # The last trained span: it ends after the last True, and starts after the last False before that.
         end = len(episode.mask) - episode.mask[::-1].index(True)
         start = 1 + max((position for position in range(end) if not episode.mask[position]), default=-1)
         context = episode.tokens[:start]
-        target = reader.decode(episode.tokens[start:end], skip_special_tokens=True)
+        target = loaded_tokenizer.decode(episode.tokens[start:end], skip_special_tokens=True)
         # The special token that ends the span also ends an answer.
-        stop_ids = tuple(token for token in episode.tokens[end - 1 : end] if token in reader.all_special_ids)
-        prompt = Prompt(str(reader.decode(context)), tuple(context), index, stop_ids=stop_ids)
+        stop_ids = tuple(token for token in episode.tokens[end - 1 : end] if token in loaded_tokenizer.all_special_ids)
+        prompt = Prompt(str(loaded_tokenizer.decode(context)), tuple(context), index, stop_ids=stop_ids)
         samples.append(Sample(prompt, str(target)))
 
     return samples

@@ -118,16 +118,16 @@ class Writer:
     def _check_writing(self, as_text: bool, with_text: bool, several: bool) -> bool:
         """Return whether the template writes the names, arguments and text of a trial message, all exactly once."""
         # Words that no template has by itself.
-        names = ["qzname", "qzother"][: 2 if several else 1]
-        calls = [_make_call({"name": name, "arguments": {"qzkey": name + "0"}}, as_text) for name in names]
+        trial_names = ["qzname", "qzother"][: 2 if several else 1]
+        calls = [_make_call({"name": name, "arguments": {"qzkey": name + "0"}}, as_text) for name in trial_names]
         answer = {"role": "assistant", "content": "qztext" if with_text else "", "tool_calls": calls}
         try:
-            text = self._render([{"role": "user", "content": "ask"}, answer])
+            rendered = self._render([{"role": "user", "content": "ask"}, answer])
         except ValueError:
             return False
-        has_calls = all(name + "0" in text for name in names)
-        is_escaped = '\\"qzkey' in text  # JSON within JSON
-        return has_calls and not is_escaped and ("qztext" in text) == with_text
+        has_calls = all(name + "0" in rendered for name in trial_names)
+        is_escaped = '\\"qzkey' in rendered  # JSON within JSON
+        return has_calls and not is_escaped and ("qztext" in rendered) == with_text
 
     def marked(self, message: Message, mark: str = MARK) -> Message:
         """Return the message without thoughts, and with `mark` as the last thing that its turn says: as its content, or
@@ -155,6 +155,7 @@ def _make_call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
             arguments = json.loads(arguments)
     elif as_text and not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
+
     extra = {name: value for name, value in call.items() if name not in ("name", "arguments")}
     return {"id": "call00000", "type": "function", **extra, "function": {**function, "arguments": arguments}}
 
@@ -213,24 +214,26 @@ class Turns:
         question = {"role": "user", "content": MARK + "asked"}
         answer = {"role": "assistant", "content": MARK}
         try:
-            remaining = self._render([question])
+            opening_text = self._render([question])
             between = self._render([question, answer, question]).split(MARK)[2]  # from the answer to the next question
         except (ValueError, IndexError):  # IndexError: the template leaves a message out
             return False
 
         if not self.closer:
             return False
-        following = self._special.find(between)
-        if following is None:
+        next_special = self._special.find(between)
+        if next_special is None:
             return True
 
         # The special tokens that start a conversation: all before the first text of the template's own.
-        opening = ""
-        while (tokens := self._special.find(remaining)) and not (opening and remaining[: tokens[0].start()].strip()):
-            opening += tokens[1]
-            remaining = remaining[tokens[0].start() + len(tokens[1]) :]
+        opening_tokens = ""
+        while (tokens := self._special.find(opening_text)) and not (
+            opening_tokens and opening_text[: tokens[0].start()].strip()
+        ):
+            opening_tokens += tokens[1]
+            opening_text = opening_text[tokens[0].start() + len(tokens[1]) :]
 
-        return self.closer not in following[1] and following[0][0] in opening
+        return self.closer not in next_special[1] and next_special[0][0] in opening_tokens
 
     def check_ends(self) -> None:
         """Check that all turns are ended. Rewritten: the template ends only the last of several turns."""
@@ -283,25 +286,26 @@ class Turns:
             Rewritten: the text depends on the turn, or what precedes the turn changes once messages follow.
         """
         self.check_ends()
+
         # One call for each result of a tool, or only one where the template writes no more in a message.
-        names = [str(message.get("name") or "tool") for message in messages if message["role"] == "tool"]
+        tool_names = [str(message.get("name") or "tool") for message in messages if message["role"] == "tool"]
         if self._writer.form(several=True) is None:
-            names = names[:1]
-        calls = [{"function": {"name": name, "arguments": {}}} for name in names]
-        opening: list[Message] = [
+            tool_names = tool_names[:1]
+        calls = [{"function": {"name": name, "arguments": {}}} for name in tool_names]
+        trial_opening: list[Message] = [
             {"role": "user", "content": "ask"},
             {"role": "assistant", "content": "", "tool_calls": calls},
         ]
 
         # Any turn with these calls stands for all: only its end and what follows matter.
-        context = self._render(opening[:1], add_generation_prompt=True)
-        conversation = [opening[0], self._writer.marked(opening[1]), *messages]
+        context = self._render(trial_opening[:1], add_generation_prompt=True)
+        conversation = [trial_opening[0], self._writer.marked(trial_opening[1]), *messages]
         text = self._render(conversation, add_generation_prompt=True)
-        after = after_mark(text)
-        span = self.end(after)
+        after_turn = after_mark(text)
+        span = self.end(after_turn)
         if span is None or not text.startswith(_OPENING.sub("", context)):
             raise Rewritten("the chat template renders what precedes a turn differently once messages follow")
-        return after[span[0] :]
+        return after_turn[span[0] :]
 
     def kept(self, conversation: Sequence[Message]) -> tuple[str, dict[int, Span]]:
         """Return the text of a conversation with the thoughts of all turns, and {index of an assistant's message: span
@@ -375,11 +379,11 @@ class Turns:
         ]
 
         # The text of the whole conversation, read from one mark to the next; the chunk after the last turn is not read.
-        remaining = self._render(marked)
+        unread = self._render(marked)
         for turn, chunk in zip(turns, chunks, strict=False):
-            before_turn, mark, remaining = remaining.partition(marks[turn])
+            before_turn, mark, unread = unread.partition(marks[turn])
             if not mark or not before_turn.startswith(_OPENING.sub("", chunk)):
                 raise Rewritten(f"message {turn + 1}: the chat template renders its context differently")
-            if (end := self.end(remaining)) is None:
+            if (end := self.end(unread)) is None:
                 raise Rewritten(f"message {turn + 1}: the chat template does not end its turn with a special token")
-            remaining = remaining[end[1] :]
+            unread = unread[end[1] :]
