@@ -96,8 +96,7 @@ class Process:
     _handle: int | None = None
 
     def __init__(self, pid: int, ended: Callable[[], None]) -> None:
-        self.pid = pid
-        self._ended = ended
+        self.pid, self._ended = pid, ended
         try:
             self._handle = os.pidfd_open(pid)
         except ProcessLookupError:
@@ -150,6 +149,7 @@ async def read_stacks(pid: int) -> str:
     program = shutil.which("py-spy", path=sysconfig.get_path("scripts")) or shutil.which("py-spy")
     if program is None:
         return "  (py-spy is not installed)"
+
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
         program, "dump", "--nonblocking", "--pid", str(pid), stdout=pipe, stderr=pipe

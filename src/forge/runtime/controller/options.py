@@ -176,6 +176,7 @@ class Placement(Section):
 
     def _check(self) -> None:
         resolve_router(self.router)
+
         for name, value in self.env.items():
             if not name or "=" in name or "\0" in name + value:
                 raise ValueError(f"env: {name!r} = {value!r} cannot be an environment variable")
@@ -249,14 +250,16 @@ class Options(Placement):
             raise ValueError(f"gpus_per_proc = {self.gpus_per_proc} does nothing: with_gpus is false")
         if self.per_process > 1 and (self.procs > 1 or self.with_gpus or self.share is not None):
             raise ValueError("per_process is for light replicas: it needs procs 1, no GPUs and no share")
+
         mesh = self.mesh
         if mesh is None:
             return
+
         # The processes of a ProcMesh run already: what takes effect when a process starts comes too late for them.
-        useless = [name for name in ("env", "threads", "memory_gb") if mesh.procs is not None and self.differs(name)]
-        if useless:
+        ignored = [name for name in ("env", "threads", "memory_gb") if mesh.procs is not None and self.differs(name)]
+        if ignored:
             raise ValueError(
-                f"{useless[0]} does nothing: hosts is {mesh.describe()}, which run already (spawn_procs(bootstrap=...))"
+                f"{ignored[0]} does nothing: hosts is {mesh.describe()}, which run already (spawn_procs(bootstrap=...))"
             )
         mesh.check(self.num_replicas, self.procs, self.per_process)
 

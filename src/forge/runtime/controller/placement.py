@@ -114,6 +114,7 @@ class Placement:
             position, size = process_index % options.host_count, 1
         else:
             position, size = index, options.host_count
+
         loopback_hosts = self.hosts.setdefault(component.name, [])
         while len(loopback_hosts) <= position:
             loopback_hosts.append(LoopbackHosts(f"{component.name}_host{len(loopback_hosts)}", size))

@@ -88,8 +88,7 @@ class RemoteService(Handle):
 
     def __init__(self, name: str, endpoints: frozenset[str], call_timeout: float, relay: Any) -> None:
         super().__init__(name, endpoints)
-        self._call_timeout = call_timeout
-        self._relay = relay
+        self._call_timeout, self._relay = call_timeout, relay
 
     def __reduce__(self):
         return RemoteService, (self._name, self._endpoints, self._call_timeout, self._relay)

@@ -50,12 +50,8 @@ class Supervisor:
         balancer: LoadBalancer,
         on_failed: Callable[[Supervisor], None],
     ) -> None:
-        self.index = index
-        self.name = name
-        self.options = options
-        self._launch = launch
-        self._balancer = balancer
-        self._on_failed = on_failed
+        self.index, self.name, self.options = index, name, options
+        self._launch, self._balancer, self._on_failed = launch, balancer, on_failed
         self.state: State = "starting"
         self.replica: Replica | None = None
 

@@ -106,7 +106,7 @@ class Segments:
                     (self.used / name).unlink()
             os.close(file)
 
-        free_segments = sorted(_list_segments(self.free), key=lambda entry: entry[2])
+        free_segments = sorted(_list_segments(self.free), key=lambda entry: entry[2])  # by the time of the last move
         surplus = sum(size for _, size, _ in free_segments) - sum(size for _, size, _ in _list_segments(self.used))
         for path, size, _ in free_segments:
             if surplus <= 0:
@@ -194,6 +194,8 @@ class Segments:
                     memory = torch.frombuffer(mmap.mmap(file, os.fstat(file).st_size), dtype=torch.uint8)
                 finally:
                     os.close(file)
+
+            # The segment becomes the newest: the oldest mappings are dropped.
             self._maps[name] = memory
             while len(self._maps) > MAX_MAPPED:
                 del self._maps[next(iter(self._maps))]
