@@ -23,8 +23,7 @@ class Identities:
     """
 
     def __init__(self, store: Store, key: str = POLICY) -> None:
-        self._store = store
-        self._key = key
+        self._store, self._key = store, key
         self._published: dict[int, set[str]] = {}
 
     def check(self, batch: Batch) -> None:
@@ -40,6 +39,7 @@ class Identities:
         for origin in batch.origins:
             if origin.version < 0 or origin.identity in self._published.get(origin.version, ()):
                 continue
+
             self._published = self._store.identities(self._key)  # again: the version may be new
             identities = self._published.get(origin.version, set())
             # A token without an identity passes if its version has none either.

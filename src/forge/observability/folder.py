@@ -125,6 +125,7 @@ class RunLock:
             if is_alive or time.monotonic() > deadline:
                 raise BlockingIOError(f"{folder} is being run by process {owner}: wait for it, or stop it first")
             time.sleep(0.1)
+
         self._handle = handle
         os.set_inheritable(handle, True)
         os.ftruncate(handle, 0)

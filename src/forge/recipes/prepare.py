@@ -51,7 +51,7 @@ def prepare_run(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], dict
     logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
 
     # What needs only the configuration comes first, so that a mistake there is reported within a second.
-    if cfg.metrics.tracks:
+    if cfg.metrics.tensorboard or cfg.metrics.wandb or cfg.metrics.tracker:
         resolve("forge_trackers:check_trackers", "metrics")(to_dict(cfg.metrics))
     if cfg.checkpoint.push_to_hub is not None:
         check_upload(cfg.checkpoint.push_to_hub)
@@ -130,6 +130,7 @@ def check_space(cfg: TrainingRecipe, model: str, folder: Path) -> None:
     needs = {folder: copies * size}
     if cfg.engine is not None and cfg.lora is None:
         needs[memory_folder()] = 2 * size  # the version in use, and the next
+
     for path, needed in needs.items():
         if needed > free_bytes(path):
             fix = "docker run --shm-size makes it larger" if path == memory_folder() else "set run.root to another disk"

@@ -95,11 +95,13 @@ class AlgorithmConfig(RolloutSettings):
         """Return the arguments of the algorithm's constructor that are set, as {field: value}. ConfigError: one is set
         twice, here and in `loss`."""
         extra = (self.model_extra or {}).items()
+
         # Null stands for the algorithm's own default, except where a setting can be switched off.
         settings = {name: value for name, value in extra if value is not None or name == "dual_clip"}
         if self.correction is not None:
             bounds = self.correction_level, self.correction_low, self.correction_high
             settings["correction"] = None if self.correction == "none" else Correction(self.correction, *bounds)
+
         if twice := settings.keys() & self.loss.keys():
             raise ConfigError(f"grpo.{min(twice)} and grpo.loss.{min(twice)} are the same setting: keep one")
         return settings | self.loss
@@ -266,16 +268,20 @@ class RLConfig(RecipeConfig):
         super()._check()
         algorithm = self.load_algorithm()
         interval = self.training.sync_interval
+
+        # Defaults that depend on other settings.
         if self.async_.max_policy_age is None:
             self.async_.max_policy_age = 0 if self.colocated else interval
         if self.services.ref_model is None and (algorithm.needs_teacher or self.grpo.reference is not None):
             self.services.ref_model = Placement()
-        rules.check_rules(rules.RL_RULES, self.facts())
 
+        rules.check_rules(rules.RL_RULES, self.facts())
         self.check_services()
-        room = self.training.seq_len - self.grpo.max_tokens
-        together = f"dataset.max_prompt_tokens and grpo.max_tokens together exceed training.seq_len: at most {room}"
-        self.dataset.limit("max_prompt_tokens", room, together)
+        longest_prompt = self.training.seq_len - self.grpo.max_tokens
+        fault = (
+            f"dataset.max_prompt_tokens and grpo.max_tokens together exceed training.seq_len: at most {longest_prompt}"
+        )
+        self.dataset.limit("max_prompt_tokens", longest_prompt, fault)
         if self.multi_turn:
             self._check_multi_turn()
         if any(every % interval for every in self.eval.intervals().values()):

@@ -57,6 +57,7 @@ async def train(cfg: SFTConfig, job: Job) -> None:
     """Train `job.model` on the tokens of demonstrations that their mask selects, as a recipe of
     `forge.recipes.launch`."""
     record, held_out = job.record, job.held_out
+
     aggregation = cfg.training.aggregation or "token_mean"
     samples_answers = cfg.eval.accuracy and bool(held_out)
     dataset, trainer, policy, reward = await asyncio.gather(
@@ -69,8 +70,8 @@ async def train(cfg: SFTConfig, job: Job) -> None:
         components.start_if(samples_answers, lambda: components.start_reward(cfg)),
     )
     state = RunState(trainer, dataset)
-
     await state.resume(record)
+
     samples = as_samples(held_out, job.model)
     version = record.start  # of the trainer's weights
 
