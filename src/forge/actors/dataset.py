@@ -159,6 +159,7 @@ class DatasetActor(ForgeActor):
     def _take_next(self, endpoint: str, kind: Kind) -> Any:
         if self.kind != kind:
             raise ValueError(f"{endpoint} needs a dataset of kind {kind}; this one is of {self.kind}")
+
         skipped = self.dataset.skipped
         try:
             item = next(self.dataset)

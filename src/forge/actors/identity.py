@@ -68,6 +68,7 @@ class Identities:
             return f"{claim}, but not with which weights"
         if origin.version not in self._published:
             return f"{claim}, which was never published (there are {sorted(self._published) or 'none'})"
+
         same_weights = [version for version, digests in self._published.items() if origin.identity in digests]
         if not same_weights:
             return f"{claim}, but its weights (checksum {origin.identity}) were never published"

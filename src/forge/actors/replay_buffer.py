@@ -76,6 +76,7 @@ class ReplayBuffer(ForgeActor):
 
         if order not in ("fifo", "random"):
             raise ValueError(f"order must be fifo or random, got {order!r}")
+
         self.capacity, self.order, self.replace = capacity, order, replace
         self.batch_size, self.steps = batch_size, steps
         self.keep_dropped, self.keep_outcomes = keep_dropped, keep_outcomes

@@ -99,6 +99,7 @@ class _Stream:
             self.loop.call_soon_threadsafe(self._end_stream)
 
     async def next(self) -> list[tuple[int, Completion]]:
+        # Return new tokens by sample, as soon as there are some; none after WAIT seconds.
         self.last_read = time.monotonic()
         try:
             async with asyncio.timeout(WAIT):

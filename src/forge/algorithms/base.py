@@ -242,6 +242,7 @@ class OwnLoss(Algorithm):
 
     def __post_init__(self) -> None:
         call = getattr(self.function, "forward", self.function)
+
         # `beta` is a setting, an attribute of a module, or the default of a parameter.
         parameters = inspect.signature(call).parameters
         default = getattr(self.function, "beta", parameters["beta"].default if "beta" in parameters else None)

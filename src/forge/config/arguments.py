@@ -159,6 +159,7 @@ def read_file(path: Path) -> dict[str, Json]:
         values = read_yaml(path)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
     if not isinstance(values, dict | None):
         raise ConfigError(f"{path} must be a mapping of keys to values, got {without_secrets(values)!r:.80}")
     return values or {}

@@ -79,6 +79,7 @@ class Section(BaseModel, metaclass=_OneLineErrors):
         """Return the values with inner sections filled up from the defaults of their fields."""
         if not isinstance(values, dict):
             return values
+
         values = cls.canonical(values)
         filled: dict[str, Json] = {}
         for key, field in keys_of(cls).items():

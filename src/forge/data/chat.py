@@ -113,7 +113,7 @@ class ChatFormat:
         ]
         return None if self._own_template and not defaults else "".join(defaults) + self.template
 
-    def of_row(
+    def with_row(
         self, row: Row, messages: Sequence[Message], read: Container[str] = ()
     ) -> tuple[list[Message], ChatFormat]:
         """Return the messages of a row after its system message, and the format that also has the row's tools and
@@ -134,6 +134,7 @@ class ChatFormat:
         """
         if not options:
             return self
+
         _ = self.stop_ids  # cached before copying, so that all copies share them
 
         # Only what depends on the arguments is made again.
@@ -180,7 +181,7 @@ class ChatFormat:
         if shape in written_shapes:
             return
 
-        # Words that no template has by itself, in place of what the messages say.
+        # Words that no template has by itself, instead of what the messages say.
         marker_words = {i: f"qz{i}said" for i, role in enumerate(roles) if role not in ("", "assistant")}
         trial = [{**m, "content": marker_words[i]} if i in marker_words else m for i, m in enumerate(conversation)]
         try:
@@ -223,6 +224,7 @@ class ChatFormat:
         if not turns:
             roles = ", ".join(m["role"] + " of weight 0" * (not m.get("trained", True)) for m in conversation)
             raise ValueError(f"no assistant turn to learn from: {roles}")
+
         text = self.render(conversation)
         encoding = self._untrimmed_tokenizer.encode(text, add_special_tokens=False)
 
@@ -281,6 +283,7 @@ class ChatFormat:
 
         if not self.tokenizer.is_fast:
             raise ValueError("conversations need a fast tokenizer, which knows the characters of its tokens")
+
         if "untrimmed" not in self._shared:
             backend = copy.deepcopy(self.tokenizer.backend_tokenizer)  # type: ignore[attr-defined]
             backend.post_processor = processors.ByteLevel(trim_offsets=False)
@@ -315,6 +318,7 @@ class ChatFormat:
         upto = text if turn == len(conversation) - 1 else self.render(conversation[: turn + 1])
         if not text.startswith(upto) or not upto.startswith(context):
             raise Rewritten(f"message {turn + 1}: the chat template renders it differently {_REWRITES}")
+
         answer = upto[len(context) :]
 
         if answer == conversation[turn]["content"]:

@@ -302,6 +302,7 @@ def _read_table(file: Path) -> list[Any]:
         columns, *rows = [*filter(None, table)] or [[]]
     except csv.Error as error:
         raise ValueError(f"{file}, line {table.line_num}: {error}") from error
+
     for number, cells in enumerate(rows, 1):
         if len(cells) != len(columns) or len({*columns}) < len(columns):
             raise ValueError(f"{file}, row {number}: {len(cells)} cells for the columns {', '.join(columns)}")

@@ -39,6 +39,7 @@ def pack(
     """
     if not episodes:
         raise ValueError("cannot pack an empty list of episodes")
+
     branches = {id(branch) for episode in episodes for branch in episode.branches}
     episodes = [episode for episode in episodes if id(episode) not in branches]
 
@@ -140,6 +141,7 @@ def pack_tensors(
     """
     if len(inputs) != len(targets) or not inputs:
         raise ValueError(f"train_step needs as many inputs as targets, got {len(inputs)} and {len(targets)}")
+
     episodes: list[Episode] = []
     columns: dict[str, list[np.ndarray]] = {"advantages": [], "ref_logprobs": [], "behaviour_logprobs": []}
 

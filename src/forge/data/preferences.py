@@ -92,6 +92,7 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
         chosen, rejected = answers
         if not self.fits(max(len(chosen[0]), len(rejected[0]))):
             return None
+
         if self._as_scores:
             # A reward model is trained on the score of the last token only.
             chosen, rejected = ((tokens, [False] * (len(tokens) - 1) + [True]) for tokens, _ in (chosen, rejected))
@@ -105,8 +106,8 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
             if chosen == rejected:
                 return None
 
-            # `of_row` puts the row's system message in front, of the rejected conversation as well.
-            messages, chat = self._chat.of_row(row, chosen)
+            # `with_row` puts the row's system message in front, of the rejected conversation as well.
+            messages, chat = self._chat.with_row(row, chosen)
             system = messages[: len(messages) - len(chosen)]
             since += len(system)
             return chat.encode(messages, since=since), chat.encode([*system, *rejected], since=since)

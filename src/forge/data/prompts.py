@@ -79,6 +79,7 @@ class PromptFormat:
             raise ValueError(
                 f"prompt_template {self.prompt_template!r}: {error} (write {{{{ and }}}} for braces)"
             ) from error
+
         if not all(re.fullmatch(r"[^\d\W]\w*", name) for name in names):
             fault = "braces hold one field name; write {{ and }} for braces"
             raise ValueError(f"prompt_template {self.prompt_template!r}: {fault}")
@@ -151,12 +152,14 @@ class PromptFormat:
         what `target_pattern` selects, or "" without `target_field`."""
         if self.target_field is None:
             return ""
+
         target = read_text_field(row, self.target_field)
         if self.target_pattern is not None:
             match = re.search(self.target_pattern, target)
             if match is None or match[1] is None:
                 raise ValueError(f"target_pattern {self.target_pattern!r} finds nothing in {target[-60:]!r}")
             target = match[1].strip()
+
         if not target.strip():
             raise ValueError(f"field {self.target_field!r}, the target, is empty")
         return self._find_letter(row[self.target_field], target, options) if options else target
@@ -166,6 +169,7 @@ class PromptFormat:
         ValueError: two options are equal, one is empty, or their list has fewer than 2 or more than 26."""
         if self.choices_field is None:
             return []
+
         if isinstance(self.choices_field, str):
             listed = row[self.choices_field]
             if not isinstance(listed, list) or not 2 <= len(listed) <= len(LETTERS):
@@ -194,6 +198,7 @@ class PromptFormat:
                 return target
             if target.isdecimal() and int(target) < len(options) and target not in options:
                 return LETTERS[int(target)]
+
         if target not in options:
             raise ValueError(f"the target {target!r:.60} is none of the {len(options)} options")
         return LETTERS[options.index(target)]
@@ -229,7 +234,7 @@ class PromptFormat:
         else:
             messages, chat = [{"role": "user", "content": self.render(row)[0]}], self.chat
 
-        messages, chat = chat.of_row(row, messages, used_columns)
+        messages, chat = chat.with_row(row, messages, used_columns)
         if self.system_prompt and messages[0]["role"] != "system":
             messages = with_system(messages, self.system_prompt)
         return messages, chat

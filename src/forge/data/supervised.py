@@ -124,7 +124,7 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
         # A whole conversation, or plain text.
         if self._chat is not None:
             messages = read_messages(row, str(self._messages_field))
-            messages, chat = self._chat.of_row(row, messages)
+            messages, chat = self._chat.with_row(row, messages)
             return chat.encode(messages, train_on=self.settings.train_on)
         tokens = encode_document(read_text_field(row, str(self._text_field)), self.tokenizer)
         return tokens, [False] + [True] * (len(tokens) - 1)
@@ -200,7 +200,7 @@ def check_effects(settings: Mapping[str, Any], used: tuple[str, ...], form: str)
         raise ValueError(f"the rows are {form}, for which {', '.join(idle)} would do nothing: omit it")
 
 
-def as_samples(episodes: Sequence[Episode], tokenizer: str) -> list[Sample]:
+def make_samples(episodes: Sequence[Episode], tokenizer: str) -> list[Sample]:
     """Return one sample for each episode, for evaluation: its target is the last trained span, decoded without special
     tokens, and its prompt is all tokens before that span.
 

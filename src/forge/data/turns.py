@@ -125,11 +125,12 @@ class Writer:
             rendered = self._render([{"role": "user", "content": "ask"}, answer])
         except ValueError:
             return False
+
         has_calls = all(name + "0" in rendered for name in trial_names)
         is_escaped = '\\"qzkey' in rendered  # JSON within JSON
         return has_calls and not is_escaped and ("qztext" in rendered) == with_text
 
-    def marked(self, message: Message, mark: str = MARK) -> Message:
+    def mark_turn(self, message: Message, mark: str = MARK) -> Message:
         """Return the message without thoughts, and with `mark` as the last thing that its turn says: as its content, or
         as the argument of its last tool call."""
         message = {name: value for name, value in message.items() if name not in THOUGHTS}
@@ -208,7 +209,7 @@ class Turns:
         return self.ending([{"role": "user", "content": "ask"}, call], 1)[0]
 
     @cached_property
-    def _closes_last_alone(self) -> bool:
+    def _closes_only_last(self) -> bool:
         """Return whether the template ends only the last turn of the assistant with a special token: after an earlier
         turn there is none, or only one that starts a conversation, which the policy does not write."""
         question = {"role": "user", "content": MARK + "asked"}
@@ -221,23 +222,26 @@ class Turns:
 
         if not self.closer:
             return False
-        next_special = self._special.find(between)
-        if next_special is None:
+
+        found_after_turn = self._special.find(between)
+        if found_after_turn is None:
             return True
 
         # The special tokens that start a conversation: all before the first text of the template's own.
         opening_tokens = ""
-        while (tokens := self._special.find(opening_text)) and not (
-            opening_tokens and opening_text[: tokens[0].start()].strip()
-        ):
-            opening_tokens += tokens[1]
-            opening_text = opening_text[tokens[0].start() + len(tokens[1]) :]
+        while found := self._special.find(opening_text):
+            match, tokens = found
+            if opening_tokens and opening_text[: match.start()].strip():
+                break
+            opening_tokens += tokens
+            opening_text = opening_text[match.start() + len(tokens) :]
 
-        return self.closer not in next_special[1] and next_special[0][0] in opening_tokens
+        first_match, tokens_after_turn = found_after_turn
+        return self.closer not in tokens_after_turn and first_match[0] in opening_tokens
 
     def check_ends(self) -> None:
         """Check that all turns are ended. Rewritten: the template ends only the last of several turns."""
-        if self._closes_last_alone:
+        if self._closes_only_last:
             raise Rewritten("the chat template ends an assistant's turn with a special token in the last message only")
 
     def end(self, text: str) -> Span | None:
@@ -249,7 +253,9 @@ class Turns:
         match = self._special.find(text)
         if match is None:
             return None
+
         first, run = match
+
         # Calls may end in their own special tokens, before the one that ends the turn.
         if self.closer not in run:
             return first.span()
@@ -258,7 +264,7 @@ class Turns:
 
     def tail(self, conversation: Sequence[Message], turn: int) -> str:
         """Return the text that the template writes after the words of message `turn`, when it is the last message."""
-        return after_mark(self._render([*conversation[:turn], self._writer.marked(conversation[turn])]))
+        return after_mark(self._render([*conversation[:turn], self._writer.mark_turn(conversation[turn])]))
 
     def ending(self, conversation: Sequence[Message], turn: int) -> tuple[str, str]:
         """Return the token that ends message `turn` when it is the last message, and the text after that token; ("",
@@ -274,7 +280,7 @@ class Turns:
             later: the messages that follow the turn.
             continued: whether the text continues to the start of the assistant's next turn.
         """
-        messages = [*conversation[:turn], self._writer.marked(conversation[turn]), *later]
+        messages = [*conversation[:turn], self._writer.mark_turn(conversation[turn]), *later]
         return after_mark(self._render(messages, add_generation_prompt=continued))
 
     def following(self, messages: Sequence[Message]) -> str:
@@ -299,7 +305,7 @@ class Turns:
 
         # Any turn with these calls stands for all: only its end and what follows matter.
         context = self._render(trial_opening[:1], add_generation_prompt=True)
-        conversation = [trial_opening[0], self._writer.marked(trial_opening[1]), *messages]
+        conversation = [trial_opening[0], self._writer.mark_turn(trial_opening[1]), *messages]
         text = self._render(conversation, add_generation_prompt=True)
         after_turn = after_mark(text)
         span = self.end(after_turn)
@@ -318,6 +324,7 @@ class Turns:
         turns = [number for number, message in enumerate(conversation) if message["role"] == "assistant"]
         if not turns or turns[0] == 0:
             raise ValueError("a conversation starts with a message that the assistant answers")
+
         if turns != [len(conversation) - 1]:
             self.check_ends()
 
@@ -374,7 +381,7 @@ class Turns:
         not."""
         marks = {turn: f"{MARK}{number}\ue002" for number, turn in enumerate(turns)}
         marked = [
-            self._writer.marked(message, marks[index]) if index in marks else message
+            self._writer.mark_turn(message, marks[index]) if index in marks else message
             for index, message in enumerate(conversation)
         ]
 

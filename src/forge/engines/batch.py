@@ -110,6 +110,7 @@ class RunningBatch:
         self.decoder.weights = weights
         due_rows, self.paused = take_due(self.paused, waiting, weights.version)
         self.preempted.extend(due_rows)
+
         # Weights that ended before the oldest row started drew none of the tokens that are still to be reported.
         oldest = min((row.start for row in self.rows), default=self.steps)
         self.history.switch(WeightSpan(self.steps, weights.version, weights.identity), oldest)

@@ -75,6 +75,7 @@ class EmbeddedEngine:
         options = EngineSettings(**settings)
         if prefill_tokens is not None and prefill_tokens < 1:
             raise ValueError(f"prefill_tokens must be at least 1, got {prefill_tokens}")
+
         self.max_seq_len = check_length(config, options.max_seq_len)
         self.device = torch.device(device or find_accelerator() or "cpu")
         self.dtype: torch.dtype = getattr(torch, options.dtype)
@@ -88,6 +89,7 @@ class EmbeddedEngine:
         self.on_update = options.on_update
         options.check(config)
         graphs = graphs_on(self.device) if options.captures(config, self.device.type) else None
+
         # Of most model types transformers' modules, with this engine's cache.
         self._make_weights: Callable[..., Weights]
         self._make_weights, make_decoder, named_tensors = (

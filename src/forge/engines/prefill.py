@@ -43,8 +43,7 @@ class Prefill:
             blocks: the blocks of the prefix cache with which it starts.
             rows, max_length: as `KeyValueCache.reserve`.
         """
-        cache = self.decoder.cache
-        length = self.length
+        cache, length = self.decoder.cache, self.length
 
         # The first piece starts after the blocks of the prefix cache.
         if self.item is not item:

@@ -67,6 +67,7 @@ class PrefixCache:
         block_bytes = sum(part[:, :, :TOKENS].nbytes for part in prompt_values)
         if not block_bytes or block_bytes > self.limit:
             return
+
         used_keys = list[Key]()
         parent_number = 0
 

@@ -85,6 +85,7 @@ class Restrictions:
             placed: the samples by number of the row.
         """
         samplings = [row.request.sampling for row in placed.values()]
+
         # Tensors, so that a step has the same operations whatever its rows ask for.
         for state, settings in (
             (self.top_k, [s.top_k for s in samplings]),

@@ -60,6 +60,7 @@ class RowState:
             (self.stops, padded_stops),
         ):
             state[index] = torch.tensor(row_values, dtype=state.dtype, device=device)
+
         self.restrictions.place(index, placed)
 
         # The number at the position of a token draws the next token: the first is at the last token of the prompt.

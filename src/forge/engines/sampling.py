@@ -70,6 +70,7 @@ def draw_tokens(logits: Tensor, uniform: Tensor, greedy: Tensor | None) -> tuple
     # A rounding step below the total, so that the target always falls on a token with positive probability.
     target = uniform.clamp(max=1 - 2**-22)[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, target, right=True)
+
     # NaN compares as larger than all: `searchsorted` returns the index after the last token.
     tokens.clamp_(max=logits.shape[-1] - 1)
     if greedy is not None:

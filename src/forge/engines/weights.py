@@ -90,6 +90,7 @@ def check_head(folder: Path, config: PreTrainedConfig) -> None:
     """
     if not config.tie_word_embeddings:
         return
+
     from safetensors import safe_open
 
     files: dict[str, Path] = {}  # by name of the weight
@@ -98,10 +99,12 @@ def check_head(folder: Path, config: PreTrainedConfig) -> None:
             files |= dict.fromkeys({EMBEDDING, HEAD} & {*tensors.keys()}, file)
     if len(files) < 2:
         return
+
     weights = []
     for name, file in files.items():
         with safe_open(file, framework="pt") as tensors:
             weights.append(tensors.get_tensor(name))
+
     if not torch.equal(*weights):
         raise ValueError(
             f"{folder}: {HEAD} is not {EMBEDDING}, though tie_word_embeddings is true: set it to false in config.json"
@@ -134,6 +137,7 @@ def read_checkpoint(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
     if not files:
         raise FileNotFoundError(f"no weights (*.safetensors) in {folder}")
+
     for file in files:
         if not file.is_file():
             raise FileNotFoundError(f"{index.name} names {file.name}, which is not in {folder}")

@@ -109,6 +109,7 @@ class GroupEnv(ABC):
                 for sample_seed, sample in enumerate(samples, seed or 0)
             )
             groups = await asyncio.gather(*plays)
+
         if keep is not None:
             keep([sample for sample in samples for _ in range(n)], [episode for group in groups for episode in group])
 
@@ -135,6 +136,7 @@ class SingleTurnEnv(GroupEnv):
     ) -> list[Episode]:
         """Return n episodes: responses to a prompt, which the reward scores together."""
         prompt, target = sample
+
         # One request for all responses, so that the prompt is computed once.
         completions = await policy.generate.route(prompt.bare, n=n, seed=seed, **sampling)
         texts = [completion.text for completion in completions]

@@ -24,12 +24,14 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():  # reading a pipe would wait for ever
         raise ValueError(f"{path.name} is not a regular file")
+
     try:
         values = json.loads(path.read_bytes())
     except RecursionError:
         raise ValueError(f"{path.name} is nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"{path.name} is not JSON: {' '.join(str(error).split())}") from None
+
     if not isinstance(values, dict):
         raise ValueError(f"{path.name} must be a mapping, not {type(values).__name__}")
     _check_implementations(values, path.name)

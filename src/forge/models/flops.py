@@ -51,8 +51,7 @@ def forward_flops(config: PreTrainedConfig, tokens: float, attended: float, pred
 
     # A multiplication and an addition for each weight; for each attended token, both with its key and its value.
     attention = config.num_hidden_layers * config.num_attention_heads * head_size(config) * attended
-    head_weights = config.hidden_size * config.vocab_size
-    return 2.0 * (active_weights * tokens + head_weights * predicted) + 4.0 * attention
+    return 2.0 * (active_weights * tokens + config.hidden_size * config.vocab_size * predicted) + 4.0 * attention
 
 
 def count_causal(length: float, context: float = 0.0) -> float:

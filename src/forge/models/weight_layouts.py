@@ -127,6 +127,7 @@ def _expert_layout(engine: str, mlp: str, config: PreTrainedConfig) -> dict[str,
     """Return the plain tensors of a mixture's parameters, in each of which the experts' matrices follow one another."""
     C, experts = config.hidden_size, range(config.num_experts)
     I = config.moe_intermediate_size if config.model_type == "qwen3_moe" else config.intermediate_size  # noqa: E741
+
     # Expert by expert, each with gate and up.
     halves = [f"{mlp}experts.{e}.{x}_proj.weight" for e in experts for x in ("gate", "up")]
     return {

@@ -141,6 +141,7 @@ class RunLock:
                 f"a run cannot be written to {self.path.parent} ({error.strerror}): set run.root to a folder that can "
                 "be written"
             ) from error
+
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

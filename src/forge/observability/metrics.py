@@ -46,6 +46,7 @@ class Moments:
         values are split."""
         if not moments.count:
             return
+
         if self.count:
             delta = moments.total / moments.count - self.total / self.count
             self.m2 += delta * delta * self.count * moments.count / (self.count + moments.count)

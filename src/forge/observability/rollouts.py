@@ -229,6 +229,7 @@ def _make_row(
         reason: why the group was dropped; None if it trained.
     """
     info = episode.info
+
     # One number: the mean, if each token has its own.
     advantage = float(np.mean(episode.advantage)) if isinstance(episode.advantage, Sequence) else episode.advantage
 

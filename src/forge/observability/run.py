@@ -133,6 +133,7 @@ class Run:
         saved = max((int(step) for step in steps if step.isdigit()), default=None)
         if saved is None:
             return f"{self.folder}: no checkpoint was written (checkpoint.every), so it starts again from step 0"
+
         done = int(self.history[-1]["step"]) if self.history else saved
         return (
             f"{self.folder} ended after step {done} and is saved up to step {saved}: --resume auto "
@@ -334,6 +335,7 @@ class Run:
         except DamagedFile as error:
             log.warning("%s: damage of the logs before this checkpoint would not be noticed", error)
             return
+
         for expected, size, name in rows:
             path = self.folder / name
             if not path.exists() or hash_file(path, int(size)).hexdigest() != expected:

@@ -53,6 +53,7 @@ class Trace:
         for span in snapshot.spans:
             timing = {"pid": span.pid, "tid": 0, "ts": round(span.start * 1e6), "dur": round(span.duration * 1e6)}
             new_events.append({"ph": "X", "name": span.name, **timing})
+
         for use in snapshot.usage:
             counter = {"ph": "C", "pid": use.pid, "ts": round(use.time * 1e6)}
             new_events += [

@@ -116,6 +116,7 @@ def load_sets(dataset: Any, evaluation: Any, model: str, seed: int) -> dict[str,
     problems: dict[str, list[Sample]] = {}
     if not isinstance(evaluation, RLEvalConfig):
         return problems
+
     for name, settings in evaluation.sets.items():
         # Held-out problems are always the first rows in stored order.
         fixed: dict[str, Any] = {

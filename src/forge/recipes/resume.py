@@ -88,6 +88,7 @@ def read_config(cls: type[C], arguments: Arguments) -> C:
     folder = folder if folder.name else folder.resolve()
     if not folder.is_dir():
         raise ConfigError(f"--resume {folder}: there is no such run")
+
     _read_previous(folder)
     cfg = read(cls, arguments.config or folder / "config.yaml", arguments.overrides)
 
@@ -125,6 +126,7 @@ def find_start(cfg: TrainingRecipe, resume: str | None) -> Start:
         raise ConfigError("--resume auto needs checkpoint.every: there would never be a checkpoint to resume from")
     if resume is None or (resume == "auto" and not (folder / MARK).exists()):
         return Start()
+
     from ..training import checkpoint  # imported here, as it loads all that a trainer needs
 
     # Find the newest undamaged checkpoint. Damaged ones are renamed only once it is clear that the run resumes.

@@ -114,6 +114,7 @@ class Loop:
             batch.ref_logprobs = await parts.reference.logprobs.route(batch)
         elif self.algorithm.needs_reference:
             batch.ref_logprobs = batch.logprobs  # of the generator, see services.ref_model
+
         if parts.critic is not None:
             batch.values = await parts.critic.predict.route(batch)
 

@@ -16,7 +16,7 @@ from ..runtime.controller import Placement
 from . import rules
 from .eval_config import RLEvalConfig
 from .metrics_config import MetricsConfig
-from .schema import RecipeConfig, SamplingServices, longest_sequence, with_room
+from .schema import RecipeConfig, SamplingServices, limit_prompt_tokens, longest_sequence
 
 
 class RolloutSettings(Section):
@@ -248,11 +248,13 @@ class RLConfig(RecipeConfig):
                 f"algorithm must be a name, got {self.algorithm!r:.80}: "
                 + (explain_names([f"algorithm.{key}" for key in self.algorithm]) or "docs/algorithms.md lists them")
             )
+
         settings = self.grpo.settings()
         if self.training.entropy_coef:
             if "entropy_coef" in settings:
                 raise ConfigError("training.entropy_coef and grpo.loss.entropy_coef are the same setting: keep one")
             settings["entropy_coef"] = self.training.entropy_coef
+
         try:
             return load_algorithm(self.algorithm, known=AlgorithmConfig.model_fields, **settings)
         except ValueError as error:
@@ -344,6 +346,7 @@ class RLConfig(RecipeConfig):
                     "grpo.max_tokens = %d by default: answers end at the model's %d", self.grpo.max_tokens, longest
                 )
             return
+
         self.episode.dialogue(model)
         if self.limits()["max_tokens"] > longest:
             raise ConfigError(
@@ -355,7 +358,7 @@ class RLConfig(RecipeConfig):
         """Return a copy of the section `dataset` whose prompts leave space for a completion in the model's sequences.
         ConfigError: there is none."""
         if not self.multi_turn:
-            return self.reward.with_columns(with_room(self, model))
+            return self.reward.with_columns(limit_prompt_tokens(self, model))
         return self.dataset.cap("max_prompt_tokens", longest_sequence(self, model) - 1)  # room for one token
 
     def check_reward(self) -> None:
@@ -364,6 +367,7 @@ class RLConfig(RecipeConfig):
             resolve("forge_agents.recipe:check_agent", "episode.agent")(self.episode.agent)
         if self.multi_turn:
             return
+
         super().check_reward()
         if self.reward.functions is None and self.reward.verifiers is None:
             log.warning(

@@ -325,8 +325,10 @@ class RecipeConfig(TrainingRecipe):
             self.generator.over(self.services.generator.procs)
         except ValueError as error:
             raise ConfigError(f"services.generator.{error}") from None
+
         if not self.colocated:
             return
+
         try:
             for name in filter(self.shares_device, self.configured()):
                 service = rules.PlacedService(self, name, Options(**self.services[name]))
@@ -364,7 +366,7 @@ def longest_sequence(cfg: RecipeConfig, model: str) -> int:
     return check_length(model_config(model), cfg.generator.max_seq_len)
 
 
-def with_room(cfg: RLConfig, model: str) -> DatasetConfig:
+def limit_prompt_tokens(cfg: RLConfig, model: str) -> DatasetConfig:
     """Return a copy of the section `dataset` whose `max_prompt_tokens` leaves space for a completion in the sequences
     that generators take.
 

@@ -10,7 +10,7 @@ from pydantic import PositiveInt
 from ..algorithms import SFTLoss
 from ..data.config import SupervisedConfig
 from ..data.packing import pack
-from ..data.supervised import as_samples
+from ..data.supervised import make_samples
 from ..engines.settings import EngineSettings
 from ..envs.group import SingleTurnEnv
 from . import components, rules
@@ -72,12 +72,13 @@ async def train(cfg: SFTConfig, job: Job) -> None:
     state = RunState(trainer, dataset)
     await state.resume(record)
 
-    samples = as_samples(held_out, job.model)
+    samples = make_samples(held_out, job.model)
     version = record.start  # of the trainer's weights
 
     async def evaluate_held_out() -> dict[str, float]:
         if not held_out:
             return {}
+
         batch = pack(held_out, aggregation=aggregation)
         metrics = {"eval/loss": -float((batch.weights * await trainer.logprobs.route(batch)).sum())}
         if policy is None:

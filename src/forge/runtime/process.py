@@ -55,6 +55,7 @@ def activity_of(pid: int) -> Activity:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:
         return Activity(0.0, False)
+
     ticks = int(fields[11]) + int(fields[12])  # user and system time
     states = (_read_state(f"/proc/{pid}/task/{thread}/stat") for thread in threads)
     # R: running or waiting for a core; D: in an uninterruptible wait, as for a disk.

@@ -93,6 +93,7 @@ def read_sealed(path: Path) -> str:
         text, seal, digest = path.read_bytes().decode("utf-8", "replace").rpartition(SEAL)
     except FileNotFoundError:
         raise DamagedFile(f"{path} is missing") from None
+
     if not seal or digest != xxhash.xxh3_128_hexdigest(text.encode()) + "\n":
         raise DamagedFile(
             f"{path} is damaged or was edited, or an earlier version wrote it: its last line is not the checksum of "

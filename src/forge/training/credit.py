@@ -201,6 +201,7 @@ def assign_credit(batch: Batch, algorithm: Algorithm) -> None:
     kl_in_reward = algorithm.beta > 0 and algorithm.kl_in == "reward"
     if not (kl_in_reward or algorithm.needs_critic or algorithm.whiten):
         return
+
     counts = batch.trained_counts().tolist()
 
     def select_trained(name: str) -> torch.Tensor:

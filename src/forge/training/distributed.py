@@ -131,8 +131,7 @@ def lay_out(layout: Parallelism, device: torch.device) -> Ranks:
     Raises:
         ValueError: as `Parallelism.over`.
     """
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     layout = layout.over(world_size)
     copies = layout.data_parallel_replicate_degree
     shards = layout.data_parallel_shard_degree
@@ -245,3 +244,32 @@ def to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, 
         view_part(host, name).copy_(tensor)
     memory = host.to(device, non_blocking=True)
     return {name: view_part(memory, name) for name in tensors}
+
+
+def move_state(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    to: torch.device | torch.dtype,
+    buffers: torch.device | None = None,
+) -> None:
+    """Move parameters with their gradients, the optimiser's state and buffers in place, to a device or dtype.
+
+    This does not wait for the copies. Those to host memory are complete once the device is synchronised: torch puts
+    them into page-locked memory, which it keeps for the next time. `buffers` is another device for the buffers.
+
+    Raises:
+        RuntimeError: the move created new parameters, which the optimiser does not have.
+    """
+    old_parameters = list(model.parameters())
+    model.to(to, non_blocking=True)
+    if any(old is not new for old, new in zip(old_parameters, model.parameters(), strict=True)):
+        raise RuntimeError("moving a model gave it other parameters: its optimiser would train the old ones")
+
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(buffers or to, non_blocking=True)
+
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                state[name] = value.to(to, non_blocking=True)

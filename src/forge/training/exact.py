@@ -133,6 +133,7 @@ def replace_modules(model: nn.Module, device: torch.device, dtype: torch.dtype) 
     """
     if not AVAILABLE or device.type != "cpu":
         raise ValueError("training.exact needs a CPU with AVX2, and torch with oneDNN")
+
     config: Any = model.config
     activation = getattr(config, "hidden_act", None) or config.hidden_activation
 

@@ -92,6 +92,7 @@ class Routers:
             if self.normalised:
                 replayed_gates = replayed_gates / replayed_gates.sum(-1, keepdim=True)
             gates = replayed_gates.to(gates.dtype)
+
         if self._routed is not None:
             self._routed.append((probabilities, experts))
         return gates, experts

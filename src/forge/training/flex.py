@@ -96,6 +96,7 @@ class Runs(NamedTuple):
         Long means at least `LONG` tokens. Sequences of one token, such as padding, may be at the end.
         """
         starts_sequence = self.before == 0
+
         # Whether a run continues the one before it in the pack: it has as many tokens before, and is in its interval.
         continues_previous = self.before[1:] == (self.before + self.lengths)[:-1]
         continues_previous &= (self.first[:-1] < self.first[1:]) & (self.first[1:] < self.end[:-1])

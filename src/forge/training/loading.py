@@ -25,7 +25,7 @@ from ..system.boxes import local_boxes
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
 
 
-def on_meta(
+def build_on_meta(
     kind: Any, path: str | Path, dtype: torch.dtype, *, new: Collection[str] = (), **settings: Any
 ) -> tuple[PreTrainedModel, set[str]] | None:
     """Return a model whose parameters have no memory yet (meta device), and the names of `new` that the folder misses.
@@ -49,6 +49,7 @@ def on_meta(
     config = AutoConfig.from_pretrained(path, **settings, trust_remote_code=False)
     if any(getattr(config, name, None) for name in ("quantization_config", "transformers_weights")):
         return None
+
     with torch.device("meta"):
         model = kind.from_config(config, dtype=dtype, attn_implementation="eager", trust_remote_code=False)
     files = files_of(folder)
@@ -57,6 +58,7 @@ def on_meta(
 
     if missing_names - set(new) or model.state_dict().keys() - parameters.keys():
         return None
+
     for name in missing_names:
         module, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(module), attribute, nn.Parameter(torch.empty_like(parameters[name], device="cpu")))

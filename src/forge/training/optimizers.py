@@ -97,11 +97,12 @@ class MixedAdamW(torch.optim.Optimizer):
         return state
 
     def _update_parameter(self, parameter: Tensor, group: ParameterGroup) -> None:
+        # Update this rank's part of a parameter by AdamW in float32, whatever dtype weight and moments are stored in.
         assert parameter.grad is not None
         if not self.state[parameter]:
             self.state[parameter] = self._make_state(parameter)
 
-        # AdamW updates this rank's part in place, in float32: the stored tensors if they are float32, else copies.
+        # The stored tensors themselves if they are float32, else copies.
         state = {name: local_part(value) for name, value in self.state[parameter].items()}
         weight = local_part(parameter)
         exact = join_bits(weight, state["remainder"]) if "remainder" in state else weight.float()
@@ -128,6 +129,7 @@ class MixedAdamW(torch.optim.Optimizer):
         for name, moment in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
             if state[name].dtype != moment.dtype:
                 state[name].copy_(moment)
+
         if "remainder" in state:
             split_bits(exact, weight, state["remainder"])
         elif weight.dtype != exact.dtype:

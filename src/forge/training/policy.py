@@ -35,7 +35,7 @@ from .distributed import Ranks, to_device
 from .experts import Routers
 from .flex import BLOCK, MIN_TOKENS, Runs, TreeMask
 from .linear import ROWS, at_least_float32, speed_up, token_logprobs
-from .loading import on_meta
+from .loading import build_on_meta
 from .lora import SCORE
 from .settings import Head
 
@@ -253,13 +253,14 @@ class Policy(PackedModel):
         Args:
             meta: leave the weights that `loading.fill_model` can read on the meta device, without memory.
         """
-        built = on_meta(AutoModelForCausalLM, path, dtype) if meta else None
+        built = build_on_meta(AutoModelForCausalLM, path, dtype) if meta else None
         if built is not None:
             model, _ = built
         else:
             model = AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype, attn_implementation="eager", trust_remote_code=False, use_safetensors=True
             )
+
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return make_policy(model)
@@ -311,8 +312,9 @@ class ScalarModel(PackedModel):
         check_classifier(config)
         if any("SequenceClassification" in name for name in config.architectures or ()) and config.num_labels != 1:
             raise ValueError(f"{path} has {config.num_labels} classes: a {head} model has one scalar per token")
+
         model_class = AutoModelForSequenceClassification
-        built = on_meta(model_class, path, dtype, new={SCORE}, num_labels=1) if meta else None
+        built = build_on_meta(model_class, path, dtype, new={SCORE}, num_labels=1) if meta else None
 
         if built is not None:
             model, missing = built

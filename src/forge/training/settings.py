@@ -57,6 +57,7 @@ class OptimizerSettings(Section):
         # Combinations that would silently do something else.
         if self.schedule != "constant" and self.steps <= self.warmup_steps:
             raise ValueError(f"a {self.schedule} schedule needs steps > warmup_steps, got {self.steps}")
+
         if self.optimizer != "adamw":
             resolve(self.optimizer, "training.optimizer")
         if self.optimizer_dtype == "bfloat16" and self.beta2 >= 1 - 1 / 256:

@@ -150,6 +150,7 @@ def micro_batch_loss(loss: Loss, micro: Batch, inputs: Inputs, output: TokenScor
         return call_by_name(loss, inputs)
     if not len(output[0]):
         return output[0].sum()
+
     counts = micro.trained_counts().tolist()
     padded = {
         name: None if values is None else pad_sequence(values.split(counts), batch_first=True)
@@ -173,6 +174,7 @@ def score_tokens(
         ranks: they divide the work; every rank must call this with the same batch and gets the whole result.
     """
     rank, world_size = (ranks.data.rank, ranks.data.size) if ranks is not None else (0, 1)
+
     # Micro-batches so small that every rank has one, in a pipeline one for each group of ranks.
     min_count = world_size * (ranks.pipeline.size if ranks is not None else 1)
     max_tokens = min(max_tokens, math.ceil(len(batch.tokens) / min_count))
@@ -268,8 +270,7 @@ class TokenRecord:
         if not len(recorded):
             return
 
-        logprobs = inputs["logprobs"]
-        behaviour = inputs["behaviour_logprobs"]
+        logprobs, behaviour = inputs["logprobs"], inputs["behaviour_logprobs"]
         assert logprobs is not None and behaviour is not None
 
         # Indices of the recorded tokens: in the micro-batch, and in the record.
@@ -366,8 +367,7 @@ class Metrics:
     def reduce(self, ranks: Ranks) -> dict[str, float]:
         """Return means and maxima over all ranks by name; every rank must call this. Means over no value are omitted.
         The attribute `load` is in host memory afterwards."""
-        mean_names = sorted(self._sums)
-        max_names = sorted(self._maxima)
+        mean_names, max_names = sorted(self._sums), sorted(self._maxima)
         if ranks.results.group is not None:
             # Names may differ, as a rank may have had no token: agree on them first.
             by_rank: list[tuple[list[str], list[str]]] = [([], [])] * ranks.results.size

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..data.packing import split_batch
@@ -22,7 +22,7 @@ from ..models.weight_layouts import merge_adapters, read_adapters
 from ..system.devices import repeat_bits
 from ..types import Batch
 from .build import build_policy, precision_context, resolve_dtype
-from .distributed import Ranks, reduce_over_copies, reshard_model, to_device
+from .distributed import Ranks, move_state, reduce_over_copies, reshard_model, to_device
 from .exact import EngineCheck
 from .experts import balance_loss, load_metrics
 from .optimizers import build_optimizer, clip_gradients
@@ -71,6 +71,7 @@ class PolicyTrainer:
 
         if not 0 < temperature < math.inf:
             raise ValueError(f"temperature must be finite and above 0, got {temperature}")
+
         if passes.deterministic:
             repeat_bits()
 
@@ -133,6 +134,7 @@ class PolicyTrainer:
         """
         if same_step and not self.step:
             raise ValueError("there is no step yet to which additional updates could belong")
+
         # Schedule, mini-batches and the share of tokens on policy belong to its step.
         step = self.step
         self.step -= same_step
@@ -249,13 +251,13 @@ class PolicyTrainer:
     ) -> dict[str, float]:
         """Update the weights by a mini-batch, the `first` of its step or a later one; return the update's metrics."""
         passes = self.passes
-        by_rank = split_batch(
+        batches_by_rank = split_batch(
             part,
             ranks=self.ranks.data.size,
             max_tokens=passes.seq_len,
             at_least=max(passes.gradient_accumulation_steps, self.ranks.pipeline.size),
         )
-        micro_batches = by_rank[self.ranks.data.rank]
+        micro_batches = batches_by_rank[self.ranks.data.rank]
         total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -265,16 +267,20 @@ class PolicyTrainer:
             inputs = loss_inputs(micro, output)
             value = micro_batch_loss(loss, micro, inputs, output)
             total.add_(value.detach())
+
             if self.policy.routers is not None:
                 # The routers' loss is over the micro-batches of this turn on all ranks, weighted by their tokens.
-                tokens = sum(len(batches[turn].tokens) for batches in by_rank if batches[turn].mask.any())
+                turn_batches = [batches[turn] for batches in batches_by_rank]
+                tokens = sum(len(batch.tokens) for batch in turn_batches if batch.mask.any())
                 factor = passes.router_aux_loss * tokens / len(part.tokens)
                 value = value + factor * self._balance_experts(micro, metrics)
+
             current = current_sequences = None
             if isinstance(output, TokenScores):
                 masks = sampled_by(self.step, micro)
                 columns = {name: torch.from_numpy(tokens[micro.mask]) for name, tokens in masks.items()}
                 current, current_sequences = to_device(columns, self.ranks.device).values()
+
             # In the first update the current policy is the one at the start, scored or not.
             scored_at_start = first or micro.proximal_logprobs is not None
             if self.engine_check is not None and first_epoch and scored_at_start:
@@ -293,6 +299,7 @@ class PolicyTrainer:
                 reduce_over_copies(self.policy, self.ranks, now=turn == len(micro_batches) - 1)
                 # No name keeps its memory in use until the next micro-batch's forward pass is complete.
                 compute_loss(turn, self._forward_batch(micro)).backward()
+
         self.ranks.sum(total)
         total_norm = clip_gradients(
             list(self.policy.parameters()), self.settings.max_grad_norm or float("inf"), self.ranks.pipeline.size
@@ -305,11 +312,13 @@ class PolicyTrainer:
             raise FloatingPointError(
                 f"step {self.step}: loss {loss_value}, gradient norm {norm}; the update was not applied"
             )
+
         for group in self.optimizer.param_groups:
             if isinstance(group["lr"], Tensor):  # in torchao's optimisers
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
+
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return {"loss": loss_value, "grad_norm": norm, "micro_batches": float(len(micro_batches))}
@@ -322,6 +331,7 @@ class PolicyTrainer:
         """Return this rank's share of the routers' loss over all ranks' micro-batches; record the experts' load."""
         routers = self.policy.routers
         assert routers is not None
+
         # A micro-batch without trained tokens only pads the number of a rank's micro-batches: its load is 0.
         load = routers.take() * bool(micro.mask.any())
         total_load = load.detach().double()
@@ -369,32 +379,3 @@ def sampled_by(version: int, batch: Batch) -> dict[str, np.ndarray]:
     sampled_earlier = batch.mask & ~current
     began_earlier = np.add.reduceat(sampled_earlier, np.cumsum(batch.lengths) - batch.lengths) > 0
     return {"current": current, "current_sequences": ~np.repeat(began_earlier, batch.lengths)}
-
-
-def move_state(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    to: torch.device | torch.dtype,
-    buffers: torch.device | None = None,
-) -> None:
-    """Move parameters with their gradients, the optimiser's state and buffers in place, to a device or dtype.
-
-    This does not wait for the copies. Those to host memory are complete once the device is synchronised: torch puts
-    them into page-locked memory, which it keeps for the next time. `buffers` is another device for the buffers.
-
-    Raises:
-        RuntimeError: the move created new parameters, which the optimiser does not have.
-    """
-    old_parameters = list(model.parameters())
-    model.to(to, non_blocking=True)
-    if any(old is not new for old, new in zip(old_parameters, model.parameters(), strict=True)):
-        raise RuntimeError("moving a model gave it other parameters: its optimiser would train the old ones")
-
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(buffers or to, non_blocking=True)
-
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            if isinstance(value, Tensor):
-                state[name] = value.to(to, non_blocking=True)

@@ -217,6 +217,7 @@ class Episode:
         response = list(response_ids or ())
         if not response:
             raise ValueError("an Episode needs at least one response token")
+
         for name, values in (("logprobs", logprobs), ("versions", versions)):
             if values is not None and len(values) != len(response):
                 raise ValueError(f"{name} has {len(values)} entries for {len(response)} response tokens")

@@ -77,6 +77,7 @@ def _find_boxes(text: str) -> list[tuple[int, int, int]]:
     boxes: list[tuple[int, int, int]] = []
     if (first := _OPEN.search(text)) is None:
         return boxes
+
     open_braces: list[tuple[int, int] | None] = []  # the open braces: the span of a box's start, None for another brace
     for brace in _BOX.finditer(text, first.start()):
         if brace[0] != "}":
@@ -98,6 +99,7 @@ def find_boxed(text: str) -> str | None:
     boxes = _find_boxes(text)
     if not boxes:
         return None
+
     box_start, start, end = boxes[-1]
 
     # Directly after another box, with at most "or" or "and" between them.
@@ -184,6 +186,7 @@ def _last_number(text: str) -> str | None:
     """Return the last number of a text; None if there is none, or it is only one of the numbers or a part of the
     expression that answers, as in "4 or 5" and "2^10"."""
     numbers = list(_NUMBERS.finditer(text))
+
     # A number in a box that is not closed may be cut off, too.
     if not numbers or _OPEN.search(text):
         return None
@@ -276,6 +279,7 @@ class MathReward:
         # An answer after the box that is another letter or number contradicts it.
         if answer is None or (letter and any(split_choice(later)[0] not in ("", letter) for later in later_answers)):
             return False
+
         is_equal = are_equal(answer, expected, self.tolerance)
         expected_number = parse_number(expected)
         if is_equal and expected_number is not None:

@@ -165,6 +165,7 @@ class JsonMatch:
             raise ValueError(f"the target {target[:60]!r} is not a JSON object")
         if answer is None:
             return 0.0
+
         keys = expected.keys() | answer.keys()
         right = sum(key in expected and key in answer and _are_same(expected[key], answer[key]) for key in keys)
         return 1.0 if right == len(keys) else self.form + (1 - self.form) * right / len(keys)

@@ -92,6 +92,7 @@ class LoadBalancer:
         if replica is not None:
             replica.enter(request)
             return replica
+
         waiter: asyncio.Future[Replica] = asyncio.get_running_loop().create_future()
         self._queue.append((request, waiter))
 
@@ -161,6 +162,7 @@ class LoadBalancer:
         choice = self.router(candidates, request)
         if not any(choice is replica for replica in candidates):
             raise TypeError(f"the router returned {choice!r}, which is none of the candidates that it was given")
+
         if request.session is not None:
             self.sessions[request.session] = choice
             if len(self.sessions) > MAX_SESSIONS:

@@ -182,6 +182,7 @@ class Local(Handle):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     async def _dispatch(self, call: Call) -> Value:
+        # The component is in this process: its method is called directly, with a time limit as elsewhere.
         method = getattr(self._component, call.endpoint)
         limit = call.timeout or self.CALL_TIMEOUT
         try:

@@ -86,6 +86,7 @@ class UserMesh:
         """
         if self.mesh is None:
             return
+
         size = self.mesh.size()
         replicas = -(-num_replicas // per_process)  # rounded up: groups that share a process count once
 
@@ -147,8 +148,10 @@ class Placement(Section):
         mesh = UserMesh.wrap(values.get("hosts"))
         if not isinstance(mesh, UserMesh):
             return values
+
         values = {**values, "hosts": mesh}
         replicas = values.get("num_replicas", 1)
+
         # `_check` reports a remainder, and a num_replicas that is not a positive integer.
         if mesh.procs is not None and "procs" not in values and isinstance(replicas, int) and replicas > 0:
             values["procs"] = max(1, mesh.procs // replicas)

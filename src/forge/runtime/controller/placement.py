@@ -125,8 +125,10 @@ class Placement:
         options = component.options
         if not options.with_gpus:
             return []
+
         if self._free_gpus is None:
             self._free_gpus = visible_gpus()
+
         # Shared devices stay with the name of the share: the next component that shares it gets the same devices.
         key, procs = (component.name, index), options.procs
         if options.share is not None:

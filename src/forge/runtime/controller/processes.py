@@ -118,6 +118,7 @@ class ProcessGroup:
         """Declare these processes lost, kill them, and fail every replica in them; does nothing the second time."""
         if self.dead is not None:
             return
+
         self.dead = reason
         self.stopped_by_signal = any(process.stopped for process in self.processes)
         if self.stopped_by_signal:
@@ -288,6 +289,7 @@ def _prepare_process(
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
     libc = ctypes.CDLL(None)
+
     # Where the kernel lets only ancestors look into a process, py-spy, a sibling, could not show where it hangs.
     libc.prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0)
 

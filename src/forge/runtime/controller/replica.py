@@ -172,6 +172,7 @@ class Replica:
             raise
 
         self.last_answer = time.monotonic()
+
         # Calls that a starting replica catches up on are not counted as traffic.
         if limit is None:
             self.served += 1
@@ -263,6 +264,7 @@ class Replica:
         """
         if self.failed.done():
             raise ReplicaDied(f"{self.failed.result()} (before {label} was sent)")
+
         send = getattr(self.actor_host, endpoint)
         if self.options.procs == 1:
             reply = send.call_one(*args).as_asyncio()

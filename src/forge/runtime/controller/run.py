@@ -94,6 +94,7 @@ def run(
 
 
 async def _run_main(main: Pending[T], on_preemption: Callable[[str], None] | None = None) -> T:
+    # Run `main` until it ends, a signal comes, or a vital component is lost; then shut everything down.
     global _interrupt, _preempt
     loop = asyncio.get_running_loop()
     interrupted: asyncio.Future[signal.Signals] = loop.create_future()

@@ -98,6 +98,7 @@ class Runtime:
             for supervisor in service._supervisors:
                 if supervisor.state == "up" and supervisor.replica is not None:
                     by_process[supervisor.replica.group, supervisor.replica.process_index] = supervisor.replica
+
         asked = [
             replica
             for (group, process_index), replica in by_process.items()
@@ -124,6 +125,7 @@ class Runtime:
         remote_service.close_relay()
 
     def _make_launch(self, component: Component) -> Callable[[int, int], Pending[Replica]]:
+        # The function starts replica `index`; `incarnation` counts the replicas that it replaces.
         async def launch_replica(index: int, incarnation: int) -> Replica:
             group = await self._find_group(component, index)
             replica = Replica(component, index, incarnation, group)
@@ -135,6 +137,7 @@ class Runtime:
                 replica.fail(f"its start failed: {error}", blameless=True)
                 if not group.pids:  # not even the first message was answered
                     group.hosts.give_up()
+
                 # The state that remains in the processes (torch.distributed, device memory) would disturb the next
                 # attempt: they are killed, unless other components share them and this one leaves nothing.
                 if not group.shared or component.options.heavy or isinstance(error, CallTimeout):
@@ -261,6 +264,7 @@ async def shutdown() -> None:
                 await asyncio.wait_for(closing, TEARDOWN_PATIENCE)
         except Exception as error:
             log.warning("%s: teardown failed: %s", type(component).__name__, error)
+
     if _runtime is not None:
         stopping, _runtime = _runtime, None
         await stopping.shutdown()

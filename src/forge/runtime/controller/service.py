@@ -77,6 +77,7 @@ class Service(Handle):
         """
         if num_replicas < 1:
             raise ValueError(f"{self._name} needs at least one replica, got {num_replicas}: use stop to end it")
+
         async with self._scaling:
             self._balancer.check_open()
 
@@ -152,6 +153,7 @@ class Service(Handle):
     shutdown = stop
 
     async def _dispatch(self, call: Call) -> Value:
+        # Send a call to one replica, or by `fanout` to all, and return what its verb promises.
         if call.verb == "fanout":
             return await self._fan_out(call)
         if call.verb != "route" and len(self._supervisors) != 1:
@@ -215,6 +217,7 @@ class Service(Handle):
         """
         if self._stopped:
             raise ServiceStopped(f"{self._name} was stopped")
+
         request.avoid.add(replica.index)
         if not replica.blameless:
             request.record_death(replica.suspects)
@@ -234,6 +237,7 @@ class Service(Handle):
         record_metric(f"retries/{self._name}", 1.0, Reduce.SUM)
 
     async def _fan_out(self, call: Call) -> list[Value]:
+        # Call all replicas, and return their values; an error of one is raised once all have answered.
         self._balancer.check_open()
 
         # For example, the trainer publishes its weights before generators are asked to load them.
@@ -253,6 +257,7 @@ class Service(Handle):
                         f"{request.caller} waited {request.limit:g} s for {supervisor.name}.{request.endpoint}, "
                         f"which is {supervisor.state}: {supervisor.error}"
                     ) from None
+
                 if replica is not None:
                     replica.enter(request)
                 return replica
@@ -267,6 +272,7 @@ class Service(Handle):
             recipients = [
                 supervisor for supervisor in self._supervisors if not serving or not supervisor.waits_for_host
             ]
+
         calls = [call_replica(supervisor, self._make_request(call)) for supervisor in recipients]
         with on_the_clock(f"{self._name}.{call.endpoint}"):
             replies = await asyncio.gather(*calls, return_exceptions=True)
@@ -295,6 +301,7 @@ class Service(Handle):
         return Request(request_id, call.endpoint, call.args, call.kwargs, call.caller, limit, call.session)
 
     def _make_supervisor(self, index: int) -> Supervisor:
+        # The replica serves once it has repeated the calls that all replicas must have seen.
         async def launch_replica(incarnation: int) -> Replica:
             replica = await self._launch(index, incarnation)
 

@@ -75,6 +75,7 @@ def main(address: str, program: str) -> None:
         os.execv(sys.executable, [sys.executable, "-m", program])
 
     status = follow_process(connection, pid)
+
     # The parent of this process sees the exit code of the fork, or the signal that ended it.
     if not os.WIFSIGNALED(status):
         os._exit(os.WEXITSTATUS(status))

@@ -112,6 +112,7 @@ class ForkServer:
     def _start_server(self) -> None:
         self._is_up = False
         self._bound = bound_variables(os.environ)
+
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(str(self.address))
             listener.listen(1024)  # requests wait until the server has imported
@@ -241,6 +242,7 @@ def run_program(launcher: socket.socket, request: ForkRequest) -> None:
     Sends the process id to the launcher at the start, and the program's status at the end.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
     # Not ignored, as programs that a component starts would inherit that, and SIGTERM is how the component ends them.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
 

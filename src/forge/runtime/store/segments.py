@@ -156,6 +156,7 @@ class Segments:
         length = max(size, 1)  # bytes: an empty file cannot be mapped
         if os.fstat(file).st_size >= length:
             return
+
         try:
             try:
                 os.posix_fallocate(file, 0, length)
@@ -184,6 +185,7 @@ class Segments:
 
     # Return the bytes of a segment in use, uint8; the most recent MAX_MAPPED segments stay mapped.
     def _map_segment(self, name: str) -> Tensor:
+        # The bytes of a segment, mapped once; mappings that were not used for long are dropped.
         self.forget()
         with self._mapping:
             memory = self._maps.pop(name, None)

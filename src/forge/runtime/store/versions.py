@@ -119,6 +119,7 @@ class VersionStore(Store):
         """
         if not self.root.is_dir():
             raise FileNotFoundError(f"the weight store {self.root} was removed")
+
         part = RankPart.of_value(key, value, version, dtype)
 
         # The segment stays locked until the version is published or has failed: no other process may reuse it before.
@@ -327,6 +328,7 @@ class VersionStore(Store):
     def _referenced_segments(self) -> set[str]:
         """Return the names of the segments of all published versions; segments being written are locked instead."""
         segments: set[str] = set()
+
         # Only files that are new since the last call are read.
         known = self._segments_of
         self._segments_of = {}
@@ -359,6 +361,7 @@ class VersionStore(Store):
             name = f"key-{quote(key, safe='')}"
         except UnicodeEncodeError:
             raise ValueError(f"a key must be Unicode text, got {key!r:.80}") from None
+
         if len(name) > MAX_NAME:
             raise ValueError(
                 f"the key {key[:20]!r}... is too long: its folder's name has {len(name)} characters, of at most "
