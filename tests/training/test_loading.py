@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from forge.runtime.store import VersionStore
 from forge.training import policy as training_policy
 from forge.training.distributed import Ranks
-from forge.training.loading import fill_model, on_meta
+from forge.training.loading import build_on_meta, fill_model
 from forge.training.settings import SPLIT_BY_NAME, Parallelism
 from tests.training import layouts
 from tests.training.cases import FAMILIES, TOKENIZER, make_trainer, write_classifier, write_model
@@ -71,16 +71,16 @@ def both(ranks: Ranks, model: Path, **settings: Any) -> dict[str, Any]:
     seen: list[bool] = []
 
     def watched(*args: Any, **kwargs: Any) -> Any:
-        seen.append((found := on_meta(*args, **kwargs)) is not None)
+        seen.append((found := build_on_meta(*args, **kwargs)) is not None)
         return found
 
     try:
-        training_policy.on_meta = watched
+        training_policy.build_on_meta = watched
         parts = state(ranks, model, **settings)
-        training_policy.on_meta = lambda *args, **kwargs: None
+        training_policy.build_on_meta = lambda *args, **kwargs: None
         return {"parts": parts, "whole": state(ranks, model, **settings), "sharded first": seen}
     finally:
-        training_policy.on_meta = on_meta
+        training_policy.build_on_meta = build_on_meta
 
 
 def scenarios(
@@ -160,15 +160,15 @@ def quantise(folder: Path) -> None:
 )
 def test_unusual_checkpoints_are_left_to_transformers(change: Callable[[Path], Any], tmp_path: Path):
     folder = write_model(tmp_path / "model", "llama")
-    assert on_meta(AutoModelForCausalLM, folder, torch.float32) is not None
+    assert build_on_meta(AutoModelForCausalLM, folder, torch.float32) is not None
     change(folder)
-    assert on_meta(AutoModelForCausalLM, folder, torch.float32) is None
+    assert build_on_meta(AutoModelForCausalLM, folder, torch.float32) is None
 
 
 def test_checkpoint_tensor_of_wrong_shape_raises(written: dict[str, Path], tmp_path: Path):
     folder = write_model(tmp_path / "model", "llama")
     weights = load_file(folder / "model.safetensors")
     write_weights(folder, weights | {"model.norm.weight": torch.zeros(3)})
-    model, _ = on_meta(AutoModelForCausalLM, folder, torch.float32) or (None, None)
+    model, _ = build_on_meta(AutoModelForCausalLM, folder, torch.float32) or (None, None)
     with pytest.raises(ValueError, match=r"tensor 'model.norm.weight' has shape \(3,\), the model has \(32,\)"):
         fill_model(model, folder, torch.device("cpu"))

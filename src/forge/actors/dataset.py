@@ -50,8 +50,8 @@ class DatasetActor(ForgeActor):
             raise ValueError(
                 f"DatasetActor takes the model whose tokenizer it uses first, and then the rows, got {tokenizer!r:.80}"
             )
-        self.tokenizer_path = tokenizer
-        self.kind = kind
+
+        self.tokenizer_path, self.kind = tokenizer, kind
         self.settings = {"path": read_path_or_rows(path), "sources": sources, **dataset}
         check_settings(kind, self.settings)
         self.issued: deque[Sample] = deque(maxlen=remember)
@@ -141,6 +141,7 @@ class DatasetActor(ForgeActor):
             self.issued.extend(state["issued"])
             self.again = deque(state["again"])
             return []
+
         samples = {sample.prompt.index: sample for sample in [*state["issued"], *state["again"]]}
         pending = [index for index in range(seen.low, self.dataset.served) if index not in seen]
         self.again = deque(samples[index] for index in pending if index in samples)
@@ -158,6 +159,7 @@ class DatasetActor(ForgeActor):
     def _take_next(self, endpoint: str, kind: Kind) -> Any:
         if self.kind != kind:
             raise ValueError(f"{endpoint} needs a dataset of kind {kind}; this one is of {self.kind}")
+
         skipped = self.dataset.skipped
         try:
             item = next(self.dataset)

@@ -98,6 +98,7 @@ class Generator(ForgeActor):
             raise ValueError(
                 f"a generator over {options.procs} processes is within one host, in no share: leave hosts and share out"
             )
+
         gpus = options.procs if options.with_gpus else 1
         options = Options(**{**options, "procs": 1, "gpus_per_proc": gpus, "hosts": None})
         return options, kwargs | {"vllm": settings.vllm}
@@ -117,6 +118,7 @@ class Generator(ForgeActor):
         self.architecture = model_config(self.model)
         self.tokenizer = open_tokenizer(self.model)
         self.special = frozenset(self.tokenizer.all_special_ids)
+
         device = None
         if self.settings.engine == "embedded" and (kind := find_accelerator()):
             # A process that is shared with a trainer sees the devices of all of these processes.
@@ -150,24 +152,27 @@ class Generator(ForgeActor):
             submitted = self.engine.submit(self._token_ids(prompt), settings, priority=priority)
             completions = await asyncio.wrap_future(submitted)
         self._check_current()
-        texts = self.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
+
+        token_ids = [completion.token_ids for completion in completions]
+        texts = self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
         for completion, text in zip(completions, texts, strict=True):
             completion.text, completion.sampled_by = text, str(self.context)
 
         # The prompt is computed once for all completions; each of their tokens attends to it and to those before.
         prompt_length = len(completions[0].prompt_ids)
-        lengths = [len(completion.token_ids) for completion in completions]
+        lengths = list(map(len, token_ids))
         attended = count_causal(prompt_length) + sum(count_causal(length, prompt_length) for length in lengths)
         flops = forward_flops(self.architecture, prompt_length + sum(lengths), attended, sum(lengths))
         record_metric("generator/tokens", sum(lengths), Reduce.SUM)
+        record_metric("generator/flops", flops, Reduce.SUM)
 
         # The share of special tokens within answers. The one that ends an answer is expected, and does not count.
         for completion in completions:
-            ids = completion.token_ids[: -1 if completion.finish == "stop" else None]
-            if ids:
-                record_metric("generation/special_tokens", sum(token in self.special for token in ids) / len(ids))
+            answer_ids = completion.token_ids[: -1 if completion.finish == "stop" else None]
+            if answer_ids:
+                special_count = sum(token in self.special for token in answer_ids)
+                record_metric("generation/special_tokens", special_count / len(answer_ids))
 
-        record_metric("generator/flops", flops, Reduce.SUM)
         return completions[0] if n is None else completions
 
     @endpoint
@@ -299,6 +304,7 @@ class Generator(ForgeActor):
         with self.loading:
             if number < self.loaded:
                 return None
+
             with store.open(self.weights_key, version) as snapshot:
                 tensors = snapshot.tensors()
                 if has_adapters(snapshot.manifest.by_name):
@@ -306,6 +312,7 @@ class Generator(ForgeActor):
                     read = read_checkpoint if is_plain else resolve("forge_families.weights:read_parameters", "model")
                     tensors = merge_adapters(read(Path(self.model)), dict(tensors))
                 swapped = self.engine.update_weights(tensors, version, snapshot.digest)
+
             self.loaded = number
             return snapshot.digest, swapped
 

@@ -23,8 +23,7 @@ class Identities:
     """
 
     def __init__(self, store: Store, key: str = POLICY) -> None:
-        self._store = store
-        self._key = key
+        self._store, self._key = store, key
         self._published: dict[int, set[str]] = {}
 
     def check(self, batch: Batch) -> None:
@@ -40,6 +39,7 @@ class Identities:
         for origin in batch.origins:
             if origin.version < 0 or origin.identity in self._published.get(origin.version, ()):
                 continue
+
             self._published = self._store.identities(self._key)  # again: the version may be new
             identities = self._published.get(origin.version, set())
             # A token without an identity passes if its version has none either.
@@ -68,6 +68,7 @@ class Identities:
             return f"{claim}, but not with which weights"
         if origin.version not in self._published:
             return f"{claim}, which was never published (there are {sorted(self._published) or 'none'})"
+
         same_weights = [version for version, digests in self._published.items() if origin.identity in digests]
         if not same_weights:
             return f"{claim}, but its weights (checksum {origin.identity}) were never published"

@@ -27,9 +27,7 @@ class Ledger:
     """
 
     def __init__(self, owner: ForgeActor, path: str | None, *, lost: str) -> None:
-        self._owner = owner
-        self._path = path
-        self._lost = lost
+        self._owner, self._path, self._lost = owner, path, lost
         self.records = 0  # number of records in the journal, which marks its present end for `rebase`
         self._answers: dict[str, Any] = {}  # by request id
 

@@ -30,11 +30,6 @@ def controller_store(store: Any) -> Store | None:
     return store.store if hasattr(store, "connect") else store
 
 
-def publish_by(store: Store, trainer: Service, key: str = POLICY) -> None:
-    """Register a trainer as the publisher of `key`: it publishes versions that the store does not have, on demand."""
-    store.publishers = {**store.publishers, key: trainer.publish_step.call}
-
-
 def publish_before_updates(store: Store, generators: Service, key: str = POLICY) -> None:
     """Before each update of the generators, have the trainer publish the version if the store does not have it."""
 

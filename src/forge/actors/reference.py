@@ -38,8 +38,7 @@ class ReferenceModel(ForgeActor):
         **settings: Any,
     ) -> None:
         check_model_name(model)
-        self.model = model
-        self.temperature = temperature
+        self.model, self.temperature = model, temperature
         self.passes = PassSettings(**settings)
         self.sharded = sharded
         self.layout = Parallelism(**(parallelism or {}))
@@ -73,10 +72,10 @@ class ReferenceModel(ForgeActor):
         self.dtype = dtype = resolve_dtype(self.passes.dtype, self.ranks.device)
         self.rounded = self.sharded or self.ranks.mesh is not None
         weights_dtype = dtype if self.rounded else getattr(torch, self.passes.weights_dtype)
-        built = build_policy(
+        loaded_policy = build_policy(
             self.model, "policy", self.ranks, seq_len=self.passes.seq_len, dtype=dtype, weights_dtype=weights_dtype
         )
-        self.policy = built.requires_grad_(False).eval()
+        self.policy = loaded_policy.requires_grad_(False).eval()
         if dtype == torch.bfloat16 and not self.rounded:
             round_products(self.policy, dtype)
 
@@ -98,7 +97,7 @@ class ReferenceModel(ForgeActor):
             batch = replace(batch, experts=None)  # recorded routing of the policy, which is another model
             with nullcontext() if self.rounded else precision_context(self.ranks, self.dtype):
                 logprobs = score_tokens(
-                    lambda parts: (self.policy(part, self.temperature).logprobs for part in parts),
+                    lambda micro_batches: (self.policy(micro, self.temperature).logprobs for micro in micro_batches),
                     batch,
                     max_tokens=self.passes.seq_len,
                     ranks=self.ranks,

@@ -76,12 +76,11 @@ class ReplayBuffer(ForgeActor):
 
         if order not in ("fifo", "random"):
             raise ValueError(f"order must be fifo or random, got {order!r}")
-        self.capacity = capacity
-        self.order = order
-        self.replace = replace
+
+        self.capacity, self.order, self.replace = capacity, order, replace
+        self.batch_size, self.steps = batch_size, steps
+        self.keep_dropped, self.keep_outcomes = keep_dropped, keep_outcomes
         self.staleness = Staleness(max_policy_age)
-        self.batch_size = batch_size
-        self.steps = steps
 
         self.served = start
         self.is_advanced = False  # whether `advance` was ever called
@@ -92,10 +91,7 @@ class ReplayBuffer(ForgeActor):
         self.outcomes: dict[int, list[float]] = {}  # of groups since `take_outcomes`
         self.random = random.Random(seed)
         self.version = 0  # the weights that train next: an item that is too old for them stays too old
-
         self.replaced = 0
-        self.keep_dropped = keep_dropped
-        self.keep_outcomes = keep_outcomes
         self.kept = list[tuple[str, Group]]()
         self.changed = asyncio.Condition()
 
@@ -127,13 +123,15 @@ class ReplayBuffer(ForgeActor):
         async with self.changed:
             while (reason := self._reason_to_drop(item)) is None and len(self.items) >= self.capacity:
                 await self.changed.wait()
+
             index = _item_index(item)
             if index is not None and reason != "repeated":
                 self.seen.add(index)
                 # Also those of dropped groups: a prompt that all answers solve has no signal, but an outcome.
                 if self.keep_outcomes:
                     # 1.0 for a right episode, 0.0 for a wrong one; the reward where `info` does not judge it.
-                    outcomes = (each.info.get("correct", each.outcome) for each in getattr(item, "episodes", [item]))
+                    episodes = getattr(item, "episodes", [item])
+                    outcomes = (episode.info.get("correct", episode.outcome) for episode in episodes)
                     self.outcomes[index] = [float(outcome) for outcome in outcomes if outcome is not None]
 
             if reason is not None:
@@ -165,12 +163,15 @@ class ReplayBuffer(ForgeActor):
         """
         if batch_size > self.capacity:
             raise ValueError(f"a batch of {batch_size} can never be drawn from a buffer of {self.capacity}")
+
         async with self.changed:
             self._drop_expired(version)
+
             # In a loop that never calls `advance`, the weights that train next are the served ones.
             if not self.is_advanced:
                 self.served = max(self.served, version)
                 self.changed.notify_all()
+
             with phase("wait_for_batch"):
                 await self.changed.wait_for(lambda: len(self.items) >= batch_size)
             if self.order == "random":
@@ -319,6 +320,7 @@ def _keep_scored(item: Item) -> Item | None:
         return item if item.reward is not None else None
     if not isinstance(item, Group):
         return item  # an item of the caller's own class, which the caller has judged
+
     scored = [i for i, episode in enumerate(item.episodes) if episode.reward is not None]
     all_counts = Counter(episode.policy for episode in item.episodes)
     scored_counts = Counter(item.episodes[i].policy for i in scored)

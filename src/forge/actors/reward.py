@@ -36,16 +36,17 @@ class RewardActor(ForgeActor):
         weights: Sequence[float] | None = None,
         names: Sequence[str] | None = None,
     ) -> None:
-        self.verifiers = verifiers
-        self.weights = weights
-        self.names = names
+        self.verifiers, self.weights, self.names = verifiers, weights, names
+        self.accuracy = load_reward(accuracy) if isinstance(accuracy, str) else accuracy
         self.scorers = list[Any]()
-        for number, item in enumerate(functions or ()):
+
+        # A function's name, a mapping `{use: package.module:Class, ...}`, or the function or verifier itself.
+        for index, item in enumerate(functions or ()):
             scorer = load_reward(item) if isinstance(item, str) else item
             if isinstance(scorer, Mapping):
-                scorer = load_plugin(scorer, f"reward.functions[{number}]")
+                scorer = load_plugin(scorer, f"reward.functions[{index}]")
             self.scorers.append(scorer)
-        self.accuracy = load_reward(accuracy) if isinstance(accuracy, str) else accuracy
+
         if verifiers is None:
             Reward(self.scorers, self.accuracy, weights, names)  # a wrong part raises here, before a process starts
 

@@ -55,10 +55,12 @@ class Staleness:
         """
         if self.max_policy_age is None:
             return
+
         versions = batch.versions[batch.mask]
         known_versions = versions[versions >= 0]
         if not len(known_versions):
             return
+
         oldest = int(known_versions.min())
         newest = int(known_versions.max())
 

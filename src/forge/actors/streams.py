@@ -40,6 +40,7 @@ class Streams:
         stream = _Stream(asyncio.get_running_loop())
         stream.future = self.engine.submit(prompt_ids, sampling, priority=priority, listener=stream.tell)
         stream.future.add_done_callback(stream.ended)
+
         # Random, and not counted: a session moves to another generator if its own is lost, and must not find another
         # stream of this number there.
         number = secrets.randbits(63) if number is None else number
@@ -98,12 +99,14 @@ class _Stream:
             self.loop.call_soon_threadsafe(self._end_stream)
 
     async def next(self) -> list[tuple[int, Completion]]:
+        # Return new tokens by sample, as soon as there are some; none after WAIT seconds.
         self.last_read = time.monotonic()
         try:
             async with asyncio.timeout(WAIT):
                 await self.is_readable.wait()
         except TimeoutError:
             return []
+
         pieces = self._take_some()
         if not self.done and not self.pieces:
             self.is_readable.clear()
@@ -122,6 +125,7 @@ class _Stream:
             piece = self.pieces.pop(sample)
             size = len(piece.token_ids)
             logprobs_per_token = 1 + max(map(len, piece.top_logprobs), default=0)
+
             # At least one token, so that every call makes progress; a piece may be empty and only say the finish.
             count = min(size, max(1, budget // logprobs_per_token))
             budget -= max(1, count) * logprobs_per_token
@@ -129,6 +133,7 @@ class _Stream:
             if count < size:
                 self.pieces[sample] = slice_completion(piece, count, size)
                 break
+
         return pieces
 
     def _take_piece(self, sample: int, piece: Completion) -> None:

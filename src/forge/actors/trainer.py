@@ -21,7 +21,7 @@ from ..training.settings import OptimizerSettings, Parallelism, PolicySettings
 from ..types import Batch, Episode, Group
 from .identity import POLICY, Identities
 from .ledger import Ledger
-from .publication import connect_store, controller_store, publish_by
+from .publication import connect_store, controller_store
 from .staleness import Staleness
 
 if TYPE_CHECKING:
@@ -102,8 +102,7 @@ class Trainer(ForgeActor):
         self.layout = Parallelism(**(parallelism or {}))
         self.settings = settings
         self.staleness = Staleness(max_policy_age)
-        self.report = report
-        self.colocated = colocated
+        self.report, self.colocated = report, colocated
 
         self.unit = getattr(loss, "unit", 1)
         if self.aggregation != loss_aggregation and getattr(loss, "fixed_aggregation", False):
@@ -126,10 +125,11 @@ class Trainer(ForgeActor):
 
     @classmethod
     def started(cls, service: Service, kwargs: Mapping[str, Any]) -> None:
-        """Register the trainer as the store's publisher of its versions, see `forge.actors.publication`."""
+        """Register the trainer as the store's publisher: it publishes versions that the store does not have."""
         store = controller_store(kwargs.get("store"))
         if store is not None:
-            publish_by(store, service, kwargs.get("weights_key", POLICY))
+            key = kwargs.get("weights_key", POLICY)
+            store.publishers = {**store.publishers, key: service.publish_step.call}
 
     def setup(self) -> None:
         """Join the process group, and load model and optimizer."""
@@ -225,8 +225,8 @@ class Trainer(ForgeActor):
 
         # Of all tokens, attended tokens and predicted tokens. 3: both passes together cost three forward passes.
         lengths = batch.lengths.astype(float)
-        work = float(lengths.sum()), float((lengths * (lengths + 1) / 2).sum()), float(batch.mask.sum())
-        results["flops"] = 3 * self.trainer.passes.epochs * forward_flops(self.architecture, *work)
+        token_counts = float(lengths.sum()), float((lengths * (lengths + 1) / 2).sum()), float(batch.mask.sum())
+        results["flops"] = 3 * self.trainer.passes.epochs * forward_flops(self.architecture, *token_counts)
         metrics = {f"{self.report}/{name}": value for name, value in results.items()}
 
         # Recorded after the step, not before it: a batch that kills the trainer must not kill its replacements as well.
@@ -383,15 +383,18 @@ class Trainer(ForgeActor):
             return pack_tensors(items, targets, **settings)
         if isinstance(items, Batch):
             return items
+
         algorithm: Any = self.loss  # it computes the advantages of groups, if it is an algorithm
         if hasattr(algorithm, "advantages") and all(isinstance(item, Group) for item in items):
             from ..training.credit import make_batch
 
             return make_batch(items, algorithm, self.trainer.step, **settings)
-        episodes = [e for item in items for e in (item.episodes if isinstance(item, Group) else [item])]
-        for episode in episodes:
-            if episode.advantage is None:
-                if episode.outcome is None:
-                    raise ValueError("an episode without a reward cannot be trained on: drop it, or score it first")
-                episode.advantage = episode.outcome
+
+        episodes: list[Episode] = []
+        for item in items:
+            episodes += item.episodes if isinstance(item, Group) else [item]
+        for episode in (episode for episode in episodes if episode.advantage is None):
+            if episode.outcome is None:
+                raise ValueError("an episode without a reward cannot be trained on: drop it, or score it first")
+            episode.advantage = episode.outcome
         return pack(episodes, **settings)

@@ -62,7 +62,7 @@ def leave_one_out(rewards: Sequence[float]) -> list[float]:
     >>> leave_one_out([1.0, 0.0, 0.0])
     [1.0, -0.5, -0.5]
     """
-    return [c * len(rewards) / (len(rewards) - 1) for c in _subtract_mean(rewards)]
+    return [centred * len(rewards) / (len(rewards) - 1) for centred in _subtract_mean(rewards)]
 
 
 def against_batch(groups: Sequence[Sequence[float]]) -> list[list[float]]:

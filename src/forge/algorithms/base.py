@@ -210,11 +210,13 @@ class Algorithm:
         (with a correction): a bound of the correction changed the token's importance weight.
         """
         old = self._old_logprobs(logprobs, behaviour_logprobs, proximal_logprobs, weights)
-        clipped = self.clipped(self.ratio(logprobs, old, weights, sequences), advantages)
-        metrics = {} if clipped is None else {"clip_fraction": clipped.float()}
+        is_clipped = self.clipped(self.ratio(logprobs, old, weights, sequences), advantages)
+        metrics = {} if is_clipped is None else {"clip_fraction": is_clipped.float()}
+
         if self.correction is not None:
             importance = self.correction.ratio(old, behaviour_logprobs, weights, sequences)
             metrics["correction_fraction"] = (self.correction.bounded(importance) != importance).float()
+
         return metrics
 
     def _old_logprobs(self, logprobs: Tensor, behaviour: Tensor, proximal: Tensor | None, weights: Tensor) -> Tensor:
@@ -240,6 +242,7 @@ class OwnLoss(Algorithm):
 
     def __post_init__(self) -> None:
         call = getattr(self.function, "forward", self.function)
+
         # `beta` is a setting, an attribute of a module, or the default of a parameter.
         parameters = inspect.signature(call).parameters
         default = getattr(self.function, "beta", parameters["beta"].default if "beta" in parameters else None)

@@ -45,13 +45,17 @@ class BradleyTerryLoss:
                 sequence.
         """
         scores = where_trained(values, weights)
+
         # Sums over a sequence would add up several scores.
         if (sequence_sums((weights != 0).float(), sequences) > 1).any():
             raise ValueError("a sequence has several trained tokens: a score is read at one, its last (as_scores)")
+
         chosen, rejected = sum_pairs(scores, sequences)
         loss = -F.logsigmoid(chosen - rejected) + self.center * (chosen + rejected) ** 2
+        pair_weights = torch.stack(sum_pairs(weights, sequences)).sum(0)
+
         # The second term is 0: it connects the loss of a micro-batch without pairs with the graph.
-        return weighted_sum(loss, torch.stack(sum_pairs(weights, sequences)).sum(0)) + 0.0 * scores.sum()
+        return weighted_sum(loss, pair_weights) + 0.0 * scores.sum()
 
     @torch.no_grad()
     def metrics(self, values: Tensor, weights: Tensor, sequences: Tensor | None = None) -> dict[str, Tensor]:

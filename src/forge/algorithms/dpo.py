@@ -52,13 +52,14 @@ class DPOLoss:
             ValueError: an odd number of sequences, or packed tokens without `sequences`.
         """
         chosen, rejected = self._implicit_rewards(logprobs, ref_logprobs, weights, sequences)
+
         # The losses of both labels, in the shares that smoothing assumes.
         margin = chosen - rejected
-        smoothing = self.label_smoothing
-        loss = -(1.0 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
-        weight = torch.stack(sum_pairs(weights, sequences)).sum(0)
+        loss = -(1.0 - self.label_smoothing) * F.logsigmoid(margin) - self.label_smoothing * F.logsigmoid(-margin)
+        pair_weights = torch.stack(sum_pairs(weights, sequences)).sum(0)
+
         # The second term is 0: it connects the loss of a micro-batch without pairs with the graph.
-        return weighted_sum(loss, weight) + 0.0 * where_trained(logprobs, weights).sum()
+        return weighted_sum(loss, pair_weights) + 0.0 * where_trained(logprobs, weights).sum()
 
     @torch.no_grad()
     def metrics(

@@ -29,18 +29,21 @@ def gae(
     Returns:
         (advantages [batch, seq], returns [batch, seq]), 0 where `mask` is 0.
     """
-    trained = mask.bool()
-    rewards, values = (torch.where(trained, x, torch.zeros_like(x)) for x in (rewards, values))
+    is_trained = mask.bool()
+    rewards, values = (torch.where(is_trained, x, torch.zeros_like(x)) for x in (rewards, values))
     advantages = torch.zeros_like(values)
+
     # From the last token to the first; tokens that the policy did not write pass both on unchanged.
     next_advantage = next_value = torch.zeros_like(values[:, 0])
     for t in reversed(range(values.shape[1])):
         delta = rewards[:, t] + discount * next_value - values[:, t]
         advantage = delta + discount * trace * next_advantage
-        advantages[:, t] = torch.where(trained[:, t], advantage, torch.zeros_like(advantage))
-        next_advantage = torch.where(trained[:, t], advantage, next_advantage)
-        next_value = torch.where(trained[:, t], values[:, t], next_value)
-    return advantages, torch.where(trained, advantages + values, torch.zeros_like(values))
+        advantages[:, t] = torch.where(is_trained[:, t], advantage, torch.zeros_like(advantage))
+        next_advantage = torch.where(is_trained[:, t], advantage, next_advantage)
+        next_value = torch.where(is_trained[:, t], values[:, t], next_value)
+
+    returns = torch.where(is_trained, advantages + values, torch.zeros_like(values))
+    return advantages, returns
 
 
 def whiten_values(values: Tensor, *, epsilon: float = 1e-8) -> Tensor:

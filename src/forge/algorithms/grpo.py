@@ -55,5 +55,5 @@ class SimpleGRPOLoss(nn.Module):
         """Return the loss, a scalar. All tensors are [batch, seq]; `weights` replace the default aggregation."""
         weights = sequence_mean_weights(padding_mask) if weights is None else weights
         logprobs = where_trained(logprobs, weights)
-        ratio = torch.exp(logprobs - logprobs.detach())
+        ratio = torch.exp(logprobs - logprobs.detach())  # its value is 1; its gradient is the log-probability's
         return weighted_sum(self.beta * kl_k3(logprobs, ref_logprobs) - ratio * advantages, weights)

@@ -53,6 +53,7 @@ def load_algorithm(algorithm: Any, *, known: Iterable[str] = (), **settings: Any
         ValueError: the name is unknown, a setting is unknown or missing, or a value is out of its range.
     """
     subject = f"algorithm {algorithm}" if isinstance(algorithm, str) else "algorithm"
+
     # A name of this library, or a path to an object elsewhere.
     if isinstance(algorithm, str) and algorithm not in ALGORITHMS and ":" not in algorithm:
         similar = difflib.get_close_matches(algorithm, ALGORITHMS, n=1, cutoff=0.5)
@@ -92,6 +93,7 @@ def load_algorithm(algorithm: Any, *, known: Iterable[str] = (), **settings: Any
     call = getattr(target, "forward", target)
     if not callable(call):
         raise ValueError(f"{subject} cannot be called with the tensors of a batch: write a function or an Algorithm")
+
     parameters = [
         p for p in inspect.signature(call).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
@@ -122,6 +124,7 @@ def setting_names(algorithm: Any) -> frozenset[str]:
             target = ALGORITHMS[algorithm] if algorithm in ALGORITHMS else resolve(algorithm, "algorithm")
         except ValueError:
             return frozenset()
+
     if inspect.isclass(target) and "__dataclass_fields__" in vars(target):
         return frozenset(vars(target)["__dataclass_fields__"])
     return frozenset(inspect.signature(target).parameters) if callable(target) else frozenset()

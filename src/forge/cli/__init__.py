@@ -72,6 +72,7 @@ def make_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     called = words[0] if words else None
     if called in points or called in commands.choices:
         points = {name: path for name, path in points.items() if name == called}
+
     for name, path in sorted(points.items()):
         try:
             import_module(path).add_to(commands)

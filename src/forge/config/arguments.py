@@ -107,6 +107,7 @@ def read(cls: type[T], path: Path, overrides: Sequence[tuple[str, str]] = ()) ->
     values = read_file(path)
     for name, text in overrides:
         _set_value(values, cls, name, text)
+
     # Secrets in the config.yaml of a run are masked: with "***" a service would fail late, with another error.
     names = [*masked_names(values)]
     if names:
@@ -125,20 +126,22 @@ def _parse_override(text: str, hint: Type) -> Json:
     Args:
         hint: the type of the setting; Any if unknown.
     """
-    types = plain_types(hint)
-    quoted = len(text) > 1 and text.strip()[:1] + text.strip()[-1:] in ("''", '""', "[]", "{}")
-    if re.search(r"(^|\s)#", text) and not quoted:
+    accepted_types = plain_types(hint)
+    is_quoted = len(text) > 1 and text.strip()[:1] + text.strip()[-1:] in ("''", '""', "[]", "{}")
+    if re.search(r"(^|\s)#", text) and not is_quoted:
         return text
+
     try:
         value = yaml.load(text, Loader=Loader)
     except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that does not exist
         return text
-    if object in types:
+
+    if object in accepted_types:
         # YAML reads {a} as {a: null}, which is more probably meant as text.
         return text if isinstance(value, dict) and value and ":" not in text else value
     if isinstance(value, str):
-        return value if quoted else text  # unquoted the text itself, as YAML would join its lines
-    return text if str in types and type(value) not in types else value
+        return value if is_quoted else text  # unquoted the text itself, as YAML would join its lines
+    return text if str in accepted_types and type(value) not in accepted_types else value
 
 
 def read_file(path: Path) -> dict[str, Json]:
@@ -151,10 +154,12 @@ def read_file(path: Path) -> dict[str, Json]:
         similar = difflib.get_close_matches(path.stem, files, n=1, cutoff=0.7)  # as in `hint_nearest`
         hint = f"; did you mean {files[similar[0]]}?" if similar else ""
         raise ConfigError(f"configuration file {path} does not exist{hint}")
+
     try:
         values = read_yaml(path)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
     if not isinstance(values, dict | None):
         raise ConfigError(f"{path} must be a mapping of keys to values, got {without_secrets(values)!r:.80}")
     return values or {}
@@ -168,12 +173,14 @@ def _set_value(values: dict[str, Json], cls: type, name: str, text: str) -> None
         path = ["services", *path]
     hint = _find_type(cls, path)
     value = _parse_override(text, Any if hint is None else hint)
+
     for key in path[:-1]:
         if values.get(key) is None:  # a section that the file omits, or sets to null
             values[key] = {}
         values = values[key]
         if not isinstance(values, dict):
             raise ConfigError(f"--{name}: {key!r} is a value, not a section")
+
     values[path[-1]] = value
 
 

@@ -28,7 +28,9 @@ def hint_nearest(name: object, names: Iterable[object], *, list_all: bool = True
     """
     if isinstance(name, bool):
         return "; YAML reads a bare yes, no, on or off as true or false: quote the key"
+
     options = [str(option) for option in names]
+
     # At difflib's default, 0.6, `deepspeed` is close to `seed` and `lr` to `lora`; a wrong letter is above 0.8.
     close = difflib.get_close_matches(str(name), options, n=1, cutoff=0.7)
     if len(str(name)) > 2:
@@ -69,6 +71,7 @@ def resolve(name: str, kind: str, home: str | None = None) -> Object:
     module, colon, attribute = name.rpartition(":")
     if not colon and home is None:
         raise ValueError(f"{kind} {name!r} is unknown: write package.module:Name")
+
     try:
         return getattr(importlib.import_module(module or str(home)), attribute)
     except (ImportError, AttributeError, SyntaxError) as error:
@@ -117,6 +120,7 @@ def construct(
         raise ValueError(
             f"unknown key {f'{key}.{unknown[0]}'!r}{nearest_setting(unknown[0], [*parameters, *more_keys])}"
         )
+
     missing = [name for name, p in parameters.items() if p.default is p.empty and name not in settings]
     if missing:
         raise ValueError(f"{f'{key}.{missing[0]}'!r} must be set")
@@ -155,6 +159,7 @@ def load_plugin(item: Mapping[str, Json], key: str, kind: str = "verifier") -> O
         raise ValueError(
             f"{key} must have `use: package.module:Name` besides its settings, got {without_secrets(dict(item))!r:.80}"
         )
+
     settings = {str(name): value for name, value in item.items() if name != "use"}
     try:
         target = resolve(item["use"], kind)

@@ -79,6 +79,7 @@ class Section(BaseModel, metaclass=_OneLineErrors):
         """Return the values with inner sections filled up from the defaults of their fields."""
         if not isinstance(values, dict):
             return values
+
         values = cls.canonical(values)
         filled: dict[str, Json] = {}
         for key, field in keys_of(cls).items():
@@ -178,6 +179,7 @@ def plain_types(hint: Type) -> set[type]:
         return plain_types(typing.get_args(hint)[0])
     if typing.get_origin(hint) is typing.Literal:
         return {type(choice) for choice in typing.get_args(hint)}
+
     kind: Any = typing.get_origin(hint) or hint
     if isinstance(kind, type) and issubclass(kind, Section):
         return {dict}
@@ -318,8 +320,10 @@ def _describe_form(section_key: str, hint: Type, value: object = None) -> str:
     section = section_in(hint)
     if section is None or not section_key or typing.get_origin(hint) in (list, dict):
         return ""
+
     keys = keys_of(section)
-    key = next((key for key, field in keys.items() if field.is_required()), next(iter(keys)))
+    required_keys = (key for key, field in keys.items() if field.is_required())
+    key = next(required_keys, next(iter(keys)))
     text = value if isinstance(value, str) and str in plain_types(keys[key].annotation) else "..."
     return f": write {section_key}: {{{key}: {text}}}, or --{section_key}.{key} {text} on the command line"
 

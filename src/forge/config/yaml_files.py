@@ -33,6 +33,7 @@ def parse_yaml(text: str, path: Path) -> Json:
     # Copied from a page that lost its spaces, where keys of different sections are duplicates.
     if len(re.findall(r"(?m)^\w+:[ ]*(?:#.*)?$", text)) > 1 and not re.search(r"(?m)^[ \t-]", text):
         raise ValueError(f"{path} has no indented line: indent the keys of each section below it by two spaces")
+
     try:
         return yaml.load(text, Loader=Loader)
     except yaml.reader.ReaderError as error:

@@ -66,6 +66,7 @@ class ChatFormat:
         key: str = "chat_template",
     ) -> None:
         self.tokenizer, self.options, self.thoughts = tokenizer, dict(options or {}), thoughts
+
         # A text with braces is itself a template, any other text the path of one.
         self._own_template = not isinstance(template, str)
         if isinstance(template, str):
@@ -83,10 +84,12 @@ class ChatFormat:
             )
 
         self._special = SpecialTokens(tokenizer)
+
         # Of this format and of those with more arguments: the tokenizer for `encode`, once it is used, and the orders
         # of roles that the template writes in full.
         self._shared: dict[str, Any] = {"shapes": set()}
         self._begin_text()
+
         # A template ignores what it does not know. Tools that it does not read are another matter.
         unread = [name for name in self.options if name != "tools" and not re.search(rf"\b{name}\b", self.template)]
         if unread:
@@ -110,7 +113,7 @@ class ChatFormat:
         ]
         return None if self._own_template and not defaults else "".join(defaults) + self.template
 
-    def of_row(
+    def with_row(
         self, row: Row, messages: Sequence[Message], read: Container[str] = ()
     ) -> tuple[list[Message], ChatFormat]:
         """Return the messages of a row after its system message, and the format that also has the row's tools and
@@ -131,6 +134,7 @@ class ChatFormat:
         """
         if not options:
             return self
+
         _ = self.stop_ids  # cached before copying, so that all copies share them
 
         # Only what depends on the arguments is made again.
@@ -173,24 +177,25 @@ class ChatFormat:
         """Check that the template writes every message that is not the assistant's. ValueError: it omits one."""
         roles = [message["role"] if str(message["content"] or "").strip() else "" for message in conversation]
         shape = ("tools" in self.options, *roles)
-        shapes: set[tuple[bool | str, ...]] = self._shared["shapes"]
-        if shape in shapes:
+        written_shapes: set[tuple[bool | str, ...]] = self._shared["shapes"]
+        if shape in written_shapes:
             return
-        # Words that no template has by itself, in place of what the messages say.
-        words = {i: f"qz{i}said" for i, role in enumerate(roles) if role not in ("", "assistant")}
-        trial = [{**m, "content": words[i]} if i in words else m for i, m in enumerate(conversation)]
+
+        # Words that no template has by itself, instead of what the messages say.
+        marker_words = {i: f"qz{i}said" for i, role in enumerate(roles) if role not in ("", "assistant")}
+        trial = [{**m, "content": marker_words[i]} if i in marker_words else m for i, m in enumerate(conversation)]
         try:
             text = self._render_text(self._written(trial))
         except ValueError:  # the same error, or one about the words, follows from the conversation itself
             return
 
-        if lost := [i for i, word in words.items() if word not in text]:
+        if omitted := [i for i, word in marker_words.items() if word not in text]:
             raise ValueError(
-                f"message {lost[0] + 1}: the chat template omits a message of the role {roles[lost[0]]} there: "
+                f"message {omitted[0] + 1}: the chat template omits a message of the role {roles[omitted[0]]} there: "
                 "take one that writes it"
             )
-        if len(shapes) < _MAX_SHAPES:
-            shapes.add(shape)
+        if len(written_shapes) < _MAX_SHAPES:
+            written_shapes.add(shape)
 
     def _render_text(self, conversation: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         options = {**self.options, "tokenize": False, "add_generation_prompt": add_generation_prompt}
@@ -219,6 +224,7 @@ class ChatFormat:
         if not turns:
             roles = ", ".join(m["role"] + " of weight 0" * (not m.get("trained", True)) for m in conversation)
             raise ValueError(f"no assistant turn to learn from: {roles}")
+
         text = self.render(conversation)
         encoding = self._untrimmed_tokenizer.encode(text, add_special_tokens=False)
 
@@ -277,6 +283,7 @@ class ChatFormat:
 
         if not self.tokenizer.is_fast:
             raise ValueError("conversations need a fast tokenizer, which knows the characters of its tokens")
+
         if "untrimmed" not in self._shared:
             backend = copy.deepcopy(self.tokenizer.backend_tokenizer)  # type: ignore[attr-defined]
             backend.post_processor = processors.ByteLevel(trim_offsets=False)
@@ -306,10 +313,12 @@ class ChatFormat:
         """
         if turn == 0:
             raise ValueError("message 1 is an assistant's, with nothing to answer: omit it, or set train_on: last")
+
         context = self._encode_context(conversation, turn, text)
         upto = text if turn == len(conversation) - 1 else self.render(conversation[: turn + 1])
         if not text.startswith(upto) or not upto.startswith(context):
             raise Rewritten(f"message {turn + 1}: the chat template renders it differently {_REWRITES}")
+
         answer = upto[len(context) :]
 
         if answer == conversation[turn]["content"]:

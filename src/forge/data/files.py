@@ -39,11 +39,13 @@ class Rows(Sequence[Row]):
             raise ValueError(
                 "the dataset has no length: give a list of its rows, such as [*itertools.islice(rows, 1000)]"
             )
+
         first_rows = list(islice(rows, len(rows)))
         for number, row in enumerate(first_rows, 1):
             if not isinstance(row, Mapping):
                 fix = "give mappings of columns, of a pandas table table.to_dict('records')"
                 raise ValueError(f"dataset, row {number} is {row!r:.40}, not a row: {fix}")
+
         self._rows = [
             from_columns(row, rows.features) if hasattr(rows, "features") else dict(row) for row in first_rows
         ]
@@ -104,9 +106,12 @@ def from_columns(row: Row, features: Mapping[str, Any] | None = None) -> Row:
     >>> from_columns({"id": None, "message": {"role": "user", "name": None}})
     {'id': None, 'message': {'role': 'user'}}
     """
-    labels = {name: [*feature.names, None] for name, feature in (features or {}).items() if hasattr(feature, "int2str")}
+    # -1, the unknown label, is an index of the None at the end.
+    class_names = {
+        name: [*feature.names, None] for name, feature in (features or {}).items() if hasattr(feature, "int2str")
+    }
     return {
-        name: labels[name][value] if name in labels and isinstance(value, int) else _drop_nulls(value)
+        name: class_names[name][value] if name in class_names and isinstance(value, int) else _drop_nulls(value)
         for name, value in row.items()
     }
 
@@ -210,15 +215,19 @@ class FileStream:
 
     def __iter__(self) -> Iterator[Row]:
         for file in self._files[self._position["file"] :]:
+            # (number, place in the file, row) of each row after the position.
+            rows: Iterable[tuple[int, int, Any]]
             start, is_lines = self._position["number"], file.suffix == ".jsonl"
-            items = ((number, 0, row) for number, row in enumerate(() if is_lines else _read_items(file), 1))
-            rows = _read_lines(file, start, self._position["place"]) if is_lines else islice(items, start, None)
+            if is_lines:
+                rows = _read_lines(file, start, self._position["place"])
+            else:
+                items = enumerate(_read_items(file), 1)
+                rows = ((number, 0, row) for number, row in islice(items, start, None))
+
             for number, place, row in rows:
                 if not isinstance(row, dict):
-                    raise ValueError(
-                        f"{file}, {'line' if is_lines else 'row'} {number}: a row must be an object, "
-                        f"not {type(row).__name__}"
-                    )
+                    unit = "line" if is_lines else "row"
+                    raise ValueError(f"{file}, {unit} {number}: a row must be an object, not {type(row).__name__}")
                 self._position |= {"number": number, "place": place}
                 yield row
             self._position = {"file": self._position["file"] + 1, "number": 0, "place": 0}
@@ -260,8 +269,8 @@ def _local_path(path: str) -> Path | None:
         return file
     if file.is_file():
         if file.suffix not in _SUFFIXES:
-            way = f"use {', '.join(_SUFFIXES)}, or pass rows from Python, such as those of datasets.load_dataset"
-            raise ValueError(f"{file} has the unknown extension {file.suffix!r}: {way}")
+            fix = f"use {', '.join(_SUFFIXES)}, or pass rows from Python, such as those of datasets.load_dataset"
+            raise ValueError(f"{file} has the unknown extension {file.suffix!r}: {fix}")
         return file
 
     # A misspelt path must not be taken for a hub id.
@@ -293,6 +302,7 @@ def _read_table(file: Path) -> list[Any]:
         columns, *rows = [*filter(None, table)] or [[]]
     except csv.Error as error:
         raise ValueError(f"{file}, line {table.line_num}: {error}") from error
+
     for number, cells in enumerate(rows, 1):
         if len(cells) != len(columns) or len({*columns}) < len(columns):
             raise ValueError(f"{file}, row {number}: {len(cells)} cells for the columns {', '.join(columns)}")
@@ -327,38 +337,39 @@ def _import_datasets(subject: str) -> Any:
 
 
 def _load_dataset(path: str, folder: Path | None, *, split: str, subset: str | None, streaming: bool) -> Any:
+    # A folder that `datasets` wrote.
     subject = path if folder else f"the dataset {path!r} (no such local file or folder, so a Hugging Face id)"
     datasets = _import_datasets(subject)
     if folder and ((folder / "state.json").exists() or (folder / "dataset_dict.json").exists()):
         try:
-            saved = datasets.load_from_disk(str(folder))
+            dataset = datasets.load_from_disk(str(folder))
         except Exception as error:  # a damaged file raises errors of any class
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise ValueError(f"cannot load the dataset {path!r}: {reason}") from error
-        if isinstance(saved, datasets.DatasetDict):
-            if split not in saved:
-                raise ValueError(f"{path} has no split {split!r}: it has {', '.join(saved)}")
-            saved = saved[split]
+            message = " ".join(str(error).split()) or type(error).__name__
+            raise ValueError(f"cannot load the dataset {path!r}: {message}") from error
+        if isinstance(dataset, datasets.DatasetDict):
+            if split not in dataset:
+                raise ValueError(f"{path} has no split {split!r}: it has {', '.join(dataset)}")
+            dataset = dataset[split]
         else:
             check_split(path, split)
-        return saved.to_iterable_dataset() if streaming else saved
+        return dataset.to_iterable_dataset() if streaming else dataset
 
     # A folder of data files, or a hub id.
     source = str(folder) if folder else path
     try:
         if subset is None:
             # Some datasets require a configuration; "main" is the usual name of the default.
-            names = datasets.get_dataset_config_names(source)
-            subset = "main" if len(names) > 1 and "main" in names else None
+            config_names = datasets.get_dataset_config_names(source)
+            subset = "main" if len(config_names) > 1 and "main" in config_names else None
         if folder:
             # Files of text are read here, as datasets would guess types: of 1 and 10**23 it makes 1.0 and 1e23.
             files = datasets.load_dataset_builder(source, subset).config.data_files or {}
-            paths = [Path(file) for file in files.get(split, ())]
+            split_files = [Path(file) for file in files.get(split, ())]
             # A .json file of datasets may also have one object a line.
-            if paths and all(file.suffix in _TEXTS or file.read_bytes()[:1] == b"[" for file in paths):
-                return FileStream(*paths)
+            if split_files and all(file.suffix in _TEXTS or file.read_bytes()[:1] == b"[" for file in split_files):
+                return FileStream(*split_files)
         return datasets.load_dataset(source, subset, split=split, streaming=streaming, trust_remote_code=False)
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
-        reason = " ".join(str(error).split())
-        local = "" if folder else ". If the hub cannot be reached, give a local .jsonl or .parquet file"
-        raise type(error)(f"cannot load the dataset {path!r}: {reason}{local}") from error
+        message = " ".join(str(error).split())
+        hint = "" if folder else ". If the hub cannot be reached, give a local .jsonl or .parquet file"
+        raise type(error)(f"cannot load the dataset {path!r}: {message}{hint}") from error

@@ -43,9 +43,11 @@ class Mixture(Generic[T]):
         numbers = [1.0] * len(sources) if weights is None else list(weights)
         if not sources or len(numbers) != len(sources):
             raise ValueError(f"a mixture needs sources and a weight for each, got {len(sources)} and {len(numbers)}")
+
         for number, weight in enumerate(numbers, 1):
             if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
                 raise ValueError(f"source {number}: weight must be a finite number above 0, got {weight!r}")
+
         # Exact shares: floating-point ones would drift from the schedule over a long run.
         total = sum(Fraction(str(weight)) for weight in numbers)
         self.sources, self.shares = list(sources), [Fraction(str(weight)) / total for weight in numbers]

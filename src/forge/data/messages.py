@@ -37,8 +37,8 @@ def read_messages(row: Row, field: str) -> list[Message]:
         raise ValueError(f"no field {field!r}: it has {', '.join(row)}")
     if not isinstance(row[field], list) or not row[field]:
         raise ValueError(f"field {field!r} must be a list of messages, got {str(row[field])[:60]!r}")
-    conversation = []
 
+    conversation = []
     for number, entry in enumerate(row[field], 1):
         location = f"{field}, message {number}"
         if not isinstance(entry, Mapping):
@@ -48,16 +48,19 @@ def read_messages(row: Row, field: str) -> list[Message]:
         message = {name: value for name, value in entry.items() if value is not None}
         check_values(message, location)
         check_media(message, (), location)
+
         if "from" in message and "role" not in message:
             message = {"role": message.pop("from"), "content": message.pop("value", None), **message}
         message["role"] = _ALIASES.get(str(message.get("role")), message.get("role"))
         if message["role"] not in ROLES:
             raise ValueError(f"{location} has the role {message['role']!r}: use {', '.join(ROLES)}")
+
         calls = message.get("tool_calls", [])
         if message.get("function_call") or not isinstance(calls, list) or not all(isinstance(c, dict) for c in calls):
             raise ValueError(
                 f"{location} must have calls as tool_calls, a list of objects, not as function_call or text"
             )
+
         # OpenAI's format has another field for the text with which the assistant declines.
         message["content"] = message.get("content") or message.get("refusal", "" if calls else message.get("content"))
         if not isinstance(message.get("content"), str):
@@ -65,9 +68,12 @@ def read_messages(row: Row, field: str) -> list[Message]:
         conversation.append(_mark_trained(message, location))
 
     # Many templates write which tool a result is of, and OpenAI's format has only the id of its call.
-    names = {c.get("id"): (c.get("function") or c).get("name") for m in conversation for c in m.get("tool_calls", ())}
+    all_calls = [call for message in conversation for call in message.get("tool_calls", ())]
+    tool_names = {call.get("id"): (call.get("function") or call).get("name") for call in all_calls}
     return [
-        {"name": names[m["tool_call_id"]], **m} if m["role"] == "tool" and m.get("tool_call_id") in names else m
+        {"name": tool_names[m["tool_call_id"]], **m}
+        if m["role"] == "tool" and m.get("tool_call_id") in tool_names
+        else m
         for m in conversation
     ]
 
@@ -108,21 +114,22 @@ def row_options(row: Row) -> dict[str, Any]:
     Raises:
         ValueError: they are not a list of schemas in OpenAI's format and a mapping, or the JSON text of these.
     """
-    values = {}
+    decoded = {}
     for name in ("tools", OPTIONS):
-        value = row.get(name)
+        encoded = row.get(name)
         try:
-            values[name] = json.loads(value or "null") if isinstance(value, str) else value
+            decoded[name] = json.loads(encoded or "null") if isinstance(encoded, str) else encoded
         except ValueError as error:
             raise ValueError(f"the {name} of a conversation are not JSON: {error}") from None
 
-    tools, options = values["tools"] or [], values[OPTIONS] or {}
+    tools, options = decoded["tools"] or [], decoded[OPTIONS] or {}
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError(f"the tools of a conversation must be a list of schemas, not {type(tools).__name__}")
+
     # Other APIs have a function's fields in the tool itself, Anthropic's and MCP the parameters by another name.
-    names = {"input_schema": "parameters", "inputSchema": "parameters"}
+    key_aliases = {"input_schema": "parameters", "inputSchema": "parameters"}
     tools = [
-        {"type": "function", "function": {names.get(key, key): tool[key] for key in tool if key != "type"}}
+        {"type": "function", "function": {key_aliases.get(key, key): tool[key] for key in tool if key != "type"}}
         if "name" in tool and "function" not in tool
         else tool
         for tool in tools

@@ -39,6 +39,7 @@ def pack(
     """
     if not episodes:
         raise ValueError("cannot pack an empty list of episodes")
+
     branches = {id(branch) for episode in episodes for branch in episode.branches}
     episodes = [episode for episode in episodes if id(episode) not in branches]
 
@@ -103,14 +104,16 @@ def _advantages_of_tokens(
         lengths: [sequences].
         mask: [tokens].
     """
-    # Most sequences have one number; all of these are repeated at once.
-    numbers = [0.0 if isinstance(advantage, Sequence) else advantage for advantage in advantages]
-    flat = np.repeat(np.array(numbers, np.float32), lengths) * mask
+    # Most sequences have one number, which one call repeats for all their tokens.
+    sequence_advantages = [0.0 if isinstance(advantage, Sequence) else advantage for advantage in advantages]
+    token_advantages = np.repeat(np.array(sequence_advantages, np.float32), lengths) * mask
+
     for start, length, advantage in zip(np.cumsum(lengths) - lengths, lengths, advantages, strict=True):
         if isinstance(advantage, Sequence):
             sequence = slice(start, start + length)
-            flat[sequence][mask[sequence]] = advantage
-    return flat
+            token_advantages[sequence][mask[sequence]] = advantage
+
+    return token_advantages
 
 
 def pack_tensors(
@@ -139,6 +142,7 @@ def pack_tensors(
     """
     if len(inputs) != len(targets) or not inputs:
         raise ValueError(f"train_step needs as many inputs as targets, got {len(inputs)} and {len(targets)}")
+
     episodes: list[Episode] = []
     columns: dict[str, list[np.ndarray]] = {"advantages": [], "ref_logprobs": [], "behaviour_logprobs": []}
 
@@ -251,10 +255,12 @@ def _loss_shares(episodes: Sequence[Episode], counts: np.ndarray, aggregation: s
     """
     if (aggregation == "fixed_horizon") != (horizon is not None and horizon > 0):
         raise ValueError(f"fixed_horizon, and nothing else, needs a horizon of at least 1; {aggregation} has {horizon}")
+
     # In float64: shares of thousands of tokens add up to 1.
     weights = np.array([episode.weight for episode in episodes], np.float64)
     if not np.isfinite(weights).all() or (weights < 0).any() or not weights.any():
         raise ValueError("episode weights must be finite and at least 0, and one of them above 0")
+
     if aggregation == "token_mean":
         return weights / ((weights * counts).sum() or 1.0)
     if aggregation == "sequence_mean":
@@ -269,7 +275,7 @@ def _rewards_of_tokens(episodes: Sequence[Episode]) -> np.ndarray | None:
 
     A turn's or a step's reward is at its last token. What else its branch earned is at the branch's last trained token.
     """
-    rows: list[np.ndarray] = []
+    branch_rows: list[np.ndarray] = []
     for episode in episodes:
         branches = (*episode.branches, episode)
         rewards = [branch.reward for branch in branches if branch.reward is not None]
@@ -277,18 +283,18 @@ def _rewards_of_tokens(episodes: Sequence[Episode]) -> np.ndarray | None:
             return None
 
         # The reward of a branch includes the rewards of the branches after it, so its own part is the difference.
-        for branch, remaining in zip(branches, -np.diff([*rewards, 0.0]), strict=True):
-            row = np.zeros(len(branch.tokens), np.float32)
+        for branch, unplaced in zip(branches, -np.diff([*rewards, 0.0]), strict=True):
+            token_rewards = np.zeros(len(branch.tokens), np.float32)
             turn_rewards = ((turn.end, turn.reward) for turn in branch.turns)
             for end, reward in (*turn_rewards, *branch.steps):
-                row[end - 1] += reward
-                remaining -= reward
+                token_rewards[end - 1] += reward
+                unplaced -= reward
             if any(branch.mask):
                 last_trained = max(position for position, trained in enumerate(branch.mask) if trained)
-                row[last_trained] += remaining
-            rows.append(row)
+                token_rewards[last_trained] += unplaced
+            branch_rows.append(token_rewards)
 
-    return np.concatenate(rows)
+    return np.concatenate(branch_rows)
 
 
 def _experts_of_tokens(episodes: Sequence[Episode]) -> np.ndarray | None:
@@ -297,14 +303,15 @@ def _experts_of_tokens(episodes: Sequence[Episode]) -> np.ndarray | None:
     shape = next((episode.experts.shape[1:] for episode in episodes if episode.experts is not None), None)
     if shape is None:
         return None
-    rows: list[np.ndarray] = []
-    for number, episode in enumerate(episodes):
+
+    episode_rows: list[np.ndarray] = []
+    for index, episode in enumerate(episodes):
         expected = (len(episode.tokens), *shape)
-        row = np.full(expected, UNKNOWN_EXPERT, np.uint8) if episode.experts is None else episode.experts
-        if row.shape != expected:
-            raise ValueError(f"episode {number} has {len(episode.tokens)} tokens, and experts of shape {row.shape}")
-        rows.append(row)
-    return np.concatenate(rows)
+        experts = np.full(expected, UNKNOWN_EXPERT, np.uint8) if episode.experts is None else episode.experts
+        if experts.shape != expected:
+            raise ValueError(f"episode {index} has {len(episode.tokens)} tokens, and experts of shape {experts.shape}")
+        episode_rows.append(experts)
+    return np.concatenate(episode_rows)
 
 
 def _fill_bins(
@@ -333,11 +340,11 @@ def _fill_bins(
 
     # The longest first, each into the lightest bin.
     bins: list[list[int]] = [[] for _ in range(count)]
-    load = [0] * count
+    bin_tokens = [0] * count
     for tokens, units in sorted(chunks, key=lambda chunk: -chunk[0]):
-        lightest = load.index(min(load))
-        load[lightest] += tokens
-        if load[lightest] > max_tokens:
+        lightest = bin_tokens.index(min(bin_tokens))
+        bin_tokens[lightest] += tokens
+        if bin_tokens[lightest] > max_tokens:
             return None
         bins[lightest] += units
 

@@ -5,10 +5,11 @@ from typing import Any
 
 from ..types import Episode, Pair
 from .chat import ChatFormat, Message
+from .columns import read_text_field
 from .config import PreferencesConfig
 from .files import PathOrRows, Row
 from .messages import MESSAGE_FIELDS, read_messages
-from .prompts import QUESTION_FIELDS, PromptFormat, read_text_field
+from .prompts import QUESTION_FIELDS, PromptFormat
 from .sources import load_task
 from .stream import RowStream
 from .supervised import Marked, check_effects, close_tokens, encode_document, find_differing
@@ -45,6 +46,7 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
         self._as_scores = as_scores
         self._fields = (section.chosen_field, section.rejected_field)
         self._set_fields = find_differing(section)
+
         self._task = None if section.task is None else load_task(section.task)
         if self._task is not None and self._fields != ("chosen", "rejected"):
             raise ValueError("a task makes its answers itself: leave chosen_field and rejected_field out")
@@ -57,9 +59,8 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
         section = self.settings
         self._chat: ChatFormat | None = None
         self._format: PromptFormat | None = None
-        self._prompt_field = self._set_fields.get("prompt_field") or next(
-            (n for n in (*QUESTION_FIELDS, *MESSAGE_FIELDS) if n in row), None
-        )
+        usual_fields = (name for name in (*QUESTION_FIELDS, *MESSAGE_FIELDS) if name in row)
+        self._prompt_field = self._set_fields.get("prompt_field") or next(usual_fields, None)
 
         # Conversations, a prompt with two texts, or two texts; a setting without effect on the form is an error.
         if self._task is None and isinstance(row.get(self._fields[0]), list):
@@ -89,19 +90,23 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
         if (task := self._task) is not None:
             wrong = task.wrong(row["answer"], Random(f"{task.name}/{self.seed}/{number}"))
             row = {**row, "chosen": row["answer"], "rejected": wrong}
+
         # Equal in text or in tokens: nothing to prefer.
         answers = [close_tokens(*marked) for marked in self._encode_pair(row) or ()]
         if not answers or answers[0][0] == answers[1][0]:
             self.leave_out(f"alike in {' and '.join(self._fields)}")
             return None
+
         chosen, rejected = answers
         if not self.fits(max(len(chosen[0]), len(rejected[0]))):
             return None
+
         if self._as_scores:
+            # A reward model is trained on the score of the last token only.
             chosen, rejected = ((tokens, [False] * (len(tokens) - 1) + [True]) for tokens, _ in (chosen, rejected))
         pair = Pair(Episode.given(*chosen), Episode.given(*rejected))
-        for episode in pair if self._format is not None else ():
-            episode.images = self._format.images(row)
+        if self._format is not None:
+            pair.chosen.images = pair.rejected.images = self._format.images(row)
         return pair
 
     def _encode_pair(self, row: Row) -> tuple[Marked, Marked] | None:
@@ -111,7 +116,9 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
             chosen, rejected, since = self._read_conversations(row)
             if chosen == rejected:
                 return None
-            messages, chat = self._chat.of_row(row, chosen)
+
+            # `with_row` puts the row's system message in front, of the rejected conversation as well.
+            messages, chat = self._chat.with_row(row, chosen)
             system = messages[: len(messages) - len(chosen)]
             since += len(system)
             return chat.encode(messages, since=since), chat.encode([*system, *rejected], since=since)
@@ -121,16 +128,18 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
             return None
         if self._format is not None:
             return self._format.answered(row, chosen_text), self._format.answered(row, rejected_text)
+
+        # Documents without a prompt: what both start with is the prompt.
         first, second = encode_document(chosen_text, self.tokenizer), encode_document(rejected_text, self.tokenizer)
         if first == second:
             return None
 
         # Both end with eos, so they differ before the end of the shorter one.
-        shared = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), len(first))
+        differing = (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+        shared = next(differing, len(first))
         if not shared:
             raise ValueError("chosen and rejected share no beginning that could be their prompt: name a prompt_field")
         first_mask, second_mask = ([False] * shared + [True] * (len(tokens) - shared) for tokens in (first, second))
-
         return (first, first_mask), (second, second_mask)
 
     def _read_conversations(self, row: Row) -> tuple[list[Message], list[Message], int]:
@@ -139,6 +148,7 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
         chosen, rejected = (self._read_conversation(row, name) for name in self._fields)
         differing = (i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b)
         since = next(differing, min(len(chosen), len(rejected)))
+
         for name, conversation in zip(self._fields, (chosen, rejected), strict=True):
             role = conversation[since]["role"] if since < len(conversation) else "none"
             if role != "assistant" and chosen != rejected:
@@ -151,20 +161,26 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
     def _read_conversation(self, row: Row, name: str) -> list[Message]:
         """Return the whole conversation in the field `name`: its messages, after the row's prompt if they are only an
         answer. ValueError: `prompt_field` is set, and the conversation starts with another prompt."""
-        conversation, field = read_messages(row, name), self._prompt_field
-        answer_only = conversation[0]["role"] == "assistant"
-        if field is None or not (answer_only or "prompt_field" in self._set_fields):
+        conversation, prompt_field = read_messages(row, name), self._prompt_field
+        is_answer_only = conversation[0]["role"] == "assistant"
+        if prompt_field is None or not (is_answer_only or "prompt_field" in self._set_fields):
             return conversation
 
         # The prompt may be text or messages, with a system message or without.
-        listed = isinstance(row.get(field), list)
-        prompt = read_messages(row, field) if listed else [{"role": "user", "content": read_text_field(row, field)}]
-        if answer_only:
+        is_conversation = isinstance(row.get(prompt_field), list)
+        prompt = (
+            read_messages(row, prompt_field)
+            if is_conversation
+            else [{"role": "user", "content": read_text_field(row, prompt_field)}]
+        )
+        if is_answer_only:
             return [*prompt, *conversation]
-        first = next((i for i, message in enumerate(conversation) if message["role"] != "system"), 0)
-        start = 0 if prompt[0]["role"] == "system" else first
-        beginning = [(m["role"], m["content"].strip()) for m in conversation[start : start + len(prompt)]]
 
-        if beginning != [(m["role"], m["content"].strip()) for m in prompt]:
-            raise ValueError(f"{name} does not start with what field {field!r} holds: omit prompt_field")
+        # A system message of the conversation only counts if the prompt has one as well.
+        first_after_system = next((i for i, message in enumerate(conversation) if message["role"] != "system"), 0)
+        start = 0 if prompt[0]["role"] == "system" else first_after_system
+        start_messages = [(m["role"], m["content"].strip()) for m in conversation[start : start + len(prompt)]]
+
+        if start_messages != [(m["role"], m["content"].strip()) for m in prompt]:
+            raise ValueError(f"{name} does not start with what field {prompt_field!r} holds: omit prompt_field")
         return conversation

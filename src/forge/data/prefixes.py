@@ -53,14 +53,15 @@ class PrefixTree:
 
         A run that saves fewer than `saved` tokens among them is computed once for each sequence.
         """
-        users: dict[int, int] = {}  # number of these sequences by run
+        use_counts: dict[int, int] = {}  # number of these sequences by run
         for sequence in sequences:
             run = self.last[sequence]
             while run >= 0:
-                users[run] = users.get(run, 0) + 1
+                use_counts[run] = use_counts.get(run, 0) + 1
                 run = self.parents[run]
+
         tokens = 0
-        for run, count in users.items():
+        for run, count in use_counts.items():
             is_shared = self.lengths[run] * (count - 1) >= self.saved
             tokens += self.lengths[run] * (1 if is_shared else count)
         return tokens
@@ -86,49 +87,53 @@ def find_prefixes(tokens: np.ndarray, lengths: np.ndarray, saved: int = SAVED) -
     rows = [tokens[start:end] for start, end in zip(starts, ends, strict=True)]
 
     # Big-endian bytes sort as the tokens do, a prefix before what continues it.
-    order = sorted(range(len(rows)), key=lambda number: rows[number].astype(">u4").tobytes())
-    # common[i] is the length of the prefix that sequences order[i] and order[i + 1] share.
-    common = np.array([_common_length(rows[a], rows[b]) for a, b in itertools.pairwise(order)], np.int64)
+    sorted_ids = sorted(range(len(rows)), key=lambda sequence: rows[sequence].astype(">u4").tobytes())
+
+    # common_lengths[i] is the length of the prefix that sequences sorted_ids[i] and sorted_ids[i + 1] share.
+    common_lengths = np.array([_common_length(rows[a], rows[b]) for a, b in itertools.pairwise(sorted_ids)], np.int64)
     runs: list[tuple[list[int], int, int, int]] = []  # (its sequences, first position, end position, parent)
 
-    # An interval (low, high, covered, parent) is the sequences order[low:high], the number of their first tokens that
-    # are in runs already, and the last of these runs. The tokens that all its sequences share become a run, if that
-    # saves enough; then it is divided where its sequences first differ.
-    intervals = [(0, len(order), 0, -1)]
+    # An interval (low, high, covered, parent) is the sequences sorted_ids[low:high], the number of their first tokens
+    # that are in runs already, and the last of these runs. The tokens that all its sequences share become a run, if
+    # that saves enough; then it is divided where its sequences first differ.
+    intervals = [(0, len(sorted_ids), 0, -1)]
     while intervals:
         low, high, covered, parent = intervals.pop()
-        depth = int(common[low : high - 1].min()) if high - low > 1 else int(lengths[order[low]])
-        if depth > covered and (high - low == 1 or (depth - covered) * (high - low - 1) >= saved):
-            runs.append((order[low:high], covered, depth, parent))
+        count = high - low
+        shared_length = int(common_lengths[low : high - 1].min()) if count > 1 else int(lengths[sorted_ids[low]])
+        if shared_length > covered and (count == 1 or (shared_length - covered) * (count - 1) >= saved):
+            runs.append((sorted_ids[low:high], covered, shared_length, parent))
             parent = len(runs) - 1
-            covered = depth
-        if high - low > 1:
-            cuts = [low, *(low + 1 + np.flatnonzero(common[low : high - 1] == depth)).tolist(), high]
+            covered = shared_length
+        if count > 1:
+            differing = low + 1 + np.flatnonzero(common_lengths[low : high - 1] == shared_length)
+            cuts = [low, *differing.tolist(), high]
             intervals += [(a, b, covered, parent) for a, b in itertools.pairwise(cuts)]
 
     # Runs in the order of their first sequence in the batch: without a shared run they are its sequences as they are.
     # Of one sequence, parents still come first.
     ranking = sorted(range(len(runs)), key=lambda run: (min(runs[run][0]), run))
-    rank = {run: position for position, run in enumerate(ranking)}
-    index = np.empty(len(tokens), np.int64)
+    run_index = {run: position for position, run in enumerate(ranking)}
+    token_index = np.empty(len(tokens), np.int64)
     run_sources = []
-    computed = 0
+    next_index = 0
 
     for sequences, first, end, _ in (runs[run] for run in ranking):
         run_sources.append(np.arange(first, end) + starts[sequences[0]])
-        for sequence in sequences:
-            index[starts[sequence] + first : starts[sequence] + end] = np.arange(computed, computed + end - first)
-        computed += end - first
+        run_length = end - first
+        for start in starts[sequences]:
+            token_index[start + first : start + end] = np.arange(next_index, next_index + run_length)
+        next_index += run_length
 
     source = np.concatenate(run_sources)
     token_runs = np.repeat(np.arange(len(ranking)), [len(sources) for sources in run_sources])
     return PrefixTree(
         source,
-        index,
+        token_index,
         positions=source - np.repeat(starts, lengths)[source],
         lengths=[runs[run][2] - runs[run][1] for run in ranking],
-        parents=[-1 if runs[run][3] < 0 else rank[runs[run][3]] for run in ranking],
-        last=token_runs[index[ends - 1]].tolist(),
+        parents=[-1 if runs[run][3] < 0 else run_index[runs[run][3]] for run in ranking],
+        last=token_runs[token_index[ends - 1]].tolist(),
         saved=saved,
     )
 

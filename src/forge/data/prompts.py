@@ -3,11 +3,9 @@
 import random
 import re
 import string
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from decimal import Decimal
-from numbers import Real
 from string import Formatter
 from typing import Any
 
@@ -15,8 +13,9 @@ from ..config.plugin import hint_nearest, resolve
 from ..models.tokenizer import encode_prompt
 from ..types import Conversation, Prompt, Sample
 from .chat import ChatFormat, Message
+from .columns import plain_columns, read_text_field, with_ground_truth
 from .config import DatasetConfig
-from .files import PathOrRows, Row, check_values
+from .files import PathOrRows, Row
 from .messages import OPTIONS, SYSTEM_FIELDS, read_messages, with_system
 from .stream import RowStream
 
@@ -82,6 +81,7 @@ class PromptFormat:
             raise ValueError(
                 f"prompt_template {self.prompt_template!r}: {error} (write {{{{ and }}}} for braces)"
             ) from error
+
         if not all(re.fullmatch(r"[^\d\W]\w*", name) for name in names):
             fault = "braces hold one field name; write {{ and }} for braces"
             raise ValueError(f"prompt_template {self.prompt_template!r}: {fault}")
@@ -95,20 +95,26 @@ class PromptFormat:
         Raises:
             ValueError: the row lacks a column of the template, of the options or of the target.
         """
-        has = list(row)
-        question = self.prompt_field or next((name for name in QUESTION_FIELDS if name in has), "question")
-        names = self._column_names() - {"choices"}
-        template_fields = {name: question if name == "question" else name for name in names}
+        column_names = list(row)
+        question = self.prompt_field or next((name for name in QUESTION_FIELDS if name in column_names), "question")
+        template_names = self._column_names() - {"choices"}
+        template_fields = {name: question if name == "question" else name for name in template_names}
         options = [self.choices_field] if isinstance(self.choices_field, str) else self.choices_field or []
-        needed = [self.prompt_field, *template_fields.values(), *options, self.target_field, self.images_field]
+        required_columns = [
+            self.prompt_field,
+            *template_fields.values(),
+            *options,
+            self.target_field,
+            self.images_field,
+        ]
         hints = {
             question: "; set prompt_field to the column of the prompt, or text_field to one of plain text (SFT)",
             self.target_field: "; set target_field to null for prompts without a target, or to the answer's column",
         }
-        for name in needed:
-            if name is not None and name not in has:
-                hint = hint_nearest(name, has, list_all=False) or hints.get(name, "")
-                raise ValueError(f"no field {name!r}: it has {', '.join(has)}{hint}")
+        for name in required_columns:
+            if name is not None and name not in column_names:
+                hint = hint_nearest(name, column_names, list_all=False) or hints.get(name, "")
+                raise ValueError(f"no field {name!r}: it has {', '.join(column_names)}{hint}")
         return template_fields
 
     def is_conversation(self, row: Row) -> bool:
@@ -140,10 +146,11 @@ class PromptFormat:
                 "the prompt is in the columns instruction and input: set prompt_template to one with both, such as "
                 '"{instruction}\\n\\n{input}", or prompt_field to one of them'
             )
-        values = {name: read_text_field(row, column) for name, column in columns.items()}
+
+        fields = {name: read_text_field(row, column) for name, column in columns.items()}
         options = self._read_options(row)
-        values["choices"] = "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, options, strict=False))
-        text = self.prompt_template.format(**values)
+        lettered = (f"{letter}. {option}" for letter, option in zip(LETTERS, options, strict=False))
+        text = self.prompt_template.format(**fields, choices="\n".join(lettered))
         if not text.strip():
             raise ValueError("the prompt is empty")
         return text, self._read_target(row, options)
@@ -153,12 +160,14 @@ class PromptFormat:
         what `target_pattern` selects, or "" without `target_field`."""
         if self.target_field is None:
             return ""
+
         target = read_text_field(row, self.target_field)
         if self.target_pattern is not None:
             match = re.search(self.target_pattern, target)
             if match is None or match[1] is None:
                 raise ValueError(f"target_pattern {self.target_pattern!r} finds nothing in {target[-60:]!r}")
             target = match[1].strip()
+
         if not target.strip():
             raise ValueError(f"field {self.target_field!r}, the target, is empty")
         return self._find_letter(row[self.target_field], target, options) if options else target
@@ -168,6 +177,7 @@ class PromptFormat:
         ValueError: two options are equal, one is empty, or their list has fewer than 2 or more than 26."""
         if self.choices_field is None:
             return []
+
         if isinstance(self.choices_field, str):
             listed = row[self.choices_field]
             if not isinstance(listed, list) or not 2 <= len(listed) <= len(LETTERS):
@@ -196,6 +206,7 @@ class PromptFormat:
                 return target
             if target.isdecimal() and int(target) < len(options) and target not in options:
                 return LETTERS[int(target)]
+
         if target not in options:
             raise ValueError(f"the target {target!r:.60} is none of the {len(options)} options")
         return LETTERS[options.index(target)]
@@ -211,25 +222,27 @@ class PromptFormat:
             ValueError: they are no messages, the last one is the assistant's, the tokenizer has no chat template, or a
                 text without a chat template has a column that only a chat template writes.
         """
-        columns = {*self.fields(row).values(), str(self.target_field)}
+        used_columns = {*self.fields(row).values(), str(self.target_field)}
         if self.is_conversation(row):
-            name = self.fields(row)["question"]
-            messages = read_messages(row, name)
+            messages_field = self.fields(row)["question"]
+            messages = read_messages(row, messages_field)
             if messages[-1]["role"] == "assistant":
-                raise ValueError(f"field {name!r} ends with the assistant's message: a prompt is what comes before it")
+                raise ValueError(
+                    f"field {messages_field!r} ends with the assistant's message: a prompt is what comes before it"
+                )
             # A conversation can be written in no other way than by a chat template.
             if self._dialogue_chat is None:
                 self._dialogue_chat = self.chat or ChatFormat(self.tokenizer, True, self.chat_options)
             chat = self._dialogue_chat
         elif self.chat is None:
-            for name in {*SYSTEM_FIELDS, "tools", OPTIONS} - {*columns, *read}:
+            for name in {*SYSTEM_FIELDS, "tools", OPTIONS} - {*used_columns, *read}:
                 if row.get(name):
                     raise ValueError(f"column {name!r} needs a chat template: set chat_template, or remove the column")
             return None
         else:
             messages, chat = [{"role": "user", "content": self.render(row)[0]}], self.chat
 
-        messages, chat = chat.of_row(row, messages, columns)
+        messages, chat = chat.with_row(row, messages, used_columns)
         if self.system_prompt and messages[0]["role"] != "system":
             messages = with_system(messages, self.system_prompt)
         if images := self.images(row):
@@ -249,13 +262,14 @@ class PromptFormat:
         dialogue = self.dialogue(row)
         if dialogue is not None:
             messages, chat = dialogue
-            answers = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-            ids, mask = chat.encode([*messages, *answers], since=len(messages))
+            answer_messages = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+            ids, mask = chat.encode([*messages, *answer_messages], since=len(messages))
             if not (images := self.images(row)):
                 return ids, mask
             expand = resolve("forge_families.images:expand_answer", "dataset.images_field")
-            text = chat.render([*messages, *answers])
+            text = chat.render([*messages, *answer_messages])
             return expand(self.tokenizer.name_or_path, text, images, ids, mask)  # type: ignore[no-any-return]
+
         if self.tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no eos token to end an answer with")
 
@@ -298,9 +312,9 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
         row = with_ground_truth(row)
         for name in self.settings.required_columns:
             if name not in row:
-                has = ", ".join(row)
+                column_names = ", ".join(row)
                 similar = hint_nearest(name, row, list_all=False)
-                raise ValueError(f"no column {name!r}, which the reward takes: it has {has}{similar}")
+                raise ValueError(f"no column {name!r}, which the reward takes: it has {column_names}{similar}")
 
         question, target = self._format.render(row)
         columns = plain_columns(row, self.settings.columns, self.settings.required_columns)
@@ -311,84 +325,23 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
             prompt = Prompt(question, tuple(encode_prompt(question, self.tokenizer)), index, columns)
         else:
             messages, chat = dialogue
-            text = chat.render(messages, add_generation_prompt=True)
-            images = self._format.images(row)
-            if images:
+            prompt_text = chat.render(messages, add_generation_prompt=True)
+            if images := self._format.images(row):
                 expand = resolve("forge_families.images:expand_tokens", "dataset.images_field")
-                ids = tuple(expand(self.tokenizer.name_or_path, text, images))
+                token_ids = tuple(expand(self.tokenizer.name_or_path, prompt_text, images))
             else:
-                ids = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-            fields = {name: row[name] for name in ("tools", OPTIONS) if row.get(name)}
-            listed = self._format.is_conversation(row)
-            fields |= {"question": messages} if listed else {m["role"]: m["content"] for m in messages[:-1]}
-            text = Conversation(text, {"question": question, **fields})
-            prompt = Prompt(text, ids, index, columns, tuple(messages), listed, chat.stop_ids, images)
+                token_ids = tuple(self.tokenizer(prompt_text, add_special_tokens=False)["input_ids"])
+
+            # What the conversation is made of: its messages, or the question with what comes before it.
+            is_conversation = self._format.is_conversation(row)
+            prompt_fields = {name: row[name] for name in ("tools", OPTIONS) if row.get(name)}
+            if is_conversation:
+                prompt_fields["question"] = messages
+            else:
+                prompt_fields |= {message["role"]: message["content"] for message in messages[:-1]}
+            prompt_text = Conversation(prompt_text, {"question": question, **prompt_fields})
+            prompt = Prompt(
+                prompt_text, token_ids, index, columns, tuple(messages), is_conversation, chat.stop_ids, images
+            )
 
         return Sample(prompt, target) if self.fits(len(prompt.token_ids)) else None
-
-
-def with_ground_truth(row: Row) -> Row:
-    """Return a row of verl's form with an additional column `ground_truth`; any other row as it is.
-
-    >>> with_ground_truth({"prompt": "2 + 2", "reward_model": {"ground_truth": "4"}})["ground_truth"]
-    '4'
-    """
-    model = row.get("reward_model")
-    if "ground_truth" in row or not isinstance(model, Mapping) or "ground_truth" not in model:
-        return row
-    return {**row, "ground_truth": model["ground_truth"]}
-
-
-def plain_columns(row: Row, names: Sequence[str] | None, required: Sequence[str]) -> dict[str, Any]:
-    """Return {name: value} of the columns that rewards get. Values that are not plain data, such as dates, are left
-    out.
-
-    Args:
-        names: the columns to return, together with `required`; None: all columns.
-        required: columns that must hold plain data.
-
-    Raises:
-        ValueError: a required column holds something else.
-    """
-    columns: dict[str, Any] = {}
-    wanted = row if names is None else [name for name in dict.fromkeys((*names, *required)) if name in row]
-    for name in wanted:
-        try:
-            columns[name] = plain_value(row[name])
-        except ValueError as error:
-            # A column that nothing requires may hold anything.
-            if name in required:
-                raise ValueError(f"column {name!r} {error}") from None
-    return columns
-
-
-def plain_value(value: object) -> Any:
-    """Return a value as plain Python data: text, bytes, numbers, and lists and dicts of these. Arrays become lists.
-
-    Raises:
-        ValueError: it holds something else, such as a date.
-
-    >>> plain_value({"a": [1, "x"]})
-    {'a': [1, 'x']}
-    """
-    if value is None or isinstance(value, bool | int | float | str | bytes):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): plain_value(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain_value(item) for item in value]
-    if hasattr(value, "tolist"):  # an array, or a number of numpy
-        return plain_value(value.tolist())
-    raise ValueError(f"holds a {type(value).__name__}: rewards get text, numbers, lists and mappings")
-
-
-def read_text_field(row: Row, name: str) -> str:
-    """Return the field `name` of a row as text. ValueError: it is missing, or neither text nor a finite number."""
-    if name not in row:
-        raise ValueError(f"no field {name!r}: it has {', '.join(row)}")
-    value = row[name]
-    if not isinstance(value, str | Real | Decimal):
-        fix = ": fill in the missing value, or leave the row out" if value is None else ""
-        raise ValueError(f"field {name!r} must be text or a number, not {type(value).__name__}{fix}")
-    check_values(value if isinstance(value, str | int) else float(value), f"field {name!r}")
-    return str(value)

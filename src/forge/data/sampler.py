@@ -76,6 +76,7 @@ def make_sampler(sampler: Any, rows: Sequence[Row], seed: int) -> Any:
         use = resolve(use if ":" in use else use.capitalize(), "sampler", HOME)
     if not callable(use):
         raise ValueError(f"dataset.sampler must have `use: name` or `use: package.module:Class`, got {sampler!r}")
+
     # Settings are checked by names and types, as rewards' are.
     built = construct(use, {"rows": rows, "seed": seed, **settings}, "dataset.sampler")
     missing = [name for name in METHODS if not hasattr(built, name)]

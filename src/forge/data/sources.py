@@ -144,6 +144,7 @@ class StreamedRows:
         beginning."""
         self.epoch = epoch
         self._number = number
+
         # With the state at the block's start, the rows before it are not read again.
         self._stream = self._open_dataset()
         if start is not None:

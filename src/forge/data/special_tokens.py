@@ -38,18 +38,21 @@ class SpecialTokens:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         # Some tokenizers do not list all their special tokens in all_special_tokens.
-        added = {number: token for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self.ids: set[int] = {*tokenizer.all_special_ids, *added}
-        special = {*tokenizer.all_special_tokens, *map(str, added.values())}
+        added_tokens = tokenizer.added_tokens_decoder
+        added_special = {token_id: token for token_id, token in added_tokens.items() if token.special}
+        self.ids: set[int] = {*tokenizer.all_special_ids, *added_special}
+        special_texts = {*tokenizer.all_special_tokens, *map(str, added_special.values())}
+
         # Longer ones first, so that none is matched as the beginning of another.
-        patterns = sorted((re.escape(text) for text in special if len(text) > 1), key=len, reverse=True)
+        patterns = sorted((re.escape(text) for text in special_texts if len(text) > 1), key=len, reverse=True)
+
         # A tokenizer looks for `normalized` tokens in the normalized text, which is often in lower case.
-        case = re.IGNORECASE if any(token.normalized for token in added.values()) else 0
+        case = re.IGNORECASE if any(token.normalized for token in added_special.values()) else 0
         self._special = re.compile("|".join(patterns) or _NEVER, case)
+
         # DeepSeek's tokens of roles are not marked as special, although they start a turn.
-        texts = map(str, tokenizer.added_tokens_decoder.values())
-        control_tokens = {text for text in texts if _CONTROL.fullmatch(text)}
-        patterns = sorted({*patterns, *map(re.escape, control_tokens)}, key=len, reverse=True)
+        control_texts = {text for text in map(str, added_tokens.values()) if _CONTROL.fullmatch(text)}
+        patterns = sorted({*patterns, *map(re.escape, control_texts)}, key=len, reverse=True)
         self._pattern = re.compile("|".join(patterns) or _NEVER, case)
 
     def find(self, text: str) -> tuple[re.Match[str], str] | None:

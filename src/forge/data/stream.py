@@ -88,6 +88,7 @@ class RowStream(ABC, Generic[T, C]):
         self._limit: int | None = section[self.LIMIT]
         self._too_long: str = section["too_long"]
         self._vocabulary = smaller_vocabulary(tokenizer) or math.inf
+
         # Columns that the prompt's template or a setting such as `text_field` names.
         fields = (str(section[name]) for name in type(section).model_fields if name.endswith("_field"))
         self._named = {*re.findall(r"\{(\w+)\}", section.prompt_template), *fields}
@@ -160,6 +161,7 @@ class RowStream(ABC, Generic[T, C]):
             numbered = self._source.read()
             if numbered is None:  # the end of an epoch
                 continue
+
             try:
                 item = self._make_item(*numbered, index=self.served)
             except BadRow as error:
@@ -245,6 +247,7 @@ class RowStream(ABC, Generic[T, C]):
                 raise ValueError(
                     f"{self._name}: the saved position does not fit: {name} was {saved!r} and is {current!r}"
                 )
+
         self._source.load(state["source"])
         self.served = state["served"]
         self.skipped = state["skipped"]
@@ -272,12 +275,14 @@ class RowStream(ABC, Generic[T, C]):
             self._reasons.append(reason)
 
     def _make_item(self, number: int, row: Row, *, index: int) -> T | None:
+        # None for a row that is left out; an error names the dataset and the row.
         try:
             check_media(row, self._named, "the row")
             item = self.make(number, row, index)
-            if item is not None and (token := max(max(ids, default=0) for ids in content_of(item))) >= self._vocabulary:
+            largest = -1 if item is None else max(max(ids, default=0) for ids in content_of(item))
+            if largest >= self._vocabulary:
                 raise ValueError(
-                    f"it has the token {self.tokenizer.convert_ids_to_tokens(token)!r}, number {token}, which the "
+                    f"it has the token {self.tokenizer.convert_ids_to_tokens(largest)!r}, number {largest}, which the "
                     f"tokenizer has and the model, of {self._vocabulary} tokens, has not: take the model's own "
                     "tokenizer, or a model whose embeddings were resized"
                 )
@@ -345,9 +350,11 @@ class RowStream(ABC, Generic[T, C]):
             raise ValueError(f"{self._name} is empty: it has no rows")
         if not items:
             raise fault or ValueError(f"{self._name}: all of {rows} {self.NOUN}s are {reasons}")
+
         if left_out:
             counts = self._name, len(left_out), rows, self.NOUN, reasons, left_out[0]
             log.warning("%s: %d of %d %ss are left out, for they are %s (first: row %d)", *counts)
+
         if unknown:
             log.warning(
                 "%s: %d of %d %ss have characters without a token, which read as unknown (first: row %d)",

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 from ..models.tokenizer import encode_prompt, open_tokenizer
 from ..types import Episode, Prompt, Sample
 from .chat import ChatFormat
+from .columns import read_text_field
 from .config import RowsConfig, SupervisedConfig
 from .files import PathOrRows, Row
 from .messages import MESSAGE_FIELDS, read_messages
-from .prompts import PROMPT_FIELDS, PromptFormat, read_text_field
+from .prompts import PROMPT_FIELDS, PromptFormat
 from .stream import RowStream
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
             form = "conversations"
         else:
             form = "prompts with answers"
+
         own_settings = {name: settings[name] for name, default in _OWN_DEFAULTS.items() if settings[name] != default}
         check_effects({**self._set_fields, **own_settings}, _EFFECTIVE[form], form)
 
@@ -126,7 +128,7 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
         # A whole conversation, or plain text.
         if self._chat is not None:
             messages = read_messages(row, str(self._messages_field))
-            messages, chat = self._chat.of_row(row, messages)
+            messages, chat = self._chat.with_row(row, messages)
             return chat.encode(messages, train_on=self.settings.train_on)
         tokens = encode_document(read_text_field(row, str(self._text_field)), self.tokenizer)
         return tokens, [False] + [True] * (len(tokens) - 1)
@@ -202,24 +204,25 @@ def check_effects(settings: Mapping[str, Any], used: tuple[str, ...], form: str)
         raise ValueError(f"the rows are {form}, for which {', '.join(idle)} would do nothing: omit it")
 
 
-def as_samples(episodes: Sequence[Episode], tokenizer: str) -> list[Sample]:
+def make_samples(episodes: Sequence[Episode], tokenizer: str) -> list[Sample]:
     """Return one sample for each episode, for evaluation: its target is the last trained span, decoded without special
     tokens, and its prompt is all tokens before that span.
 
     Args:
         tokenizer: Hugging Face folder or hub id.
     """
-    reader = open_tokenizer(tokenizer)
+    loaded_tokenizer = open_tokenizer(tokenizer)
     samples = []
     for index, episode in enumerate(episodes):
         # The last trained span: it ends after the last True, and starts after the last False before that.
         end = len(episode.mask) - episode.mask[::-1].index(True)
         start = 1 + max((position for position in range(end) if not episode.mask[position]), default=-1)
         context = episode.tokens[:start]
-        target = reader.decode(episode.tokens[start:end], skip_special_tokens=True)
+        target = loaded_tokenizer.decode(episode.tokens[start:end], skip_special_tokens=True)
         # The special token that ends the span also ends an answer.
-        stop_ids = tuple(token for token in episode.tokens[end - 1 : end] if token in reader.all_special_ids)
-        prompt = Prompt(str(reader.decode(context)), tuple(context), index, stop_ids=stop_ids, images=episode.images)
+        stop_ids = tuple(token for token in episode.tokens[end - 1 : end] if token in loaded_tokenizer.all_special_ids)
+        text = str(loaded_tokenizer.decode(context))
+        prompt = Prompt(text, tuple(context), index, stop_ids=stop_ids, images=episode.images)
         samples.append(Sample(prompt, str(target)))
 
     return samples

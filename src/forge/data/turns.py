@@ -118,18 +118,19 @@ class Writer:
     def _check_writing(self, as_text: bool, with_text: bool, several: bool) -> bool:
         """Return whether the template writes the names, arguments and text of a trial message, all exactly once."""
         # Words that no template has by itself.
-        names = ["qzname", "qzother"][: 2 if several else 1]
-        calls = [_make_call({"name": name, "arguments": {"qzkey": name + "0"}}, as_text) for name in names]
+        trial_names = ["qzname", "qzother"][: 2 if several else 1]
+        calls = [_make_call({"name": name, "arguments": {"qzkey": name + "0"}}, as_text) for name in trial_names]
         answer = {"role": "assistant", "content": "qztext" if with_text else "", "tool_calls": calls}
         try:
-            text = self._render([{"role": "user", "content": "ask"}, answer])
+            rendered = self._render([{"role": "user", "content": "ask"}, answer])
         except ValueError:
             return False
-        has_calls = all(name + "0" in text for name in names)
-        is_escaped = '\\"qzkey' in text  # JSON within JSON
-        return has_calls and not is_escaped and ("qztext" in text) == with_text
 
-    def marked(self, message: Message, mark: str = MARK) -> Message:
+        has_calls = all(name + "0" in rendered for name in trial_names)
+        is_escaped = '\\"qzkey' in rendered  # JSON within JSON
+        return has_calls and not is_escaped and ("qztext" in rendered) == with_text
+
+    def mark_turn(self, message: Message, mark: str = MARK) -> Message:
         """Return the message without thoughts, and with `mark` as the last thing that its turn says: as its content, or
         as the argument of its last tool call."""
         message = {name: value for name, value in message.items() if name not in THOUGHTS}
@@ -155,6 +156,7 @@ def _make_call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
             arguments = json.loads(arguments)
     elif as_text and not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
+
     extra = {name: value for name, value in call.items() if name not in ("name", "arguments")}
     return {"id": "call00000", "type": "function", **extra, "function": {**function, "arguments": arguments}}
 
@@ -207,34 +209,39 @@ class Turns:
         return self.ending([{"role": "user", "content": "ask"}, call], 1)[0]
 
     @cached_property
-    def _closes_last_alone(self) -> bool:
+    def _closes_only_last(self) -> bool:
         """Return whether the template ends only the last turn of the assistant with a special token: after an earlier
         turn there is none, or only one that starts a conversation, which the policy does not write."""
         question = {"role": "user", "content": MARK + "asked"}
         answer = {"role": "assistant", "content": MARK}
         try:
-            remaining = self._render([question])
+            opening_text = self._render([question])
             between = self._render([question, answer, question]).split(MARK)[2]  # from the answer to the next question
         except (ValueError, IndexError):  # IndexError: the template leaves a message out
             return False
 
         if not self.closer:
             return False
-        following = self._special.find(between)
-        if following is None:
+
+        found_after_turn = self._special.find(between)
+        if found_after_turn is None:
             return True
 
         # The special tokens that start a conversation: all before the first text of the template's own.
-        opening = ""
-        while (tokens := self._special.find(remaining)) and not (opening and remaining[: tokens[0].start()].strip()):
-            opening += tokens[1]
-            remaining = remaining[tokens[0].start() + len(tokens[1]) :]
+        opening_tokens = ""
+        while found := self._special.find(opening_text):
+            match, tokens = found
+            if opening_tokens and opening_text[: match.start()].strip():
+                break
+            opening_tokens += tokens
+            opening_text = opening_text[match.start() + len(tokens) :]
 
-        return self.closer not in following[1] and following[0][0] in opening
+        first_match, tokens_after_turn = found_after_turn
+        return self.closer not in tokens_after_turn and first_match[0] in opening_tokens
 
     def check_ends(self) -> None:
         """Check that all turns are ended. Rewritten: the template ends only the last of several turns."""
-        if self._closes_last_alone:
+        if self._closes_only_last:
             raise Rewritten("the chat template ends an assistant's turn with a special token in the last message only")
 
     def end(self, text: str) -> Span | None:
@@ -246,7 +253,9 @@ class Turns:
         match = self._special.find(text)
         if match is None:
             return None
+
         first, run = match
+
         # Calls may end in their own special tokens, before the one that ends the turn.
         if self.closer not in run:
             return first.span()
@@ -255,7 +264,7 @@ class Turns:
 
     def tail(self, conversation: Sequence[Message], turn: int) -> str:
         """Return the text that the template writes after the words of message `turn`, when it is the last message."""
-        return after_mark(self._render([*conversation[:turn], self._writer.marked(conversation[turn])]))
+        return after_mark(self._render([*conversation[:turn], self._writer.mark_turn(conversation[turn])]))
 
     def ending(self, conversation: Sequence[Message], turn: int) -> tuple[str, str]:
         """Return the token that ends message `turn` when it is the last message, and the text after that token; ("",
@@ -271,7 +280,7 @@ class Turns:
             later: the messages that follow the turn.
             continued: whether the text continues to the start of the assistant's next turn.
         """
-        messages = [*conversation[:turn], self._writer.marked(conversation[turn]), *later]
+        messages = [*conversation[:turn], self._writer.mark_turn(conversation[turn]), *later]
         return after_mark(self._render(messages, add_generation_prompt=continued))
 
     def following(self, messages: Sequence[Message]) -> str:
@@ -283,25 +292,26 @@ class Turns:
             Rewritten: the text depends on the turn, or what precedes the turn changes once messages follow.
         """
         self.check_ends()
+
         # One call for each result of a tool, or only one where the template writes no more in a message.
-        names = [str(message.get("name") or "tool") for message in messages if message["role"] == "tool"]
+        tool_names = [str(message.get("name") or "tool") for message in messages if message["role"] == "tool"]
         if self._writer.form(several=True) is None:
-            names = names[:1]
-        calls = [{"function": {"name": name, "arguments": {}}} for name in names]
-        opening: list[Message] = [
+            tool_names = tool_names[:1]
+        calls = [{"function": {"name": name, "arguments": {}}} for name in tool_names]
+        trial_opening: list[Message] = [
             {"role": "user", "content": "ask"},
             {"role": "assistant", "content": "", "tool_calls": calls},
         ]
 
         # Any turn with these calls stands for all: only its end and what follows matter.
-        context = self._render(opening[:1], add_generation_prompt=True)
-        conversation = [opening[0], self._writer.marked(opening[1]), *messages]
+        context = self._render(trial_opening[:1], add_generation_prompt=True)
+        conversation = [trial_opening[0], self._writer.mark_turn(trial_opening[1]), *messages]
         text = self._render(conversation, add_generation_prompt=True)
-        after = after_mark(text)
-        span = self.end(after)
+        after_turn = after_mark(text)
+        span = self.end(after_turn)
         if span is None or not text.startswith(_OPENING.sub("", context)):
             raise Rewritten("the chat template renders what precedes a turn differently once messages follow")
-        return after[span[0] :]
+        return after_turn[span[0] :]
 
     def kept(self, conversation: Sequence[Message]) -> tuple[str, dict[int, Span]]:
         """Return the text of a conversation with the thoughts of all turns, and {index of an assistant's message: span
@@ -314,6 +324,7 @@ class Turns:
         turns = [number for number, message in enumerate(conversation) if message["role"] == "assistant"]
         if not turns or turns[0] == 0:
             raise ValueError("a conversation starts with a message that the assistant answers")
+
         if turns != [len(conversation) - 1]:
             self.check_ends()
 
@@ -370,16 +381,16 @@ class Turns:
         not."""
         marks = {turn: f"{MARK}{number}\ue002" for number, turn in enumerate(turns)}
         marked = [
-            self._writer.marked(message, marks[index]) if index in marks else message
+            self._writer.mark_turn(message, marks[index]) if index in marks else message
             for index, message in enumerate(conversation)
         ]
 
         # The text of the whole conversation, read from one mark to the next; the chunk after the last turn is not read.
-        remaining = self._render(marked)
+        unread = self._render(marked)
         for turn, chunk in zip(turns, chunks, strict=False):
-            before_turn, mark, remaining = remaining.partition(marks[turn])
+            before_turn, mark, unread = unread.partition(marks[turn])
             if not mark or not before_turn.startswith(_OPENING.sub("", chunk)):
                 raise Rewritten(f"message {turn + 1}: the chat template renders its context differently")
-            if (end := self.end(remaining)) is None:
+            if (end := self.end(unread)) is None:
                 raise Rewritten(f"message {turn + 1}: the chat template does not end its turn with a special token")
-            remaining = remaining[end[1] :]
+            unread = unread[end[1] :]

@@ -17,7 +17,7 @@ from .cache import WIDTH, round_up
 from .decoder import Decoder
 from .graphs import Drawn, StepGraphs
 from .prefill import Prefill
-from .prefixes import TOKENS, Prefix
+from .prefixes import MIN_SHARED_TOKENS, TOKENS, Prefix
 from .requests import (
     Admission,
     EngineRequest,
@@ -35,10 +35,6 @@ from .restrictions import Words
 from .rows import RowState
 from .sampling import keep_allowed, keep_top, top_logprobs
 from .weights import Weights
-
-# A prompt waits a step for another that is being computed if they share that many tokens more than the cache has: fewer
-# are computed faster than a step takes.
-MIN_SHARED_TOKENS = 64
 
 
 class RunningBatch:
@@ -58,10 +54,8 @@ class RunningBatch:
         words: Words | None = None,
         graphs: StepGraphs | None = None,
     ):
-        self.decoder = decoder
-        self.words = words
-        self.graphs = graphs
-        self.slots = slots
+        self.decoder, self.slots = decoder, slots
+        self.words, self.graphs = words, graphs
         self.prefill = Prefill(decoder, prefill_tokens, prefix_bytes)
         self.rows: list[RunningSample] = []
         self.free_rows: list[int] = []  # rows among these whose sample has ended
@@ -100,8 +94,10 @@ class RunningBatch:
     def switch(self, weights: Weights, waiting: deque[EngineRequest], preempt: bool = False) -> None:
         """Use other weights from the next step on. With `preempt`, running rows recompute their keys and values."""
         if preempt:
-            for i in (running := self._running_rows()):
+            running = self._running_rows()
+            for i in running:
                 self.rows[i].resumed = self._read_completion(i)
+
             # The ones that started first resume first: `extendleft` reverses their order.
             newest_first = sorted((self.rows[i] for i in running), key=lambda row: row.start, reverse=True)
             self.preempted.extendleft(newest_first)
@@ -109,10 +105,12 @@ class RunningBatch:
             self.rows, self.free_rows = [], []
             for row in self.paused:
                 row.prefix = None
+
         self._drop_prefixes(waiting)
         self.decoder.weights = weights
         due_rows, self.paused = take_due(self.paused, waiting, weights.version)
         self.preempted.extend(due_rows)
+
         # Weights that ended before the oldest row started drew none of the tokens that are still to be reported.
         oldest = min((row.start for row in self.rows), default=self.steps)
         self.history.switch(WeightSpan(self.steps, weights.version, weights.identity), oldest)
@@ -152,19 +150,20 @@ class RunningBatch:
         is_compacted = self.decoder.cache.limit is not None and bool(self.free_rows)
         if is_compacted:
             self._compact_rows()  # the cache may have fewer rows than before
+
         # A long prompt has its piece first; then samples get rows, as the plan says.
         self._max_length = max((row.max_length for row in self.rows), default=0)
-        free = self.free_rows + list(range(len(self.rows), self.slots))
-        ready = (request for request in waiting if request.startable(self.history.current.version))
-        queue: Iterator[EngineRequest | RunningSample] = chain(self.preempted, ready)
+        usable_rows = self.free_rows + list(range(len(self.rows), self.slots))
+        startable = (request for request in waiting if request.startable(self.history.current.version))
+        queue: Iterator[EngineRequest | RunningSample] = chain(self.preempted, startable)
         spent_tokens = 0
-        if free and (first := next(queue, None)):
+        if usable_rows and (first := next(queue, None)):
             spent_tokens = self._prefill_long(first)
             queue = chain([first], queue)
-        admissions = self._plan_admissions(queue, free, spent_tokens)
+        admissions = self._plan_admissions(queue, usable_rows, spent_tokens)
+        if admissions:
+            self._place_admissions(admissions, waiting)
         if admissions or self.free_rows or is_compacted:
-            if admissions:
-                self._place_admissions(admissions, waiting)
             self._compact_rows()
             self._describe_rows()
 
@@ -202,6 +201,7 @@ class RunningBatch:
             available = min(self._row_capacity(longest) - self.running, len(free)) - used
             if available <= 0:
                 break
+
             context = item.tokens[:-1]
             blocks = list[Prefix]()
             if context and item.prefix is None:
@@ -210,12 +210,10 @@ class RunningBatch:
                 beginning = tuple(context[: TOKENS * len(blocks) + MIN_SHARED_TOKENS])
                 # The next step finds in the cache what this one computes. A long prompt runs once the prefill row has
                 # all of it; others, as long as this step has time.
-                if (
-                    beginning in pending
-                    or self.prefill.item is item
-                    or spent_tokens + missing > self.prefill.max_tokens
-                ):
+                must_wait = beginning in pending or self.prefill.item is item
+                if must_wait or spent_tokens + missing > self.prefill.max_tokens:
                     break
+
                 spent_tokens += missing
                 is_stored = len(context) * self.decoder.cache.token_bytes <= self.prefill.cache.limit
                 if missing >= MIN_SHARED_TOKENS and is_stored:
@@ -244,8 +242,9 @@ class RunningBatch:
                 if item.admitted == item.sampling.n:
                     waiting.remove(item)  # the first, but for those that wait for other weights
         for i, row in placed.items():
-            self.rows[i : i + 1] = [row]
+            self.rows[i : i + 1] = [row]  # replaces row i, or appends it
         self.free_rows = self.free_rows[len(placed) :]
+
         for admission in admissions:
             if admission.item.prefix is not None:
                 self.decoder.cache.fill(admission.rows, [admission.item.prefix])
@@ -284,13 +283,14 @@ class RunningBatch:
         """Move the last rows into the free ones, so that all rows in use are the first ones. `free_rows` is sorted."""
         while self.free_rows:
             last = len(self.rows) - 1
-            if self.free_rows[-1] != last:
-                free = self.free_rows.pop(0)
-                row = self.rows[free] = self.rows[last]
-                self.decoder.cache.fill([free], [self.decoder.cache.read(last, row.context + self.steps - row.start)])
-                self.state.move(free, last)
-            else:
+            if self.free_rows[-1] == last:
                 self.free_rows.pop()
+            else:
+                free_row = self.free_rows.pop(0)
+                row = self.rows[free_row] = self.rows[last]
+                length = row.context + self.steps - row.start
+                self.decoder.cache.fill([free_row], [self.decoder.cache.read(last, length)])
+                self.state.move(free_row, last)
             self.rows.pop()
 
     def step(self) -> list[EngineRequest]:
@@ -302,15 +302,15 @@ class RunningBatch:
                 continue
             row = self.rows[i]
             completion = self._read_completion(i)
+            self.free_rows.append(i)
             if math.isnan(sum(completion.logprobs)):
                 fail_request(row.request, UnusableWeights(completion))
                 self._erase_rows([i, self.decoder.cache.prefill_row])
-                self.free_rows.append(i)
                 continue
-            stopped = i in ended_by_text or completion.token_ids[-1] in row.request.stops
-            completion.finish = "stop" if stopped else "length"
+
+            is_stopped = i in ended_by_text or completion.token_ids[-1] in row.request.stops
+            completion.finish = "stop" if is_stopped else "length"
             row.request.completions[row.sample] = completion
-            self.free_rows.append(i)
             if len(row.request.completions) == row.request.sampling.n:
                 complete.append(row.request)
 
@@ -326,26 +326,30 @@ class RunningBatch:
         """Draw one token for every row; return the tokens, and the rows that a stop text has ended."""
         rows = len(self.rows)
         state = self.state
-        cache = self.decoder.cache
-        length = min(round_up(self._max_offset + self.steps + 1, self.decoder.granule), cache.longest)
-        cache.reserve(length, rows, self._max_length)
+        length = round_up(self._max_offset + self.steps + 1, self.decoder.granule)
+        length = min(length, self.decoder.cache.longest)
+        self.decoder.cache.reserve(length, rows, self._max_length)
 
         # At least two rows: other kernels multiply a single one, and round differently.
         width = round_up(rows, WIDTH) if rows > WIDTH else max(rows, 2)
         self.steps += 1
         is_plain = self._constrained_index is None and self._with_top_index is None
         if self.graphs is not None and is_plain and self.restrictions.can_be_captured:
-            return Drawn(*(result[:rows] for result in self._draw_captured(self.graphs, rows, width, length))), set()
+            drawn = self._draw_captured(self.graphs, rows, width, length)
+            return Drawn(*(result[:rows] for result in drawn)), set()
+
         logits = self.decoder.decode(state.tokens[:width], state.positions[:width], length)[:rows]
         logits /= state.temperature[:rows, None]
         policy = self.restrictions.policy(logits)
         self.restrictions.exclude(logits)
+        index = self._constrained_index
         constrained_rows = [self.rows[i] for i in self._constrained]
-        if (index := self._constrained_index) is not None:
+        if index is not None:
             bits = allowed_tokens(constrained_rows, logits.shape[-1])
             logits[index] = keep_allowed(logits[index], bits.to(logits.device))
         self.restrictions.bound(logits)
         drawn = state.draw(logits, policy=policy)
+
         if self._with_top_index is not None:
             for i, top in zip(self._with_top, top_logprobs(logits[self._with_top_index]), strict=True):
                 self.rows[i].top.append(dict(islice(top.items(), self.rows[i].request.sampling.top_logprobs)))
@@ -357,8 +361,8 @@ class RunningBatch:
         """Pause rows whose schedule leaves their next token to later weights; copies of keys and values are kept."""
         for i in {*self._scheduled}.difference(self.free_rows):
             row = self.rows[i]
-            drawn = len(row.resumed.token_ids) + self.steps - row.start
-            if row.next_version(drawn) > self.history.current.version:
+            token_count = len(row.resumed.token_ids) + self.steps - row.start
+            if row.next_version(token_count) > self.history.current.version:
                 row.resumed = self._read_completion(i)
                 row.prefix = tuple(part.clone() for part in self.decoder.cache.read(i, row.context))
                 self.paused.append(row)
@@ -366,7 +370,7 @@ class RunningBatch:
 
     def _draw_captured(self, graphs: StepGraphs, rows: int, width: int, length: int) -> Drawn:
         """Draw by a graph for `width` rows, of which only the first `rows` (another number in each run) move on."""
-        restricted = self.restrictions.is_bounding
+        restricted = self.restrictions.bounded is not None
 
         def draw_step() -> Drawn:
             logits = self.decoder.decode(self.state.tokens[:width], self.state.positions[:width], length)
@@ -384,17 +388,13 @@ class RunningBatch:
         row = self.rows[i]
         resumed = row.resumed
         new_positions = slice(row.context, row.context + self.steps - row.start)  # one token a step
-        versions, identities = self.history.of_steps(row.start, self.steps)
-        completion = Completion(
-            "",
-            resumed.token_ids + self.state.drawn[i, new_positions].tolist(),
-            resumed.logprobs + self.state.logprobs[i, new_positions].tolist(),
-            {},
-            resumed.prompt_ids,
-            [*resumed.versions, *versions],
-            identities=resumed.identities | identities,
-            top_logprobs=list(row.top),
-        )
-        length = len(completion.prompt_ids) + len(completion.token_ids)
+        token_ids = resumed.token_ids + self.state.drawn[i, new_positions].tolist()
+        logprobs = resumed.logprobs + self.state.logprobs[i, new_positions].tolist()
+        new_versions, identities = self.history.of_steps(row.start, self.steps)
+
+        completion = Completion("", token_ids, logprobs, {}, resumed.prompt_ids, [*resumed.versions, *new_versions])
+        completion.identities = resumed.identities | identities
+        completion.top_logprobs = list(row.top)
+        length = len(resumed.prompt_ids) + len(token_ids)
         completion.experts = self.decoder.cache.experts(i, length, resumed.experts)
         return completion

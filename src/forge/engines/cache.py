@@ -59,13 +59,12 @@ class KeyValueCache:
         limit: int | None = None,
         granule: int = 1,
     ):
-        self.rows = rows
-        self.longest = round_up(max_seq_len, BLOCK)
-        self.limit = limit
-        self.step = round_up(granule, BLOCK)
         heads = config.num_key_value_heads
+        self.rows, self.limit = rows, limit
         self.heads = torch.arange(heads, device=device)
+        self.longest = round_up(max_seq_len, BLOCK)
         self.min_length = min(2 * BLOCK, self.longest)
+        self.step = round_up(granule, BLOCK)
         self.token_bytes = token_bytes(config, dtype, record)
 
         self.prefill_row = self.capacity(self.min_length)
@@ -74,6 +73,7 @@ class KeyValueCache:
         # Zeros, not empty: positions beyond a row's end are masked, but a NaN there would survive the mask.
         self.keys, self.values = (make_zeros(shape, dtype, device) for _ in range(2))
         self.stores = ["keys", "values"]
+
         if record:
             shape = len(sparse_layers(config)), self.prefill_row + 1, 1, self.min_length, config.num_experts_per_tok
             self.choices = torch.full(shape, UNKNOWN_EXPERT, dtype=torch.uint8, device=device)
@@ -135,27 +135,27 @@ class KeyValueCache:
 
         The first `rows` rows and the prefill row keep their contents.
         """
-        count = self.capacity(size)
+        capacity = self.capacity(size)
         length = min(size, self.length)  # positions that both have
         for name in self.stores:
-            before: Tensor = getattr(self, name)
-            shape = before.shape[0], count + 1, before.shape[2], size, before.shape[4]
-            running = before[:, :rows, :, :length]
-            prefilled = before[:, self.prefill_row, :, :length]
+            old: Tensor = getattr(self, name)
+            shape = old.shape[0], capacity + 1, old.shape[2], size, old.shape[4]
+            running = old[:, :rows, :, :length]
+            prefilled = old[:, self.prefill_row, :, :length]
 
             if self.limit is not None:
                 # The contents wait in host memory: old and new tensors together would exceed the limit.
                 running = running.to("cpu", copy=True)
                 prefilled = prefilled.to("cpu", copy=True)
-                before = before[:, :0].clone()
-                setattr(self, name, before)
+                old = old[:, :0].clone()
+                setattr(self, name, old)
 
-            after = make_zeros(shape, before.dtype, before.device)
-            after[:, :rows, :, :length] = running
-            after[:, count, :, :length] = prefilled
-            setattr(self, name, after)
+            new = make_zeros(shape, old.dtype, old.device)
+            new[:, :rows, :, :length] = running
+            new[:, capacity, :, :length] = prefilled
+            setattr(self, name, new)
 
-        self.prefill_row = count
+        self.prefill_row = capacity
 
     def index(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Return where `write` stores tokens of these rows and positions, (N,) each: entries (N * K,) of a table."""
@@ -195,8 +195,8 @@ class KeyValueCache:
         """
         if "choices" not in self.stores:
             return None
-        choices = self.choices[:, row, 0, : tokens - 1].transpose(0, 1)
-        experts = F.pad(choices, (0, 0, 0, 0, 0, 1), value=UNKNOWN_EXPERT).cpu().numpy()
+        cached_choices = self.choices[:, row, 0, : tokens - 1].transpose(0, 1)
+        experts = F.pad(cached_choices, (0, 0, 0, 0, 0, 1), value=UNKNOWN_EXPERT).cpu().numpy()
         if earlier is not None:
             recomputed = experts[: len(earlier)]
             np.copyto(recomputed, earlier, where=recomputed == UNKNOWN_EXPERT)

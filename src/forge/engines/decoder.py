@@ -62,11 +62,11 @@ class Decoder:
         granule: int = 16,
         exact: bool = False,
     ):
-        self.weights = weights
-        self.device = device
-        self.H, self.K, self.D = config.num_attention_heads, config.num_key_value_heads, head_size(config)
         is_gemma = config.model_type == "gemma3_text"
+        self.weights, self.device, self.exact = weights, device, exact
         self.vocab = config.vocab_size
+        self.eps = config.rms_norm_eps
+        self.H, self.K, self.D = config.num_attention_heads, config.num_key_value_heads, head_size(config)
         self.scale = config.query_pre_attn_scalar**-0.5 if is_gemma else self.D**-0.5
 
         # Only a CPU in float32 promises the same bits at any length.
@@ -75,21 +75,20 @@ class Decoder:
         self.granule = attention_granule(self.H // self.K, self.D, self.scale, longest) if is_invariant else granule
         cache_dtype = torch.float32 if exact else dtype
         self.cache = KeyValueCache(config, rows, max_seq_len, cache_dtype, device, record, cache_bytes, self.granule)
-        self.eps = config.rms_norm_eps
 
         # A kind of attention is a rotary embedding and a window; most models have one kind for all layers.
         layer_kinds = attention_kinds(config)
         self.kinds = list(dict.fromkeys(layer_kinds))
         self.kind_of = [self.kinds.index(kind) for kind in layer_kinds]  # by layer, an index of `kinds`
-        # OLMo 2's are not rounded in transformers.
+
+        # transformers does not round the rotary tables of OLMo 2.
         rotary_dtype = torch.float32 if exact and config.model_type == "olmo2" else dtype
         self.rotary: dict[str | None, RotaryTables | None] = {None: None}  # a kind without rotation has the key None
         for key in {kind.rotary for kind in layer_kinds} - {None}:
             self.rotary[key] = rotary_tables(config, key or "", max_seq_len, rotary_dtype, device)
-        activation = "gelu_pytorch_tanh" if is_gemma else "silu"
-        self.activation = (ACTIVATIONS if exact else FUSED_ACTIVATIONS)[activation]
-        self.exact = exact
 
+        activations = ACTIVATIONS if exact else FUSED_ACTIVATIONS
+        self.activation = activations["gelu_pytorch_tanh" if is_gemma else "silu"]
         self.embed_scale = torch.tensor(config.hidden_size**0.5, dtype=dtype, device=device) if is_gemma else None
         self.row_ids = torch.arange(rows, device=device)
         self.cache_positions = torch.arange(self.cache.longest, device=device)
@@ -123,8 +122,11 @@ class Decoder:
             if self.device.type == "cpu"
             else None
         )
+
         # Rows and key-value heads are one batch dimension, without a copy; the heads of a group share its keys.
-        keys, values = (c.flatten(1, 2)[:, : rows * self.K, :length].unbind() for c in (cache.keys, cache.values))
+        keys, values = (
+            store.flatten(1, 2)[:, : rows * self.K, :length].unbind() for store in (cache.keys, cache.values)
+        )
         tables = cache.tables()
         x = self._embed_tokens(tokens)
         choices: list[Tensor] = []
@@ -133,12 +135,14 @@ class Decoder:
             kind = self.kind_of[i]
             q, k, v = self._project_qkv(layer, x, rotations[kind])
             cache.write(tables[i], index, k, v)
-            q = q.flatten(0, 1)
-            probs = torch.baddbmm(biases[kind], q, keys[i].transpose(1, 2), alpha=self.scale).softmax(-1)
+
+            scores = torch.baddbmm(biases[kind], q.flatten(0, 1), keys[i].transpose(1, 2), alpha=self.scale)
+            probs = scores.softmax(-1)
             if bag_indices is None:
                 attended = torch.bmm(probs, values[i])
             else:
                 attended = torch.embedding_bag(tables[i][1], *bag_indices, mode=0, per_sample_weights=probs.view(-1))[0]
+
             self._finish_layer(layer, x, attended.view(rows, -1), choices)
 
         cache.write_choices(self.row_ids[:rows], positions, choices)
@@ -162,12 +166,12 @@ class Decoder:
             images: of each prompt, for decoders with `takes_images`.
         """
         tokens, positions, token_rows, index, blocks = self._plan_prompts(prompts, rows, starts)
-        real = len(token_rows)
+        real = len(token_rows)  # the number of tokens without the padding at the end
         rotations = self._rotations_at(positions)
-        x = self._embed_tokens(tokens)
-
-        choices: list[Tensor] = []
         tables = self.cache.tables()
+        x = self._embed_tokens(tokens)
+        choices: list[Tensor] = []
+
         for i, layer in enumerate(self.weights.layers):
             kind = self.kind_of[i]
             q, k, v = self._project_qkv(layer, x, rotations[kind])
@@ -178,7 +182,8 @@ class Decoder:
 
             kernel = attend_by_query if self.exact else F.scaled_dot_product_attention
             attend = partial(kernel, scale=self.scale, enable_gqa=True)
-            self._finish_layer(layer, x, self._attend_blocks(blocks, i, kind, q, attend).flatten(1), choices)
+            attended = self._attend_blocks(blocks, i, kind, q, attend)
+            self._finish_layer(layer, x, attended.flatten(1), choices)
 
     def _biases_at(self, positions: Tensor, length: int) -> list[Tensor]:
         """Return the attention bias (B * K, 1, length) of decoding at these positions, for each kind of attention."""
@@ -200,17 +205,20 @@ class Decoder:
         # All prompts are one sequence of tokens, each with its prompt, position and row of the cache.
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         first_positions = torch.tensor(starts or [0] * len(prompts))
+        end_positions = first_positions + lengths
         tokens = torch.tensor([token for prompt in prompts for token in prompt], device=self.device)
         prompt_index = torch.arange(len(prompts)).repeat_interleave(lengths)
-        end_positions = first_positions + lengths
+
+        # The last token of a prompt is at index `cumsum - 1` of the sequence and at position `end - 1`.
         positions = torch.arange(len(tokens)) + (end_positions - lengths.cumsum(0))[prompt_index]
         blocks = self._split_blocks(prompt_index, positions, torch.tensor(rows), first_positions, end_positions)
         token_rows = torch.tensor(rows)[prompt_index].to(self.device)
         index = self.cache.index(token_rows, positions.to(self.device))
+
         # Padded, as kernels are prepared for every new number of tokens; results of padding are never stored.
-        padding = (32 if len(tokens) <= 32 else round_up(len(tokens), 64)) - len(tokens)
-        tokens, positions = F.pad(tokens, (0, padding)), F.pad(positions, (0, padding)).to(self.device)
-        return tokens, positions, token_rows, index, blocks
+        padded_length = 32 if len(tokens) <= 32 else round_up(len(tokens), 64)
+        padding = (0, padded_length - len(tokens))
+        return F.pad(tokens, padding), F.pad(positions, padding).to(self.device), token_rows, index, blocks
 
     def _attend_blocks(
         self, blocks: list[_Block], layer: int, kind: int, q: Tensor, attend: Callable[..., Tensor]
@@ -219,11 +227,13 @@ class Decoder:
         each block is one call of `attend` for all its prompts, with queries in rows of one length."""
         attended = q.new_zeros(q.shape).flatten(1, -2)
         for block in blocks:
+            # The tokens of a prompt fill slots of its row: queries are (prompts, H, size, D).
             size, length = block.masks[kind].shape
             by_slot = q.new_zeros(block.prompts * size, *attended.shape[1:])
             by_slot.index_copy_(0, block.slots, q[block.tokens].flatten(1, -2))
             queries = by_slot.unflatten(0, (block.prompts, size)).transpose(1, 2)
-            keys, values = (c[layer, :, :, :length][block.rows] for c in (self.cache.keys, self.cache.values))
+            keys, values = (store[layer, :, :, :length][block.rows] for store in (self.cache.keys, self.cache.values))
+
             by_head = attend(queries, keys, values, attn_mask=block.masks[kind])
             attended.index_copy_(0, block.tokens, by_head.transpose(1, 2).flatten(0, 1)[block.slots])
         return attended
@@ -239,21 +249,22 @@ class Decoder:
         Args:
             prompt_index, positions: (N,), by token. rows, starts, ends: (prompts,); positions `starts` to `ends` - 1.
         """
-        blocks = []
         first = int(positions.min())
         longest = int(ends.max())
         size = longest - first
         if self.queries:
             size = self.queries if longest > self.queries // 2 else self.queries // 2
             first = first // size * size
+
+        blocks = []
         for start in range(first, longest, size):
             end = start + size
             inside = ((positions >= start) & (positions < end)).nonzero().flatten()
             has_tokens = (ends > start) & (starts < end)  # by prompt
             if not has_tokens.any():
                 continue
-            order = has_tokens.cumsum(0) - 1  # a prompt's number among those with tokens in the block
-            slots = order[prompt_index[inside]] * size + positions[inside] - start
+            block_prompt = has_tokens.cumsum(0) - 1  # a prompt's index among those with tokens in the block
+            slots = block_prompt[prompt_index[inside]] * size + positions[inside] - start
 
             # Queries see keys up to their own position, within the window of each kind of attention.
             length = min(round_up(end, self.granule), self.cache.length) if self.exact else end
@@ -266,10 +277,9 @@ class Decoder:
                     unseen |= keys <= queries - window
                 masks.append(bias_of(unseen, self.cache.keys.dtype))
 
+            # Evenly spaced rows, the usual case, are a view.
             block_rows = rows[has_tokens].tolist()
             stride = block_rows[1] - block_rows[0] if len(block_rows) > 1 else 1
-
-            # Evenly spaced rows, the usual case, are a view.
             is_even = stride > 0 and block_rows == list(range(block_rows[0], block_rows[-1] + 1, stride))
             index = slice(block_rows[0], block_rows[-1] + 1, stride) if is_even else block_rows
             blocks.append(_Block(inside.to(self.device), slots.to(self.device), len(block_rows), index, masks))
@@ -294,19 +304,20 @@ class Decoder:
         """Return q (N, K, G, D), k and v (N, K, D) of x (N, C), q and k rotated; tokens and heads flatten to a view."""
         qkv = layer.qkv(self._normalise(x, layer.input_norm)).view(len(x), self.K, -1, self.D)
         qk, v = qkv[:, :, :-1], qkv[:, :, -1]
+
         if layer.qk_norm is not None and layer.qk_norm.dim() > 1:
             qk = self._normalise(qk, layer.qk_norm)
         elif layer.qk_norm is not None:
             # One norm over all heads of q, and one over all heads of k.
-            parts = qk[:, :, :-1].flatten(1), qk[:, :, -1].flatten(1)
-            norms = layer.qk_norm.split([part.shape[1] for part in parts])
-            normed = [self._normalise(part, norm) for part, norm in zip(parts, norms, strict=True)]
-            qk = torch.cat([part.view(len(x), self.K, -1, self.D) for part in normed], 2)
+            query_key = qk[:, :, :-1].flatten(1), qk[:, :, -1].flatten(1)
+            norm_weights = layer.qk_norm.split([heads.shape[1] for heads in query_key])
+            normed_heads = [self._normalise(heads, norm) for heads, norm in zip(query_key, norm_weights, strict=True)]
+            qk = torch.cat([heads.view(len(x), self.K, -1, self.D) for heads in normed_heads], 2)
 
         if rotation is not None:
             cos, sin, order = rotation
-            turned = qk.roll(self.D // 2, -1) if order is None else qk[..., order]
-            qk = rotate_heads(qk, turned, cos, sin) if self.exact else (qk * cos).addcmul_(turned, sin)
+            partner = qk.roll(self.D // 2, -1) if order is None else qk[..., order]
+            qk = rotate_heads(qk, partner, cos, sin) if self.exact else (qk * cos).addcmul_(partner, sin)
 
         qk, v = (x.to(self.cache.keys.dtype) for x in (qk, v))  # of an exact bfloat16 model float32
         return qk[:, :, :-1], qk[:, :, -1], v
@@ -357,7 +368,8 @@ def rotary_tables(
     rope = rotary_parameters(config)[key]
     D = head_size(config)
     if rope["rope_type"] == "default":
-        R = int(D * rope.get("partial_rotary_factor", 1.0)) if config.model_type == "phi3" else D  # that rotate
+        # R dimensions of a head rotate.
+        R = int(D * rope.get("partial_rotary_factor", 1.0)) if config.model_type == "phi3" else D
         frequencies = 1.0 / rope["rope_theta"] ** (torch.arange(0, R, 2).float() / R)
         scale = 1.0
     else:
@@ -369,6 +381,7 @@ def rotary_tables(
     sin = angles.sin() * scale
     sin = torch.cat([-sin, sin], -1)
     R = 2 * len(frequencies)
+
     order = None
     if R < D:
         # Dimensions that do not rotate have angle 0.

@@ -75,6 +75,7 @@ class EmbeddedEngine:
         options = EngineSettings(**settings)
         if prefill_tokens is not None and prefill_tokens < 1:
             raise ValueError(f"prefill_tokens must be at least 1, got {prefill_tokens}")
+
         self.max_seq_len = check_length(config, options.max_seq_len)
         self.device = torch.device(device or find_accelerator() or "cpu")
         self.dtype: torch.dtype = getattr(torch, options.dtype)
@@ -88,6 +89,7 @@ class EmbeddedEngine:
         self.on_update = options.on_update
         options.check(config)
         graphs = graphs_on(self.device) if options.captures(config, self.device.type) else None
+
         # Of most model types transformers' modules, with this engine's cache.
         self._make_weights: Callable[..., Weights]
         self._make_weights, make_decoder, named_tensors = (
@@ -96,8 +98,6 @@ class EmbeddedEngine:
             else resolve("forge_families.engine:open_model", "model")(folder, self.dtype, self.device)
         )
         weights = self._make_weights(config, named_tensors, self.dtype, self.device, version)
-        # Measured after the weights have taken their part of the memory.
-        cache_bytes = self._cache_limit(options)
         decoder = make_decoder(
             config,
             weights,
@@ -106,7 +106,7 @@ class EmbeddedEngine:
             self.dtype,
             self.device,
             options.router_replay,
-            cache_bytes,
+            self._cache_limit(options),  # measured after the weights have taken their part of the memory
             granule=16 if graphs is None else GRANULE,
         )
         self._batch = RunningBatch(
@@ -127,8 +127,7 @@ class EmbeddedEngine:
         self._submitted: list[EngineRequest] = []
         self._cancelled: list[EngineRequest] = []
         self._new_orders: list[Order] = []
-        self._closing = False
-        self._is_idle = False
+        self._closing = self._is_idle = False
         self._error: BaseException | None = None
         threads = torch.get_num_threads()  # a new thread would start from OMP_NUM_THREADS instead
 
@@ -148,13 +147,13 @@ class EmbeddedEngine:
         check_request(sampling, priority, self._vocabulary)
         if sampling.images and not self._batch.decoder.takes_images:
             raise ValueError("this model takes no images in prompts")
+
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         limit = min(sampling.max_tokens, self.max_seq_len - len(prompt))
         stops = frozenset((*self.eos, *sampling.stop_token_ids))
         grammar = self._start_matcher(sampling.grammar, stops) if sampling.grammar else None
         if sampling.stop:
             self._words.open()
-
         request = EngineRequest(prompt, sampling, limit, seed, stops, priority, listener, grammar)
 
         def free_rows(future: Future[list[Completion]]) -> None:
@@ -318,7 +317,7 @@ class EmbeddedEngine:
                     for request in self._batch.step() if self._batch.rows else ():
                         # The request's listener may have failed it in this step.
                         if not request.future.done() and request.future.set_running_or_notify_cancel():
-                            request.future.set_result([c for _, c in sorted(request.completions.items())])
+                            request.future.set_result([request.completions[i] for i in sorted(request.completions)])
         except BaseException as raised:  # any error must reach the callers
             error = EngineFailed(f"the engine ended by {type(raised).__name__}: {raised}")
             error.__cause__ = raised

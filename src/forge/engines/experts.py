@@ -30,15 +30,17 @@ class Experts:
         if self.normalised:
             gates = gates / gates.sum(-1, keepdim=True)
         gates = gates.to(x.dtype)
-        # Pair i is token i // k with one of its experts; `order` has the pairs expert by expert.
-        order = experts.flatten().argsort(stable=True)
-        counts = torch.bincount(experts.flatten(), minlength=len(self.down)).tolist()
-        outputs = torch.empty(len(order), x.shape[1], dtype=x.dtype, device=x.device)
 
-        for expert, pairs in enumerate(order.split(counts)):
+        # Pair i is token i // k with one of its experts; `pairs_by_expert` has the pairs expert by expert.
+        pairs_by_expert = experts.flatten().argsort(stable=True)
+        pair_counts = torch.bincount(experts.flatten(), minlength=len(self.down)).tolist()
+        outputs = torch.empty(len(pairs_by_expert), x.shape[1], dtype=x.dtype, device=x.device)
+
+        for expert, pairs in enumerate(pairs_by_expert.split(pair_counts)):
             if len(pairs):
-                rows = F.pad(x[pairs // self.k], (0, 0, 0, pad_rows(len(pairs)) - len(pairs)))
-                gate, up = self.gate_up[expert](rows).chunk(2, -1)
+                padding = pad_rows(len(pairs)) - len(pairs)
+                inputs = F.pad(x[pairs // self.k], (0, 0, 0, padding))
+                gate, up = self.gate_up[expert](inputs).chunk(2, -1)
                 outputs[pairs] = self.down[expert](act(gate).mul_(up))[: len(pairs)]
 
         # Added one gate after the other: a sum over the dimension may add in another order and round differently.

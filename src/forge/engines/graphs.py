@@ -85,6 +85,7 @@ def cuda_capture() -> Capture:
         shared = next((graph.pool() for graph in living), None)
         pool = torch.cuda.graph_pool_handle() if shared is None else shared
         graph = torch.cuda.CUDAGraph()
+
         # "thread_local": another thread may copy the next weights to the device meanwhile.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             drawn = step()

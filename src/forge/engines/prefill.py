@@ -22,8 +22,7 @@ class Prefill:
     """
 
     def __init__(self, decoder: Decoder, max_tokens: int, prefix_bytes: int) -> None:
-        self.decoder = decoder
-        self.max_tokens = max_tokens
+        self.decoder, self.max_tokens = decoder, max_tokens
         self.cache = PrefixCache(prefix_bytes)
         self.computed = self.reused = 0
         self.item: Item | None = None
@@ -44,8 +43,7 @@ class Prefill:
             blocks: the blocks of the prefix cache with which it starts.
             rows, max_length: as `KeyValueCache.reserve`.
         """
-        cache = self.decoder.cache
-        length = self.length
+        cache, length = self.decoder.cache, self.length
 
         # The first piece starts after the blocks of the prefix cache.
         if self.item is not item:
@@ -74,6 +72,7 @@ class Prefill:
         """
         if not admissions:
             return
+
         cache = self.decoder.cache
         cache.reserve(max(len(admission.context) for admission in admissions), rows, max_length)
         for admission in admissions:

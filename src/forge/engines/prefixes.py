@@ -8,6 +8,9 @@ from torch import Tensor
 
 # Tokens of a block, as many as vLLM's default: smaller blocks find more of a prompt, with more of them to look up.
 TOKENS = 16
+# A prompt waits a step for another that is being computed if they share that many tokens more than the cache has: fewer
+# are computed faster than a step takes.
+MIN_SHARED_TOKENS = 64
 
 Prefix = tuple[Tensor, ...]  # keys, values, (layers, K, tokens, D) each, and choices of experts; see `Cache.read`
 Key = tuple[int, tuple[int, ...]]  # the block before this one, 0 for none, and its own tokens
@@ -55,34 +58,35 @@ class PrefixCache:
         self._touch_blocks(keys)
         return chain
 
-    def add(self, tokens: Sequence[int], values: Prefix) -> None:
+    def add(self, tokens: Sequence[int], prompt_values: Prefix) -> None:
         """Cache copies of all full blocks of `tokens` that are not cached yet.
 
         Args:
-            values: the keys and values of all `tokens`; see `Prefix`.
+            prompt_values: the keys and values of all `tokens`; see `Prefix`.
         """
-        nbytes = sum(part[:, :, :TOKENS].nbytes for part in values) if self.limit else 0  # of a block
-        if not nbytes or nbytes > self.limit:
+        block_bytes = sum(part[:, :, :TOKENS].nbytes for part in prompt_values) if self.limit else 0
+        if not block_bytes or block_bytes > self.limit:
             return
-        keys = list[Key]()
-        parent = 0
+
+        used_keys = list[Key]()
+        parent_number = 0
 
         for i, block_tokens in enumerate(_split_blocks(tokens)):
-            block = self._blocks.get((parent, block_tokens))
+            block = self._blocks.get((parent_number, block_tokens))
             if block is None:
                 # If all blocks of a prompt do not fit, only the first are kept: later ones would drop them again.
-                if (len(keys) + 1) * nbytes > self.limit:
+                if (len(used_keys) + 1) * block_bytes > self.limit:
                     break
                 self._number += 1
                 span = slice(i * TOKENS, (i + 1) * TOKENS)
-                block = Block(self._number, tuple(part[:, :, span].clone() for part in values))
-                self._blocks[parent, block_tokens] = block
-                self.size += nbytes
+                block = Block(self._number, tuple(part[:, :, span].clone() for part in prompt_values))
+                self._blocks[parent_number, block_tokens] = block
+                self.size += block_bytes
 
-            keys.append((parent, block_tokens))
-            parent = block.number
+            used_keys.append((parent_number, block_tokens))
+            parent_number = block.number
 
-        self._touch_blocks(keys)
+        self._touch_blocks(used_keys)
         while self.size > self.limit:
             _, dropped = self._blocks.popitem(last=False)
             self.size -= sum(part.nbytes for part in dropped.values)

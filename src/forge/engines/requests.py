@@ -224,6 +224,7 @@ def stream_tokens(
         piece = Completion("", [int(token)], [logprob], {}, request.prompt, [weights.version], finish)
         piece.identities[weights.version] = weights.identity
         piece.top_logprobs = row.top[-1:]
+
         if request.listener is None or request.future.done():
             continue
         if math.isnan(logprob):

@@ -65,11 +65,13 @@ class Restrictions:
         self._shape = (rows, vocab)
         self.top_k = torch.zeros(rows, dtype=torch.long, device=device)
         self.top_p, self.penalty = (torch.ones(rows, device=device) for _ in range(2))
+
         # (rows, vocab), the tokens in prompt and answer of rows with a penalty; made when the first row has one.
         self._seen: Tensor | None = None
+
         # Indices of rows, None if there are none: with top-k or top-p, with a penalty, and those that record the
         # log-probabilities before any restriction.
-        self._bounded: Tensor | None = None
+        self.bounded: Tensor | None = None
         self._penalised: Tensor | None = None
         self._policy: Tensor | None = None
         self.watched: dict[int, RunningSample] = {}  # rows with stop texts, whose tokens the host reads
@@ -83,13 +85,14 @@ class Restrictions:
             placed: the samples by number of the row.
         """
         samplings = [row.request.sampling for row in placed.values()]
+
         # Tensors, so that a step has the same operations whatever its rows ask for.
-        for state, values in (
+        for state, settings in (
             (self.top_k, [s.top_k for s in samplings]),
             (self.top_p, [s.top_p for s in samplings]),
             (self.penalty, [s.repetition_penalty for s in samplings]),
         ):
-            state[index] = torch.tensor(values, dtype=state.dtype, device=self._device)
+            state[index] = torch.tensor(settings, dtype=state.dtype, device=self._device)
 
         # The table of seen tokens is large, and made only where a row has a penalty.
         for i, row in placed.items():
@@ -117,11 +120,11 @@ class Restrictions:
         samplings = {i: row.request.sampling for i, row in restricted.items()}
 
         # Top-k and top-p have no effect on greedy decoding.
-        self._bounded = make_index(
-            [i for i, s in samplings.items() if s.temperature > 0 and (s.top_p < 1 or s.top_k > 0)]
-        )
+        bounded_rows = [i for i, s in samplings.items() if s.temperature > 0 and (s.top_p < 1 or s.top_k > 0)]
+        self.bounded = make_index(bounded_rows)
         self._penalised = make_index([i for i, s in samplings.items() if s.repetition_penalty != 1])
         self._policy = make_index([i for i, s in samplings.items() if s.logprobs_of == "policy" and s.restricted])
+
         self.watched = {i: row for i, row in restricted.items() if row.request.sampling.stop}
         self._watched_index = make_index(list(self.watched))
 
@@ -150,11 +153,6 @@ class Restrictions:
             logits[index] = torch.where(self._seen[index], lowered, values)
 
     @property
-    def is_bounding(self) -> bool:
-        """Return whether a row has top-k or top-p."""
-        return self._bounded is not None
-
-    @property
     def can_be_captured(self) -> bool:
         """Return whether a CUDA graph may capture a step with these rows: the host reads nothing, and the operations
         are the same whichever rows are restricted."""
@@ -162,7 +160,7 @@ class Restrictions:
 
     def bound(self, logits: Tensor) -> None:
         """Apply top-k and top-p to logits (B, V), in place."""
-        index = self._bounded
+        index = self.bounded
         if index is not None:
             logits[index] = keep_top(logits[index], self.top_k[index], self.top_p[index])
 
@@ -172,6 +170,7 @@ class Restrictions:
             self._seen[self._penalised, tokens[self._penalised]] = True
         if self._watched_index is None:
             return set()
+
         # One copy from the device for all rows that have stop texts.
         ended = set()
         for (i, row), token in zip(self.watched.items(), tokens[self._watched_index].tolist(), strict=True):

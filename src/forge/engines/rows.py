@@ -24,12 +24,14 @@ class RowState:
 
     def __init__(self, rows: int, longest: int, vocab: int, device: torch.device) -> None:
         self._device = device
+
         # `positions` is the position of the row's last token, `ends` of the last token that it may draw.
         self.tokens, self.positions, self.ends = (torch.zeros(rows, dtype=torch.long, device=device) for _ in range(3))
         self.temperature = torch.ones(rows, device=device)
         self.greedy, self.running = (torch.zeros(rows, dtype=torch.bool, device=device) for _ in range(2))
         self.any_greedy = False  # whether any running row is greedy
         self.stops = torch.full((rows, 1), -1, device=device)
+
         # By position, like the cache: the uniform numbers, and the tokens drawn with them.
         self.uniform, self.logprobs = (torch.zeros(rows, longest, device=device) for _ in range(2))
         self.drawn = torch.zeros(rows, longest, dtype=torch.long, device=device)
@@ -45,21 +47,22 @@ class RowState:
         width = max(self.stops.shape[1], *(len(request.stops) for request in requests))
         if width > self.stops.shape[1]:
             self.stops = torch.nn.functional.pad(self.stops, (0, width - self.stops.shape[1]), value=-1)
-        stops = [[*request.stops, *[-1] * (width - len(request.stops))] for request in requests]
-        index = torch.tensor(list(placed), device=device)
+        padded_stops = [[*request.stops, *[-1] * (width - len(request.stops))] for request in requests]
 
-        for state, values in (
+        index = torch.tensor(list(placed), device=device)
+        for state, row_values in (
             (self.tokens, [row.tokens[-1] for row in placed.values()]),
             (self.positions, [row.context for row in placed.values()]),
             (self.ends, [len(request.prompt) - 1 + request.limit for request in requests]),
             (self.temperature, [max(s.temperature, MIN_TEMPERATURE) if s.temperature else 1.0 for s in samplings]),
             (self.greedy, [s.temperature == 0 for s in samplings]),
             (self.running, [True for _ in requests]),
-            (self.stops, stops),
+            (self.stops, padded_stops),
         ):
-            state[index] = torch.tensor(values, dtype=state.dtype, device=device)
+            state[index] = torch.tensor(row_values, dtype=state.dtype, device=device)
 
         self.restrictions.place(index, placed)
+
         # The number at the position of a token draws the next token: the first is at the last token of the prompt.
         for i, row in placed.items():
             first = len(row.request.prompt) - 1
@@ -85,11 +88,15 @@ class RowState:
         positions, running = self.positions[:rows], self.running[:rows]
         columns = positions[:, None]
         uniform = self.uniform[:rows].gather(1, columns)[:, 0]
-        tokens, logprobs = draw_tokens(logits, uniform, self.greedy[:rows] if self.any_greedy else None)
+        greedy = self.greedy[:rows] if self.any_greedy else None
+        tokens, logprobs = draw_tokens(logits, uniform, greedy)
+
         self.restrictions.record(logprobs, policy, tokens)
         self.tokens[:rows] = tokens
         self.drawn[:rows].scatter_(1, columns, tokens[:, None])
         self.logprobs[:rows].scatter_(1, columns, logprobs[:, None])
+
+        # `positions` and `running` are views: these lines move the rows on, and end those at their limit or a stop.
         positions += running if active is None else active.logical_and(running)
         running &= positions < self.ends[:rows]
         running &= (self.stops[:rows] != tokens[:, None]).all(1)

@@ -42,14 +42,16 @@ def keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(logits.shape[-1], device=logits.device)
-    limit = torch.where(top_k > 0, top_k, logits.shape[-1])
-    ordered = ordered.masked_fill(ranks >= limit[:, None], -torch.inf)
+    kept_count = torch.where(top_k > 0, top_k, logits.shape[-1])
+    ordered = ordered.masked_fill(ranks >= kept_count[:, None], -torch.inf)
     probs = ordered.softmax(-1)
+
     # A token stays if the sum of those before it does not reach top_p; the first always stays, also where top_p is 0 in
     # 32 bits. top_p = 1 keeps all, however the sum is rounded.
     sum_before = probs.cumsum(-1) - probs
-    outside = (sum_before >= top_p[:, None]) & (top_p[:, None] < 1) & (ranks > 0)
-    return torch.empty_like(logits).scatter_(-1, order, ordered.masked_fill(outside, -torch.inf))
+    is_outside = (sum_before >= top_p[:, None]) & (top_p[:, None] < 1) & (ranks > 0)
+    nucleus = ordered.masked_fill(is_outside, -torch.inf)
+    return torch.empty_like(logits).scatter_(-1, order, nucleus)
 
 
 def draw_tokens(logits: Tensor, uniform: Tensor, greedy: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -63,14 +65,17 @@ def draw_tokens(logits: Tensor, uniform: Tensor, greedy: Tensor | None) -> tuple
         greedy: (B,), rows that take the most likely token instead; None: no row does.
     """
     probs = logits.softmax(-1)
-    total = probs.cumsum(-1)
+    cumulative = probs.cumsum(-1)
+
     # A rounding step below the total, so that the target always falls on a token with positive probability.
-    target = uniform.clamp(max=1 - 2**-22)[:, None] * total[:, -1:]
-    tokens = torch.searchsorted(total, target, right=True)
+    target = uniform.clamp(max=1 - 2**-22)[:, None] * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, target, right=True)
+
     # NaN compares as larger than all: `searchsorted` returns the index after the last token.
     tokens.clamp_(max=logits.shape[-1] - 1)
     if greedy is not None:
         tokens = torch.where(greedy[:, None], logits.argmax(-1, keepdim=True), tokens)
+
     return tokens[:, 0], probs.gather(-1, tokens).log_()[:, 0]
 
 
@@ -84,8 +89,10 @@ def top_logprobs(logits: Tensor) -> list[dict[int, float]]:
     [[1, 0]]
     """
     probs, tokens = logits.softmax(-1).topk(min(TOP_LOGPROBS, logits.shape[-1]))
-    ids, logprobs = torch.stack([tokens.double(), probs.log_().double()]).tolist()
+    # One tensor, so that there is one copy from the device.
+    token_rows, logprob_rows = torch.stack([tokens.double(), probs.log_().double()]).tolist()
+
     return [
-        {int(token): logprob for token, logprob in zip(*row, strict=True) if logprob > -torch.inf}
-        for row in zip(ids, logprobs, strict=True)
+        {int(token): logprob for token, logprob in zip(row_tokens, row_logprobs, strict=True) if logprob > -torch.inf}
+        for row_tokens, row_logprobs in zip(token_rows, logprob_rows, strict=True)
     ]

@@ -90,6 +90,7 @@ def check_head(folder: Path, config: PreTrainedConfig) -> None:
     """
     if not config.tie_word_embeddings:
         return
+
     from safetensors import safe_open
 
     files: dict[str, Path] = {}  # by name of the weight
@@ -98,10 +99,12 @@ def check_head(folder: Path, config: PreTrainedConfig) -> None:
             files |= dict.fromkeys({EMBEDDING, HEAD} & {*tensors.keys()}, file)
     if len(files) < 2:
         return
+
     weights = []
     for name, file in files.items():
         with safe_open(file, framework="pt") as tensors:
             weights.append(tensors.get_tensor(name))
+
     if not torch.equal(*weights):
         raise ValueError(
             f"{folder}: {HEAD} is not {EMBEDDING}, though tie_word_embeddings is true: set it to false in config.json"
@@ -134,6 +137,7 @@ def read_checkpoint(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
     if not files:
         raise FileNotFoundError(f"no weights (*.safetensors) in {folder}")
+
     for file in files:
         if not file.is_file():
             raise FileNotFoundError(f"{index.name} names {file.name}, which is not in {folder}")
@@ -194,8 +198,7 @@ class Weights:
         Raises:
             ValueError: an unknown, duplicate or missing name, or a wrong shape; the message names the tensor.
         """
-        self.version = version
-        self.identity = identity
+        self.version, self.identity = version, identity
         table = engine_layout(config)
         tied = config.tie_word_embeddings
         is_shifted = config.model_type == "gemma3_text"  # its norms multiply by 1 + weight
@@ -280,10 +283,10 @@ def by_group(heads: Tensor, config: PreTrainedConfig) -> Tensor:
     Returns:
         (K, H / K + 1, ...) or (K, H / K + 2, ...): a group's queries, then its key, then its value.
     """
-    H = config.num_attention_heads
-    K = config.num_key_value_heads
+    H, K = config.num_attention_heads, config.num_key_value_heads
     queries = heads[:H].unflatten(0, (K, -1))
-    return torch.cat([queries, heads[H:].unflatten(0, (-1, K)).transpose(0, 1)], 1)
+    keys_values = heads[H:].unflatten(0, (-1, K)).transpose(0, 1)
+    return torch.cat([queries, keys_values], 1)
 
 
 def checked_parts(
@@ -300,16 +303,23 @@ def checked_parts(
     Raises:
         ValueError: a name is unknown or duplicate, a shape is wrong or, after the last tensor, one is missing.
     """
-    missing = {part.name: (entry, i) for entry, parts in table.items() for i, part in enumerate(parts)}
+    missing = {
+        part.name: (entry, part_index) for entry, parts in table.items() for part_index, part in enumerate(parts)
+    }
     for name, tensor in named_tensors:
         if is_derived(name, tied):
             continue
         if name not in missing:
             raise ValueError(f"weight {name!r} is unknown to this model, or given twice")
-        entry, i = missing.pop(name)
-        if tensor.shape != table[entry][i].shape:
-            raise ValueError(f"weight {name!r} has shape {tuple(tensor.shape)}, the model has {table[entry][i].shape}")
-        yield entry, i, tensor
+
+        entry, part_index = missing.pop(name)
+        if tensor.shape != table[entry][part_index].shape:
+            raise ValueError(
+                f"weight {name!r} has shape {tuple(tensor.shape)}, the model has {table[entry][part_index].shape}"
+            )
+        yield entry, part_index, tensor
+
     if missing:
-        count = len(missing) - 1
-        raise ValueError(f"weight {next(iter(missing))!r} is missing" + (f", and {count} more" if count else ""))
+        other_count = len(missing) - 1
+        more = f", and {other_count} more" if other_count else ""
+        raise ValueError(f"weight {next(iter(missing))!r} is missing{more}")

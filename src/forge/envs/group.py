@@ -66,6 +66,7 @@ class GroupEnv(ABC):
         """
         episodes = await self.play(policy, sample, n, seed, evaluation=False, **sampling)
         record_values("episode/unscored", [episode.outcome is None for episode in episodes if not episode.had_no_turn])
+
         # Unscored groups are not trained on, so a reward that never scores would let the run wait forever.
         is_scored = any(episode.outcome is not None for episode in episodes)
         self._unscored_groups = 0 if is_scored else self._unscored_groups + 1
@@ -99,20 +100,22 @@ class GroupEnv(ABC):
         """
         if not samples:
             return {}
-        settings = {"temperature": 0.0 if n == 1 else 1.0, **sampling}
+
         # The seeds follow from the numbers of the problems, so that each evaluation samples with the same ones.
+        settings = {"temperature": 0.0 if n == 1 else 1.0, **sampling}
         with phase("evaluate"):
             plays = (
-                self.play(policy, task, n, number, evaluation=True, **settings)
-                for number, task in enumerate(samples, seed or 0)
+                self.play(policy, sample, n, sample_seed, evaluation=True, **settings)
+                for sample_seed, sample in enumerate(samples, seed or 0)
             )
             groups = await asyncio.gather(*plays)
+
         if keep is not None:
             keep([sample for sample in samples for _ in range(n)], [episode for group in groups for episode in group])
+
         # In a thread: a symbolic comparison of two answers may take most of a second.
-        return {
-            f"{prefix}/{name}": value for name, value in (await asyncio.to_thread(summarise_answers, groups, n)).items()
-        }
+        metrics = await asyncio.to_thread(summarise_answers, groups, n)
+        return {f"{prefix}/{name}": value for name, value in metrics.items()}
 
 
 class SingleTurnEnv(GroupEnv):
@@ -133,21 +136,23 @@ class SingleTurnEnv(GroupEnv):
     ) -> list[Episode]:
         """Return n episodes: responses to a prompt, which the reward scores together."""
         prompt, target = sample
+
         # One request for all responses, so that the prompt is computed once.
         completions = await policy.generate.route(prompt.bare, n=n, seed=seed, **sampling)
         texts = [completion.text for completion in completions]
 
         # Tokens are sent only if the reward reads them; the recorded experts are only for the trainer.
-        given = [replace(completion, experts=None) for completion in completions] if self.with_tokens else None
-        scores = await self.reward.score.route(prompt, texts, target, evaluation, given)
-        episodes = []
+        sent_tokens = [replace(completion, experts=None) for completion in completions] if self.with_tokens else None
+        scores = await self.reward.score.route(prompt, texts, target, evaluation, sent_tokens)
 
+        episodes = []
         for completion, score in zip(completions, scores, strict=True):
             info = {"correct": score.correct, "parts": score.parts}
-            info |= {"unscored": score.reason} if score.reason else {}
-            info |= {"extras": score.extras} if score.extras else {}
+            optional_info = {"unscored": score.reason, "extras": score.extras}
+            info |= {name: value for name, value in optional_info.items() if value}
             episodes.append(Episode(completion, score.reward, info=info))
             episodes[-1].images = prompt.images
+
             if score.steps and self.tokenizer is not None:
                 # A step ends at a character of the response's text; an episode needs the position of its token.
                 context, ids = len(completion.prompt_ids), completion.token_ids
@@ -192,21 +197,23 @@ def summarise_answers(groups: Sequence[Sequence[Episode]], n: int) -> dict[str, 
         NothingScored: of no episode it is known whether it is right.
     """
     episodes = [episode for group in groups for episode in group]
-    judged = [[episode for episode in group if episode.info["correct"] is not None] for group in groups]
-    judged = [group for group in judged if group]
-    if not judged:
+    judged_groups = [[episode for episode in group if episode.info["correct"] is not None] for group in groups]
+    judged_groups = list(filter(None, judged_groups))
+    if not judged_groups:
         raise NothingScored(f"no episode of the evaluation could be scored: {episodes[0].info}")
-    counts = [(len(group), sum(bool(episode.info["correct"]) for episode in group)) for group in judged]
-    values = {"accuracy": [right / total for total, right in counts]}
 
+    # Of each problem: the number of judged answers and of right ones.
+    counts = [(len(group), sum(bool(episode.info["correct"]) for episode in group)) for group in judged_groups]
+    shares_by_metric = {"accuracy": [right / total for total, right in counts]}
     if n > 1:
-        for k in sorted({*(1 << power for power in range(1, n.bit_length())), n}):
+        powers_of_two = {1 << power for power in range(1, n.bit_length())}
+        for k in sorted({*powers_of_two, n}):
             # A problem with fewer than k scored answers does not count.
-            values[f"pass@{k}"] = [pass_at(k, total, right) for total, right in counts if total >= k]
-        values[f"maj@{n}"] = [is_majority_right(group) for group in judged if len(group) == n]
+            shares_by_metric[f"pass@{k}"] = [pass_at(k, total, right) for total, right in counts if total >= k]
+        shares_by_metric[f"maj@{n}"] = [is_majority_right(group) for group in judged_groups if len(group) == n]
 
     metrics: dict[str, float] = {}
-    for name, shares in values.items():
+    for name, shares in shares_by_metric.items():
         if shares:
             metrics[name] = sum(shares) / len(shares)
             metrics[f"{name}/margin"] = half_interval(metrics[name], len(shares))
@@ -214,11 +221,11 @@ def summarise_answers(groups: Sequence[Sequence[Episode]], n: int) -> dict[str, 
     rewards = [episode.outcome for episode in episodes if episode.outcome is not None]
     if rewards:
         metrics["reward"] = sum(rewards) / len(rewards)
-    ends = [episode.turns[-1].finish if episode.turns else episode.info.get("finish") for episode in episodes]
 
+    finishes = [episode.turns[-1].finish if episode.turns else episode.info.get("finish") for episode in episodes]
     return metrics | {
         "turns": sum(max(1, len(episode.turns)) for episode in episodes) / len(episodes),
-        "truncated": ends.count("length") / len(episodes),
+        "truncated": finishes.count("length") / len(episodes),
         "unscored": 1.0 - sum(total for total, _ in counts) / len(episodes),
     }
 
@@ -241,19 +248,21 @@ def is_majority_right(group: Sequence[Episode]) -> float:
     answer with a target.
     """
     answers = [final_answer(episode.text) or episode.text.strip() for episode in group]
-    right = {answer for answer, episode in zip(answers, group, strict=True) if episode.info["correct"]}
-    wrong = [answer for answer in answers if answer not in right]
-    # Responses with the same answer may be scored differently, so the right answer counts with their mean.
-    right_votes = len(answers) - len(wrong)
-    share = sum(bool(episode.info["correct"]) for episode in group) / max(right_votes, 1)
-    if not right or right_votes > len(wrong):
-        return share
+    right_answers = {answer for answer, episode in zip(answers, group, strict=True) if episode.info["correct"]}
+    wrong_answers = [answer for answer in answers if answer not in right_answers]
 
-    kinds: list[str] = []
-    for answer in wrong:
-        kinds.append(first_equal(answer, dict.fromkeys(kinds)))
-    votes = [right_votes, *Counter(kinds).values()]
-    return share / votes.count(max(votes)) if right_votes == max(votes) else 0.0
+    # Responses with the same answer may be scored differently, so the right answer counts with their mean.
+    right_votes = len(answers) - len(wrong_answers)
+    right_share = sum(bool(episode.info["correct"]) for episode in group) / max(right_votes, 1)
+    if not right_answers or right_votes > len(wrong_answers):
+        return right_share
+
+    # Each wrong answer, spelled as the first one that equals it.
+    spellings: list[str] = []
+    for answer in wrong_answers:
+        spellings.append(first_equal(answer, dict.fromkeys(spellings)))
+    votes = [right_votes, *Counter(spellings).values()]
+    return right_share / votes.count(max(votes)) if right_votes == max(votes) else 0.0
 
 
 def half_interval(share: float, count: int) -> float:

@@ -66,11 +66,12 @@ def attention_kinds(config: PreTrainedConfig) -> list[AttentionKind]:
     has_window = [family in WINDOWS] * layers
     if family in LAYER_WINDOWS:
         has_window = [kind == "sliding_attention" for kind in config.layer_types]
+
     # Despite its name, `no_rope_layers` is true for the layers that rotate.
-    rotates = config.no_rope_layers if family == "smollm3" else [True] * layers
-    keys = config.layer_types if family == "gemma3_text" else [""] * layers
+    has_rotation = config.no_rope_layers if family == "smollm3" else [True] * layers
+    rotary_keys = config.layer_types if family == "gemma3_text" else [""] * layers
     return [
-        AttentionKind(keys[i] if rotates[i] else None, config.sliding_window if has_window[i] else None)
+        AttentionKind(rotary_keys[i] if has_rotation[i] else None, config.sliding_window if has_window[i] else None)
         for i in range(layers)
     ]
 

@@ -43,17 +43,18 @@ def as_float32(number: float) -> Tensor:
 
 
 @lru_cache
-def attention_granule(group: int, size: int, scale: float, longest: int = LONGEST_GRANULE) -> int:
+def attention_granule(group: int, head_dim: int, scale: float, longest: int = LONGEST_GRANULE) -> int:
     """Return the smallest step between attention's lengths at which this CPU computes scores of the same bits: 16 times
     a power of two, at most `longest`.
 
     Libraries round small products differently, each below its own limit: PyTorch has a loop for less than 400
     products, and MKL on Intel's processors a kernel that multiplies by `scale` at another place: up to 112 positions
-    of 6 heads of 128, and 176 of 12 heads of 192. So the scores of `group` heads of `size` are compared at each length.
+    of 6 heads of 128, and 176 of 12 heads of 192. So the scores of `group` heads of `head_dim` are compared at each
+    length.
     """
     limit = min(longest, LONGEST_GRANULE)
     random = torch.Generator().manual_seed(0)
-    queries, keys = (torch.randn(8, rows, size, generator=random) for rows in (group, limit))
+    queries, keys = (torch.randn(8, rows, head_dim, generator=random) for rows in (group, limit))
     bias = torch.zeros(8, 1, limit)
 
     def compute_scores(length: int) -> Tensor:
@@ -80,8 +81,9 @@ def embedding_bag_indices(heads: int, group: int, length: int, capacity: int) ->
     >>> embedding_bag_indices(1, group=2, length=2, capacity=4)
     (tensor([0, 1, 0, 1], dtype=torch.int32), tensor([0, 2], dtype=torch.int32))
     """
-    first = torch.arange(heads, dtype=torch.int32)[:, None, None] * capacity
-    indices = (first + torch.arange(length, dtype=torch.int32)).expand(-1, group, -1).flatten()
+    first_of_head = torch.arange(heads, dtype=torch.int32)[:, None, None] * capacity
+    positions = first_of_head + torch.arange(length, dtype=torch.int32)  # [heads, 1, length]
+    indices = positions.expand(-1, group, -1).flatten()
     return indices, torch.arange(0, len(indices), length, dtype=torch.int32)
 
 
@@ -108,17 +110,17 @@ def attend_by_query(
     """
     rows, kv_heads, length, _ = keys.shape
     attended = torch.empty_like(queries)
-    by_head, by_query = (x.unflatten(1, (kv_heads, -1)).transpose(2, 3) for x in (attended, queries))
-    count, group, size = by_query.shape[2:]
-    bag_indices = embedding_bag_indices(1, count * group, length, length)
+    attended_by_head, queries_by_head = (x.unflatten(1, (kv_heads, -1)).transpose(2, 3) for x in (attended, queries))
+    query_count, group, head_dim = queries_by_head.shape[2:]
+    bag_indices = embedding_bag_indices(1, query_count * group, length, length)
 
     for row in range(rows):
         for head in range(kv_heads):
-            shared_keys = keys[row, head].T.expand(count, size, length)
-            scores = torch.baddbmm(attn_mask[:, None], by_query[row, head], shared_keys, alpha=scale)
+            shared_keys = keys[row, head].T.expand(query_count, head_dim, length)
+            scores = torch.baddbmm(attn_mask[:, None], queries_by_head[row, head], shared_keys, alpha=scale)
             weights = scores.softmax(-1).view(-1)
             sums = torch.embedding_bag(values[row, head], *bag_indices, mode=0, per_sample_weights=weights)[0]
-            by_head[row, head] = sums.view(count, group, size)
+            attended_by_head[row, head] = sums.view(query_count, group, head_dim)
 
     return attended
 

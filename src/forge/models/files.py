@@ -24,12 +24,14 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():  # reading a pipe would wait for ever
         raise ValueError(f"{path.name} is not a regular file")
+
     try:
         values = json.loads(path.read_bytes())
     except RecursionError:
         raise ValueError(f"{path.name} is nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"{path.name} is not JSON: {' '.join(str(error).split())}") from None
+
     if not isinstance(values, dict):
         raise ValueError(f"{path.name} must be a mapping, not {type(values).__name__}")
     _check_implementations(values, path.name)
@@ -111,6 +113,7 @@ def _check_implementations(values: object, name: str) -> None:
         values = dict(enumerate(values))
     for key, value in values.items() if isinstance(values, dict) else ():
         if IMPLEMENTATION.fullmatch(str(key)):
+            # One implementation for the model, or one for each of its parts.
             for code in value.values() if isinstance(value, dict) else [value]:
                 if isinstance(code, str) and re.fullmatch(r"\w+", code) is None:
                     raise ValueError(f"{name} has {key} = {code[:80]!a}, which is the code of another repository")

@@ -47,6 +47,7 @@ def check_family(name: str) -> None:
 
     if not os.path.lexists(path):  # `resolve_model` says so
         return
+
     try:
         family = read_json(path).get("model_type")
     except ValueError as error:
@@ -54,6 +55,7 @@ def check_family(name: str) -> None:
 
     if family is None:  # `resolve_model` says what else is missing
         return
+
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGE_CLASSES,
@@ -63,6 +65,7 @@ def check_family(name: str) -> None:
         raise ValueError(
             f"model {name} has model_type {family!r:.80}: the installed transformers has no such causal language model"
         )
+
     try:
         config = model_config(path.parent)
     except Exception as error:  # its validation raises its own classes
@@ -168,6 +171,7 @@ def build_small_model(
     from transformers.utils import logging
 
     tokenizer = character_tokenizer(alphabet or PRINTABLE)
+
     # A model that every engine and trainer of this library supports.
     torch.manual_seed(seed)
     config = Qwen3Config(

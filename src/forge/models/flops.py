@@ -39,15 +39,19 @@ def forward_flops(config: PreTrainedConfig, tokens: float, attended: float, pred
         return resolve("forge_families.sizes:forward_flops", "model")(  # type: ignore[no-any-return]
             config, tokens, attended, predicted
         )
-    taken = config.num_experts_per_tok / config.num_experts if sparse_layers(config) else 1.0
-    active = sum(
-        part.rows * part.inner[0] * (taken if ".experts." in name else 1.0)
+
+    # The weights of matrices that a token is multiplied with: of the experts only the share that it is routed to.
+    expert_share = config.num_experts_per_tok / config.num_experts if sparse_layers(config) else 1.0
+    active_weights = sum(
+        part.rows * part.inner[0] * (expert_share if ".experts." in name else 1.0)
         for name, parts in engine_layout(config).items()
         for part in parts
         if part.inner and not part.repeated and name not in ("embed", "head.weight")
     )
+
+    # A multiplication and an addition for each weight; for each attended token, both with its key and its value.
     attention = config.num_hidden_layers * config.num_attention_heads * head_size(config) * attended
-    return 2.0 * (active * tokens + config.hidden_size * config.vocab_size * predicted) + 4.0 * attention
+    return 2.0 * (active_weights * tokens + config.hidden_size * config.vocab_size * predicted) + 4.0 * attention
 
 
 def count_causal(length: float, context: float = 0.0) -> float:

@@ -29,6 +29,7 @@ def character_tokenizer(alphabet: str = PRINTABLE) -> PreTrainedTokenizerFast:
     """
     if not alphabet:
         raise ValueError("alphabet is empty")
+
     repeated = sorted({character for character in alphabet if alphabet.count(character) > 1})
     if repeated:
         raise ValueError(f"alphabet repeats {''.join(repeated)!r}")

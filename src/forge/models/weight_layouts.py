@@ -73,7 +73,7 @@ def engine_layout(config: PreTrainedConfig) -> dict[str, tuple[FusedPart, ...]]:
     C, D = config.hidden_size, head_size(config)
     H, K = config.num_attention_heads, config.num_key_value_heads
     family = config.model_type
-    biased = family == "qwen2" or (family in BIASES and getattr(config, "attention_bias", False))
+    has_bias = family == "qwen2" or (family in BIASES and getattr(config, "attention_bias", False))
     table: dict[str, tuple[FusedPart, ...]] = {"embed": (FusedPart(EMBEDDING, config.vocab_size, (C,)),)}
 
     for i in range(config.num_hidden_layers):
@@ -86,13 +86,14 @@ def engine_layout(config: PreTrainedConfig) -> dict[str, tuple[FusedPart, ...]]:
         projections = [("q_proj", H * D), ("k_proj", K * D), ("v_proj", K * D)]
         if family == "phi3":
             projections = [("qkv_proj", (H + 2 * K) * D)]
+
         for norm, name in NORMS.get(family, PRE_NORMS).items():
             table[engine + norm] = (FusedPart(f"{checkpoint}{name}.weight", C),)
         table[engine + "qkv.weight"] = tuple(FusedPart(f"{attn}{x}.weight", rows, (C,)) for x, rows in projections)
         table[engine + "output.weight"] = (FusedPart(attn + "o_proj.weight", C, (H * D,)),)
 
         # Qwen2 has biases of q, k and v only.
-        if biased:
+        if has_bias:
             table[engine + "qkv.bias"] = tuple(FusedPart(f"{attn}{x}.bias", rows) for x, rows in projections)
             if family != "qwen2":
                 table[engine + "output.bias"] = (FusedPart(attn + "o_proj.bias", C),)
@@ -126,6 +127,7 @@ def _expert_layout(engine: str, mlp: str, config: PreTrainedConfig) -> dict[str,
     """Return the plain tensors of a mixture's parameters, in each of which the experts' matrices follow one another."""
     C, experts = config.hidden_size, range(config.num_experts)
     I = config.moe_intermediate_size if config.model_type == "qwen3_moe" else config.intermediate_size  # noqa: E741
+
     # Expert by expert, each with gate and up.
     halves = [f"{mlp}experts.{e}.{x}_proj.weight" for e in experts for x in ("gate", "up")]
     return {
@@ -149,10 +151,11 @@ def split_experts(named_tensors: Iterable[tuple[str, Tensor]], first: int = 0) -
         if match is None:
             yield name, tensor
             continue
+
         names = ("gate_proj", "up_proj") if match["matrix"] == "gate_up_proj" else ("down_proj",)
-        for expert, matrices in enumerate(tensor, first):
-            for matrix, part in zip(names, matrices.chunk(len(names)), strict=True):
-                yield f"{match['experts']}.{expert}.{matrix}.weight", part
+        for expert, stacked in enumerate(tensor, first):
+            for name, matrix in zip(names, stacked.chunk(len(names)), strict=True):
+                yield f"{match['experts']}.{expert}.{name}.weight", matrix
 
 
 def plain_name(name: str) -> str:
@@ -221,12 +224,14 @@ def merge_adapters(base: Iterable[tuple[str, Tensor]], factors: Mapping[str, Ten
         if pair is None:
             yield name, weight
             continue
+
         if weight.dim() != 2:
             raise ValueError(f"tensor {name!r} has shape {tuple(weight.shape)}: an adapter needs a matrix")
         rows, columns = weight.shape
         for factor, shape in zip(pair, ((rank, columns), (rows, rank)), strict=True):
             if (actual := tuple(factors[factor].shape)) != shape:
                 raise ValueError(f"tensor {factor!r} has shape {actual}, its base and rank ask for {shape}")
+
         a, b = (factors[factor].detach().float() for factor in pair)
         yield name, weight.detach().float().addmm(b, a)
 

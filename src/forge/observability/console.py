@@ -100,6 +100,7 @@ class Progress:
         now = time.perf_counter()
         if step > 0:
             self._ends.append((step, now))
+
         metrics = {
             "reward": ("reward", ".2f"),
             "loss": ("train/loss", ".3f"),
@@ -123,8 +124,8 @@ class Progress:
 
         if now - self._logged >= LOG_INTERVAL or step >= self.steps or "eval/accuracy" in row:
             self._logged = now
-            parts = [f"step {step}/{self.steps}", text, self._time_left(step) if step else "before training"]
-            log.info("%s", "  ".join(part for part in parts if part))
+            columns = [f"step {step}/{self.steps}", text, self._time_left(step) if step else "before training"]
+            log.info("%s", "  ".join(filter(None, columns)))
 
     def _time_left(self, step: int) -> str:
         """Return the remaining time as text, such as "120 s left"; "" until enough steps are measured."""

@@ -125,6 +125,7 @@ class RunLock:
             if is_alive or time.monotonic() > deadline:
                 raise BlockingIOError(f"{folder} is being run by process {owner}: wait for it, or stop it first")
             time.sleep(0.1)
+
         self._handle = handle
         os.set_inheritable(handle, True)
         os.ftruncate(handle, 0)
@@ -140,6 +141,7 @@ class RunLock:
                 f"a run cannot be written to {self.path.parent} ({error.strerror}): set run.root to a folder that can "
                 "be written"
             ) from error
+
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -24,6 +24,7 @@ def appended_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
     """
     if not path.is_file():
         return
+
     with path.open("rb") as file:
         file.seek(start)
         for line in iter(lambda: file.readline(MAX_LINE), b""):

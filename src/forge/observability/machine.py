@@ -56,6 +56,7 @@ def open_nvml() -> Any:
     no driver."""
     if importlib.util.find_spec("pynvml") is None:
         return None
+
     import pynvml
 
     try:

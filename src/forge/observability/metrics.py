@@ -46,9 +46,11 @@ class Moments:
         values are split."""
         if not moments.count:
             return
+
         if self.count:
             delta = moments.total / moments.count - self.total / self.count
             self.m2 += delta * delta * self.count * moments.count / (self.count + moments.count)
+
         self.m2 += moments.m2
         self.count += moments.count
         self.total += moments.total
@@ -156,6 +158,7 @@ def record_values(name: str, values: Iterable[float], reduce: Reduce = Reduce.ME
     for value in map(float, values):
         if not math.isfinite(value):
             raise ValueError(f"metric {name!r} got {value}")
+
         # A mean is stored as a sum, so that collectors of different sizes merge exactly.
         total = value if reduce is Reduce.SUM else value * weight
         with _lock:

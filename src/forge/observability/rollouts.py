@@ -96,6 +96,7 @@ class RolloutLog:
     ) -> None:
         self._path, self._write, self._spell = path, write, spell
         self.groups, self._max_bytes = groups, max_bytes
+
         self._schema = make_schema()  # Arrow's import takes most of a second, which no step should include
         self._texts: dict[int, str] = {}
         self._size = path.stat().st_size if path.exists() else 0
@@ -231,6 +232,7 @@ def _make_row(
     """
     info = episode.info
     images = last.images if sample == 0 and branch == 0 else ()
+
     # One number: the mean, if each token has its own.
     advantage = float(np.mean(episode.advantage)) if isinstance(episode.advantage, Sequence) else episode.advantage
 
@@ -279,6 +281,7 @@ def read_batches(
 
     if not path.is_file() or path.stat().st_size <= len(make_schema().serialize()):
         return  # no step was written, or the process was killed during its first write
+
     with pa.OSFile(str(path)) as file:
         try:
             written = pa.ipc.read_schema(pa.ipc.read_message(file))
@@ -337,10 +340,12 @@ def texts_by_group(batch: pyarrow.RecordBatch) -> list[Row]:
     for row in batch.select(["step", "group", "branch", "version", *TEXT, "reward", "dropped"]).to_pylist():
         if row["branch"] or row["dropped"] not in (None, IDLE):
             continue
-        first = {"step": row["step"], "index": row["group"], **{name: row[name] for name in ("version", *TEXT)}}
-        line = groups.setdefault(row["group"], first | {"rewards": []})
-        line["version"] = min(line["version"], row["version"])
-        line["rewards"].append(row["reward"])
+
+        first_row = {"step": row["step"], "index": row["group"], **{name: row[name] for name in ("version", *TEXT)}}
+        group = groups.setdefault(row["group"], first_row | {"rewards": []})
+        group["version"] = min(group["version"], row["version"])
+        group["rewards"].append(row["reward"])
+
     return list(groups.values())
 
 
@@ -358,14 +363,15 @@ def held_out_lines(step: int, samples: Sequence[Sample], episodes: Sequence[Epis
         episodes: the answers.
         name: of the set; "" for the section `eval` itself.
     """
-    numbers: dict[int, int] = {}  # of problems, by the identity of their samples
+    problem_numbers: dict[int, int] = {}  # of problems, by the identity of their samples
     for sample in samples:
-        numbers.setdefault(id(sample), len(numbers))
+        problem_numbers.setdefault(id(sample), len(problem_numbers))
+
     rows = (
         {
             "step": step,
             **({"set": name} if name else {}),
-            "problem": numbers[id(sample)],
+            "problem": problem_numbers[id(sample)],
             "prompt": str(sample.prompt),
             "target": sample.target,
             "response": episode.text,

@@ -76,6 +76,7 @@ class Run:
         self.folder = Path(root) / name
         self.resume, self.start, self.peak = resume, start, peak
         self.history: list[dict[str, float]] = []
+
         if resume:
             self._check_logs()
             # Records after the checkpoint are removed, since these steps are computed again.
@@ -96,15 +97,16 @@ class Run:
         # An earlier attempt of a resumed run has recorded how it ended.
         for ending in (FINISHED, ENDED):
             (self.folder / ending).unlink(missing_ok=True)
+
         write_sealed(self.folder / CONFIG, yaml.safe_dump(without_secrets(config), sort_keys=False))
         self._logs = {name: (self.folder / name).open("ab") for name in (MARK, ROLLOUTS, HELD_OUT, SCHEDULE)}
         self._digests = {name: hash_file(self.folder / name) for name in self._logs}
         self._trace = Trace(self.folder / TRACE)
         self._rollouts: RolloutLog | None = None
-
         self._evaluated: list[Evaluated] = []
         if resume:
             self.sync()  # the last checksums may cover rows that were removed
+
         self._trackers: Any = None
         metrics = config.get("metrics", {})
         if any(map(metrics.get, ("tensorboard", "wandb", "tracker"))):
@@ -131,6 +133,7 @@ class Run:
         saved = max((int(step) for step in steps if step.isdigit()), default=None)
         if saved is None:
             return f"{self.folder}: no checkpoint was written (checkpoint.every), so it starts again from step 0"
+
         done = int(self.history[-1]["step"]) if self.history else saved
         return (
             f"{self.folder} ended after step {done} and is saved up to step {saved}: --resume auto "
@@ -169,10 +172,10 @@ class Run:
             row["seconds/step"] = seconds
 
             # The wall time of the step by phase, and rates.
-            spent = self._clock.take()
-            if spent:
-                row |= {f"wall/{name}": duration for name, duration in spent.items()}
-                row["wall/accounted"] = sum(spent.values()) / seconds
+            phases = self._clock.take()
+            if phases:
+                row |= {f"wall/{name}": duration for name, duration in phases.items()}
+                row["wall/accounted"] = sum(phases.values()) / seconds
             row["generation/tokens_per_second"] = row.get("generation/tokens", 0.0) / seconds
             if row.get("seconds/train"):
                 row["train/tokens_per_second"] = row.get("train/tokens", 0.0) / row["seconds/train"]
@@ -228,9 +231,9 @@ class Run:
             "train": self._settings.get("services.trainer.procs") or 1,
             "generator": self._settings.get("services.generator.num_replicas") or 1,
         }
-        for name, spent in seconds.items():
-            if spent and row.get(f"{name}/flops"):
-                metrics[f"{name}/tflops"] = row[f"{name}/flops"] / spent / 1e12
+        for name, duration in seconds.items():
+            if duration and row.get(f"{name}/flops"):
+                metrics[f"{name}/tflops"] = row[f"{name}/flops"] / duration / 1e12
                 if self.peak:
                     metrics[f"{name}/mfu"] = metrics[f"{name}/tflops"] / (self.peak * devices[name])
 
@@ -303,9 +306,9 @@ class Run:
             metrics: of the step, from the trainer.
         """
         with phase("log_rollouts"):
-            numbers = {name: float(metrics[name]) for name in NUMBERS if name in metrics}
+            step_numbers = {name: float(metrics[name]) for name in NUMBERS if name in metrics}
             dropped_groups = tuple(GroupEntry.from_group(group, reason) for reason, group in dropped)
-            whole_entry = replace(entry, dropped=dropped_groups, numbers=numbers)
+            whole_entry = replace(entry, dropped=dropped_groups, numbers=step_numbers)
             self._write_log(SCHEDULE, f"{whole_entry.line()}\n".encode())
         return whole_entry
 
@@ -332,6 +335,7 @@ class Run:
         except DamagedFile as error:
             log.warning("%s: damage of the logs before this checkpoint would not be noticed", error)
             return
+
         for expected, size, name in rows:
             path = self.folder / name
             if not path.exists() or hash_file(path, int(size)).hexdigest() != expected:
@@ -363,11 +367,12 @@ class Run:
         """Close all files, and write the report; also after an interruption."""
         self._progress.close()
         evaluated = [row for row in self.history if "eval/accuracy" in row]
-        ends = [f"{row['eval/accuracy']:.3f} at step {row['step']:.0f}" for row in evaluated[:1] + evaluated[1:][-1:]]
-        parts = [f"held-out accuracy {', '.join(ends)}"] if ends else []
-        parts += [f"model in {self.model}"] if self._finished and Path(self.model).is_dir() else []
+        first_and_last = evaluated[:1] + evaluated[1:][-1:]
+        accuracies = [f"{row['eval/accuracy']:.3f} at step {row['step']:.0f}" for row in first_and_last]
+        results = [f"held-out accuracy {', '.join(accuracies)}"] if accuracies else []
+        results += [f"model in {self.model}"] if self._finished and Path(self.model).is_dir() else []
         if self.history:
-            log.info("%s", "; ".join([*parts, f"results in {self.folder}"]))
+            log.info("%s", "; ".join([*results, f"results in {self.folder}"]))
 
         for file in self._logs.values():
             with suppress(OSError):  # of a full disk, which writing has raised already

@@ -45,6 +45,7 @@ class SampleEntry:
             digest.update(array("q", branch.tokens))
             digest.update(array("d", branch.logprobs or ()))
             versions += compress(branch.versions, branch.mask)
+
         if len({*versions}) == 1:
             spans: Spans = ((versions[0], len(versions)),)
         else:

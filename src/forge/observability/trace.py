@@ -41,10 +41,10 @@ class Trace:
             row: the metrics of the step.
         """
         new_events: list[Row] = []
-        spans = {(span.pid, span.process) for span in snapshot.spans}
 
         # The event with a process's name comes before its first span.
-        for pid, name in sorted(spans | {(use.pid, use.process) for use in snapshot.usage}):
+        processes = {(span.pid, span.process) for span in snapshot.spans}
+        for pid, name in sorted(processes | {(use.pid, use.process) for use in snapshot.usage}):
             if pid not in self._named:
                 self._named.add(pid)
                 new_events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}})
@@ -53,16 +53,20 @@ class Trace:
         for span in snapshot.spans:
             timing = {"pid": span.pid, "tid": 0, "ts": round(span.start * 1e6), "dur": round(span.duration * 1e6)}
             new_events.append({"ph": "X", "name": span.name, **timing})
-        for use in snapshot.usage:
-            timing = {"pid": use.pid, "ts": round(use.time * 1e6)}
-            new_events.append({"ph": "C", "name": "cores", **timing, "args": {"cores": round(use.cores, 3)}})
-            new_events.append({"ph": "C", "name": "memory_mb", **timing, "args": {"MB": round(use.memory / 1e6, 1)}})
 
+        for use in snapshot.usage:
+            counter = {"ph": "C", "pid": use.pid, "ts": round(use.time * 1e6)}
+            new_events += [
+                {**counter, "name": "cores", "args": {"cores": round(use.cores, 3)}},
+                {**counter, "name": "memory_mb", "args": {"MB": round(use.memory / 1e6, 1)}},
+            ]
+
+        # Marks of the step, and of the components that were restarted in it.
         mark = {"ph": "i", "s": "g", "pid": os.getpid(), "tid": 0, "ts": round(time.time() * 1e6)}
         restarted = [name.removeprefix("restarts/") for name in row if name.startswith("restarts/")]
         new_events += [{**mark, "name": f"restart of {name}"} for name in restarted]
-        numbers = {name: round(row[name], 4) for name in STEP_METRICS if name in row}
-        new_events.append({**mark, "name": f"step {step}", "args": {"step": step, **numbers}})
+        metrics = {name: round(row[name], 4) for name in STEP_METRICS if name in row}
+        new_events.append({**mark, "name": f"step {step}", "args": {"step": step, **metrics}})
 
         # A comma precedes every event except the first of the file, so that adding a bracket makes the file a list.
         text = ",".join(f"{json.dumps(event)}\n" for event in new_events)

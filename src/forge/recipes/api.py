@@ -173,8 +173,8 @@ def evaluate(
     scoring = RewardConfig(functions=functions)
     section = scoring.with_columns(build(DatasetConfig, _dataset_section(dataset), "dataset"))
     folder = resolve_model(model)
-    rows: Any = load_data(open_tokenizer(folder), kind=section.kind, **{**section, "shuffle": False})
-    samples = rows.held_out(_count_rows(section.path, problems))
+    items: Any = load_data(open_tokenizer(folder), kind=section.kind, **{**section, "shuffle": False})
+    samples = items.held_out(_count_rows(section.path, problems))
 
     async def evaluate_policy(policy: Any) -> dict[str, float]:
         from ..actors import RewardActor
@@ -212,23 +212,21 @@ def generate(
     check_family(model)
     folder = resolve_model(model)
     inputs: list[Any] = [prompts] if isinstance(prompts, str) else [*prompts]
-
     if chat:
         from ..data.chat import ChatFormat
 
         tokenizer: Any = open_tokenizer(folder)
         chat_format = ChatFormat(tokenizer)
-        rendered = [
-            chat_format.render([{"role": "user", "content": text}], add_generation_prompt=True) for text in inputs
-        ]
+        dialogues: Any = [[{"role": "user", "content": text}] for text in inputs]
+        rendered = [chat_format.render(dialogue, add_generation_prompt=True) for dialogue in dialogues]
         # Prompts go as tokens, since the template has already written bos, which the generator would write again.
         inputs = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in rendered]
         sampling.setdefault("stop_token_ids", chat_format.stop_ids)
 
-    async def generate_texts(policy: Any) -> list[Any]:
+    async def generate_all(policy: Any) -> list[Any]:
         return await asyncio.gather(*(policy.generate.route(prompt, **sampling) for prompt in inputs))
 
-    completions = _with_policy(folder, generator, generate_texts)
+    completions = _with_policy(folder, generator, generate_all)
     return completions[0] if isinstance(prompts, str) else completions
 
 
@@ -236,7 +234,7 @@ def _run_recipe(
     recipe: Callable[..., Any],
     config_type: type[TrainingRecipe],
     kind: str,
-    values: dict[str, Any],
+    sections: dict[str, Any],
     hooks: Hooks,
     model: str | None,
     dataset: Any,
@@ -249,32 +247,34 @@ def _run_recipe(
 
     Args:
         kind: starts the name of a run for which the user gives none.
-        values: sections and keys of the configuration, which `settings` of the user override.
+        sections: sections and keys of the configuration, which `settings` of the user override.
     """
     from .launch import run_recipe
 
     arguments = {"dataset": None if dataset is None else _dataset_section(dataset), "model": model}
-    values = {name: value for name, value in arguments.items() if value is not None} | values
-    values["run"] = {"name": name or f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"}
+    sections = {name: value for name, value in arguments.items() if value is not None} | sections
+    sections["run"] = {"name": name or f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"}
     held_out = {"problems": 0}
     if eval_dataset is not None:
         if (path := _dataset_section(eval_dataset).get("path")) is None:
             raise ConfigError(f"eval_dataset must be rows or a path of them, got {eval_dataset!r:.80}")
         held_out = {"path": path, "problems": _count_rows(path, None, 256)}
+    sections["eval"] = {**sections.get("eval", {}), **held_out}
 
-    values["eval"] = {**values.get("eval", {}), **held_out}
+    # Each setting goes into the section that has its key.
     faults: dict[str, str] = {}
     for key, value in settings.items():
         try:
-            for section, placed in _place_setting(config_type, key, value, values.get("algorithm")).items():
-                values[section] = {**values.get(section, {}), **placed} if isinstance(placed, Mapping) else placed
+            for section, placed in _place_setting(config_type, key, value, sections.get("algorithm")).items():
+                sections[section] = {**sections.get(section, {}), **placed} if isinstance(placed, Mapping) else placed
         except ConfigError as error:
             faults[key] = str(error)
+
     if faults:  # all at once, names of other libraries with one guide
         own_faults = [fault for key, fault in faults.items() if key in AMBIGUOUS or not explain_names([key])]
         raise ConfigError("; ".join(filter(None, [*own_faults, explain_names([*faults], python=True)])))
 
-    cfg = build(config_type, values)
+    cfg = build(config_type, sections)
     return Result(_run_anywhere(partial(run_recipe, recipe, cfg, resume=resume, hooks=hooks)))
 
 
@@ -313,26 +313,26 @@ def _place_setting(config_type: type[Section], key: str, value: Any, algorithm: 
         return {key: value}
     if key in AMBIGUOUS and "grpo" in sections:
         raise ConfigError(AMBIGUOUS[key])
-    inner = {name: section_in(field.annotation) for name, field in sections.items()}
 
-    inner_keys = {name: keys_of(section) for name, section in inner.items() if section is not None and name in SHARED}
-    owners = [name for name, keys in inner_keys.items() if key in keys]
-    everything = [*sections, *(name for keys in inner_keys.values() for name in keys)]
-
+    section_types = {name: section_in(field.annotation) for name, field in sections.items()}
+    section_keys = {
+        name: keys_of(section) for name, section in section_types.items() if section is not None and name in SHARED
+    }
+    owners = [name for name, keys in section_keys.items() if key in keys]
+    all_keys = [*sections, *(name for keys in section_keys.values() for name in keys)]
     if not owners and "grpo" in sections:
-        misspelt = difflib.get_close_matches(key, everything, n=1, cutoff=0.8)
+        similar_keys = difflib.get_close_matches(key, all_keys, n=1, cutoff=0.8)
         from ..algorithms import setting_names
 
         # A key that the algorithm has, such as beta, is not a misspelling of a similar one, such as beta2.
-        if key in setting_names(algorithm) or not (misspelt or explain_names([key])):
+        if key in setting_names(algorithm) or not (similar_keys or explain_names([key])):
             owners = ["grpo"]
 
     if len(owners) > 1:
         choices = " or ".join(f"{name}={{{key!r}: ...}}" for name in owners)
         raise ConfigError(f"{key!r} is a key of several sections: write {choices}")
     if not owners:
-        raise ConfigError(f"unknown setting {key!r}{hint_nearest(key, everything)}")
-
+        raise ConfigError(f"unknown setting {key!r}{hint_nearest(key, all_keys)}")
     return {owners[0]: {key: value}}
 
 

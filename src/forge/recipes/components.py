@@ -74,9 +74,9 @@ async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: Make
         token_texts = model_tokenizer(job.model)
         max_bytes = cfg.metrics.rollouts_mb * 1e6
         job.record.record(cfg.metrics.rollouts, max_bytes, lambda token: spell_token(token_texts, token)[0])
-    single_turn = make_env is None and not cfg.multi_turn
 
     # All at the same time: each starts processes, loads a model or opens data, which takes seconds.
+    single_turn = make_env is None and not cfg.multi_turn
     reference = cfg.grpo.reference or job.model
     samples, buffer, (policy, policy_trainer), reward_service, reference_model, value_model = await asyncio.gather(
         start_dataset(cfg, job),
@@ -95,18 +95,22 @@ async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: Make
     if single_turn:
         tokenizer = open_tokenizer(job.model) if cfg.reward.gives_steps else None
         env = SingleTurnEnv(reward_service, tokenizer, with_tokens=cfg.reward.reads_tokens)
+    elif make_env is not None:
+        env = await make_env(cfg, job)
+    elif cfg.episode.agent is not None:
+        env = await resolve(f"{AGENTS}:agent_env", "episode.agent")(cfg, job, policy)
     else:
-        env = await make_env(cfg, job) if make_env is not None else await start_environment(cfg, job, policy)
+        env = cfg.multi_turn_env(job.model)  # plays `environment`
 
     # The critic, and the trainers of additional policies, which an environment has started.
-    other_trainers = {"critic": value_model} if value_model is not None else {}
-    other_trainers |= getattr(env, "trainers", {})
+    critic_trainer = {"critic": value_model} if value_model is not None else {}
+    other_trainers = critic_trainer | getattr(env, "trainers", {})
     learning_reward = reward_service if cfg.reward.learns else None
     has_sampler = cfg.dataset.sampler is not None
     state = RunState(policy_trainer, samples, buffer, other_trainers, learning_reward, has_sampler)
     await state.resume(job.record)
-    evaluation = plan_evaluation(cfg, job.held_out, job.sets, job.record, env)
 
+    evaluation = plan_evaluation(cfg, job.held_out, job.sets, job.record, env)
     return RLComponents(
         algorithm, samples, buffer, policy, policy_trainer, reference_model, value_model, env, state, evaluation
     )
@@ -169,14 +173,6 @@ async def start_in_turn(
 async def start_if(is_needed: bool, start: Callable[[], Awaitable[Handle]]) -> Any:
     """Start a component, or return None if the run does not need it."""
     return await start() if is_needed else None
-
-
-async def start_environment(cfg: RLConfig, job: Job, policy: Handle) -> GroupEnv:
-    """Return the environment of episodes with several turns: the one of `episode.agent` if it is set, else one that
-    plays `environment`."""
-    if cfg.episode.agent is not None:
-        return await resolve(f"{AGENTS}:agent_env", "episode.agent")(cfg, job, policy)
-    return cfg.multi_turn_env(job.model)
 
 
 async def start_dataset(cfg: TrainingRecipe, job: Job, *, in_turn: bool = False) -> Handle:
@@ -242,6 +238,7 @@ async def start_generator(
     """
     if store is not None:
         settings["store"] = await share_store(store)
+
     placement = cfg.placement("generator") if options is None else options
     engine = cfg.generator.model_copy(update={"exact": cfg.training.exact or cfg.generator.exact})
     return await Generator.options(**placement).as_service(model, **settings, **engine)
@@ -338,8 +335,8 @@ async def start_reference(
         options: of its placement; None: the options of `services.ref_model`.
     """
     passes = {name: cfg.training[name] for name in ("seq_len", "dtype", "weights_dtype")}
-    sharded = cfg.placement("trainer")["procs"] > 1 or cfg.trainer.backend == "titan"
+    is_sharded = cfg.placement("trainer")["procs"] > 1 or cfg.trainer.backend == "titan"
     placement = cfg.placement("ref_model") if options is None else options
     return await ReferenceModel.options(**placement).as_service(
-        model, temperature=temperature, parallelism={**cfg.layout("ref_model")}, sharded=sharded, **passes
+        model, temperature=temperature, parallelism={**cfg.layout("ref_model")}, sharded=is_sharded, **passes
     )

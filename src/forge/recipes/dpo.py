@@ -63,12 +63,13 @@ async def train(cfg: DPOConfig, job: Job) -> None:
     state = RunState(trainer, dataset)
     await state.resume(job.record)
 
-    async def compare_pairs(pairs: Sequence[Episode]) -> Batch:
+    async def pack_pairs(pairs: Sequence[Episode]) -> Batch:
         batch = pack(pairs, aggregation="sequence_mean", unit=2)
         batch.ref_logprobs = await reference.logprobs.route(batch)
         return batch
 
-    held_out = await compare_pairs([episode for pair in job.held_out for episode in pair]) if job.held_out else None
+    # The reference scores held-out pairs once: its weights never change.
+    held_out = await pack_pairs([episode for pair in job.held_out for episode in pair]) if job.held_out else None
 
     async def evaluate() -> dict[str, float]:
         if held_out is None:
@@ -76,7 +77,7 @@ async def train(cfg: DPOConfig, job: Job) -> None:
         return evaluate_pairs(loss, held_out, logprobs=await trainer.logprobs.route(held_out))
 
     async def train_step(step: int) -> dict[str, float]:
-        pairs = await dataset.pairs.route(cfg.training.batch_size)
-        return cast(dict[str, float], await trainer.train_step.route(await compare_pairs(pairs)))
+        batch = await pack_pairs(await dataset.pairs.route(cfg.training.batch_size))
+        return cast(dict[str, float], await trainer.train_step.route(batch))
 
     await job.run_steps(cfg, state, train_step, evaluate)

@@ -102,10 +102,12 @@ def check_sampling(sampling: dict[str, Any], n: int) -> None:
     for name in sampling:
         if name not in names:
             raise ConfigError(f"eval.sampling: unknown setting {name!r}{hint_nearest(name, names)}")
+
     try:
         Sampling(**sampling)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"eval.sampling: {error}") from None
+
     # n greedy answers would cost n times as much, and pass@n would be pass@1.
     if n > 1 and sampling.get("temperature") == 0:
         raise ConfigError(f"eval.sampling.temperature is 0, at which all of n = {n} answers are equal: set n to 1")

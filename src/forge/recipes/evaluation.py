@@ -65,8 +65,8 @@ class Evaluation:
         pending = [held_out for held_out in self.sets if held_out.name not in self._done]
         is_end = step in (0, self.steps)
         due = [held_out for held_out in pending if is_end or (held_out.every and step % held_out.every == 0)]
-        metrics: dict[str, float] = {}
 
+        metrics: dict[str, float] = {}
         for held_out in due or pending:
             self._done.add(held_out.name)
             keep = partial(self.record.keep_evaluation, name=held_out.name)
@@ -90,11 +90,13 @@ def plan_evaluation(
     """
     intervals = cfg.eval.intervals()
     plans: list[HeldOut] = []
+
     if first:
         plans.append(HeldOut("", first, env, intervals[""], cfg.eval.n, cfg.eval.sampling))
     for name, samples in sets.items():
         settings = cfg.eval.sets[name]
         plans.append(HeldOut(name, samples, env, intervals[name], settings.n, settings.sampling))
+
     return Evaluation(plans, record, cfg.training.steps)
 
 
@@ -114,6 +116,7 @@ def load_sets(dataset: Any, evaluation: Any, model: str, seed: int) -> dict[str,
     problems: dict[str, list[Sample]] = {}
     if not isinstance(evaluation, RLEvalConfig):
         return problems
+
     for name, settings in evaluation.sets.items():
         # Held-out problems are always the first rows in stored order.
         fixed: dict[str, Any] = {

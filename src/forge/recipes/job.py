@@ -60,10 +60,10 @@ class RunState:
         # The time counts for the run, and not for one component, since all of them take part.
         with on_the_clock("checkpoint"):
             await asyncio.to_thread(record.sync)
-            state: dict[str, Any] = {}
 
             # The buffer first: all that it has seen then lies before the position of the dataset. A group that arrives
             # between the two counts as in flight.
+            state: dict[str, Any] = {}
             seen = None
             if self.buffer is not None:
                 state["buffer"] = await self.buffer.state_dict.route()
@@ -71,6 +71,7 @@ class RunState:
             state["dataset"] = await self.dataset.state_dict.route(seen)
             if self.reward is not None:
                 state["reward"] = await self.reward.state_dict.fanout()
+
             # These are complete before the policy's, which makes the whole checkpoint count. The policy's trainer may
             # still be writing its previous checkpoint, with older ones not yet removed, so here two more are kept.
             for folder, trainer in self.other_trainers.items():
@@ -91,22 +92,24 @@ class RunState:
         """
         if record.resume is None:
             return
+
         state = await self.trainer.load_checkpoint.route(record.resume)
         name = Path(record.resume).stem
         for folder, trainer in self.other_trainers.items():
             await trainer.load_checkpoint.route(str(Path(record.checkpoints) / folder / name))
         if self.reward is not None and state.get("reward"):
             await self.reward.load_state_dict.fanout(state["reward"])
+
         if self.buffer is None:
             await self.dataset.load_state_dict.route(state["dataset"])
             return
 
         # Groups that were dropped between the last row of metrics and the checkpoint: the process that counted them has
         # ended, so they are recorded again.
-        for reason, number in state["buffer"]["dropped"].items():
-            logged = sum(row.get(f"dropped/{reason}", 0.0) for row in record.history)
-            if number > logged:
-                record_metric(f"dropped/{reason}", number - logged, Reduce.SUM)
+        for reason, count in state["buffer"]["dropped"].items():
+            logged_count = sum(row.get(f"dropped/{reason}", 0.0) for row in record.history)
+            if count > logged_count:
+                record_metric(f"dropped/{reason}", count - logged_count, Reduce.SUM)
 
         forgotten = await self.dataset.load_state_dict.route(state["dataset"], state["buffer"]["seen"])
         await self.buffer.load_state_dict.route(state["buffer"], forgotten)
@@ -237,8 +240,9 @@ class Job(NamedTuple):
         if row["step"] == 0 and metric not in row:  # at step 0 all sets are evaluated
             names = ", ".join(name for name in row if name.startswith("eval/"))
             raise ConfigError(f"eval.best: no evaluation has the metric {metric!r}; there are {names}")
+
         # Compared with all earlier rows of the run, so that a resumed one needs no additional state.
-        values = [earlier[metric] for earlier in self.record.history[:-1] if metric in earlier]
-        if metric in row and row[metric] > max(values, default=-math.inf):
+        earlier_values = [earlier[metric] for earlier in self.record.history[:-1] if metric in earlier]
+        if metric in row and row[metric] > max(earlier_values, default=-math.inf):
             await state.trainer.export_model.call(self.record.best)
             log.info("%s is the model of step %d, with %s %.3f", self.record.best, row["step"], metric, row[metric])

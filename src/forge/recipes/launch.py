@@ -59,12 +59,15 @@ def launch(recipe: Recipe, config_type: type[Any], argv: list[str] | None = None
     """
     fill_standard_files()
     end_at_signals()
+
     # The traceback of an exception that ends the program, with secrets masked.
     sys.excepthook = lambda *fault: sys.stderr.write(mask_secrets("".join(traceback.format_exception(*fault))))
+
     argv = sys.argv[1:] if argv is None else argv
     if "-h" in argv or "--help" in argv:
         print(HELP.format(program=Path(sys.argv[0]).name, sections=", ".join(keys_of(config_type))))
         return
+
     with one_line_errors():
         arguments = Arguments.parse(argv)
         run_recipe(recipe, read_config(config_type, arguments), resume=arguments.resume)
@@ -215,6 +218,7 @@ def write_ending(record: Run, error: BaseException) -> None:
         record.fail(summarise_error(error), "".join(traceback.format_exception(error)), full=is_full(error))
     else:
         record.fail(summarise_error(error), stopped=True)
+
     if not isinstance(error, Preempted):  # its message says it
         log.info("%s", record.describe_saved())
 
@@ -243,9 +247,11 @@ def user_frames(error: BaseException) -> list[str]:
     frames: list[str] = []
     cause: BaseException | None = error
     while cause is not None:
-        text = cause.text if isinstance(cause, RemoteTraceback) else "".join(traceback.format_tb(cause.__traceback__))
-        users = [match[0].rstrip("\n") for match in _FRAME.finditer(text) if _is_users(match["file"])]
-        frames = users + frames
+        traceback_text = (
+            cause.text if isinstance(cause, RemoteTraceback) else "".join(traceback.format_tb(cause.__traceback__))
+        )
+        user_code = [match[0].rstrip("\n") for match in _FRAME.finditer(traceback_text) if _is_users(match["file"])]
+        frames = user_code + frames
         cause = cause.__cause__
     return frames
 

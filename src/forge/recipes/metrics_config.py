@@ -47,11 +47,6 @@ class MetricsConfig(Section):
     """TFLOP/s of one device, which `train/mfu` and `generator/mfu` are shares of; null: the data sheet's for a known
     GPU ([watching.md](watching.md))."""
 
-    @property
-    def tracks(self) -> bool:
-        """Return whether a tracker follows the run."""
-        return bool(self.tensorboard or self.wandb or self.tracker)
-
     def profiles(self, step: int, folder: Path) -> dict[str, str]:
         """Return {service: folder of its profile} of a step; empty if the step is not profiled.
 

@@ -49,6 +49,7 @@ def check_shared(cfg: TrainingRecipe, model: str) -> None:
     }
     if cfg.cluster.configured_hosts is None or not on_hosts:
         return
+
     root = Path(cfg.run.root).absolute()
     root.mkdir(parents=True, exist_ok=True)
 
@@ -98,6 +99,7 @@ def check_gpus(cfg: TrainingRecipe) -> None:
 
     settings = {name: name if "." in name else f"services.{name}" for name in needed}
     counts = ", ".join(f"{settings[name]} {count}" for name, count in needed.items())
+
     # Which environment variable hides GPUs, such as CUDA_VISIBLE_DEVICES.
     limit = next((f" ({name}={os.environ[name]})" for name in VISIBLE if os.environ.get(name)), "")
     share = "set colocated to true, " if len(needed) > 1 and "colocated" in type(cfg).model_fields else ""

@@ -32,6 +32,7 @@ def deadline_of(save_before: float | str | None) -> float | None:
     if save_before is None:
         end = os.environ.get(SLURM_END, "")
         return float(end) if end.isdigit() else None
+
     if isinstance(save_before, str):
         try:
             return datetime.fromisoformat(save_before).timestamp()
@@ -78,6 +79,7 @@ class Preemption:
 
         if self._signal is not None or not self._steps:
             return self._signal
+
         # Another step and its checkpoint, each at twice its longest time so far.
         margin = 2 * max(self._steps) + 2 * max(self._saves, default=0.0) + RESERVE
         if self._deadline is not None and time.time() + margin > self._deadline:

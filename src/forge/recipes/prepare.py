@@ -44,6 +44,7 @@ def prepare_run(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], dict
     folder = Path(cfg.run.root) / cfg.run.name
     initial = Path(f"{cfg.run.root}/{cfg.run.name}-initial")
     overwrite = start.checkpoint is None and (cfg.run.overwrite or start.restart)
+
     # Copied before the number of rows bounds training.steps: a resumed run is compared with the settings as written.
     settings = to_dict(cfg)
 
@@ -51,7 +52,7 @@ def prepare_run(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], dict
     logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
 
     # What needs only the configuration comes first, so that a mistake there is reported within a second.
-    if cfg.metrics.tracks:
+    if cfg.metrics.tensorboard or cfg.metrics.wandb or cfg.metrics.tracker:
         resolve("forge_trackers:check_trackers", "metrics")(to_dict(cfg.metrics))
     if cfg.checkpoint.push_to_hub is not None:
         check_upload(cfg.checkpoint.push_to_hub)
@@ -113,6 +114,7 @@ def prepare_run(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], dict
         write_origin(folder, [model, *other_models], local_paths(cfg.files))
     else:
         log.info("resuming from %s", start.checkpoint)
+
     if cfg.lora is not None and cfg.lora.quantize:
         rounded = f"{cfg.run.root}/{cfg.run.name}-{cfg.lora.quantize}"
         round_model = resolve("forge_families.four_bits:round_model", "lora.quantize")
@@ -129,11 +131,13 @@ def check_space(cfg: TrainingRecipe, model: str, folder: Path) -> None:
         ValueError: names the path, the bytes that are needed and those that are free.
     """
     size = sum(path.stat().st_size for path in Path(model).glob("*.safetensors"))
+
     # A checkpoint has the weights and two moments of each; the exported model comes alongside it.
     copies = 4 if cfg.checkpoint.every and cfg.lora is None else 1
     needs = {folder: copies * size}
     if cfg.engine is not None and cfg.lora is None:
         needs[memory_folder()] = 2 * size  # the version in use, and the next
+
     for path, needed in needs.items():
         if needed > free_bytes(path):
             fix = "docker run --shm-size makes it larger" if path == memory_folder() else "set run.root to another disk"
@@ -191,6 +195,7 @@ def check_model(cfg: TrainingRecipe, model: str) -> None:
         resolve("forge_titan.setup:check_layout", "trainer.backend")(
             cfg.layout("trainer").over(cfg.placement("trainer")["procs"]), config
         )
+
     for scalar in cfg.scalar(model):
         config = model_config(resolve_model(scalar))
         check_classifier(config)
@@ -301,6 +306,7 @@ def check_data(
     # A procedural task holds problems out by itself; rows need a split or a file.
     if dataset.procedural and evaluation.path is None:
         return training.size, training.held_out(evaluation.problems)
+
     if evaluation.path is None:
         if dataset.sources is not None:
             raise ValueError("with dataset.sources, set eval.path to a file of held-out rows, or eval.problems to 0")

@@ -88,6 +88,7 @@ def read_config(cls: type[C], arguments: Arguments) -> C:
     folder = folder if folder.name else folder.resolve()
     if not folder.is_dir():
         raise ConfigError(f"--resume {folder}: there is no such run")
+
     _read_previous(folder)
     cfg = read(cls, arguments.config or folder / "config.yaml", arguments.overrides)
 
@@ -125,6 +126,7 @@ def find_start(cfg: TrainingRecipe, resume: str | None) -> Start:
         raise ConfigError("--resume auto needs checkpoint.every: there would never be a checkpoint to resume from")
     if resume is None or (resume == "auto" and not (folder / MARK).exists()):
         return Start()
+
     from ..training import checkpoint  # imported here, as it loads all that a trainer needs
 
     # Find the newest undamaged checkpoint. Damaged ones are renamed only once it is clear that the run resumes.
@@ -245,30 +247,32 @@ def check_origin(folder: Path, models: list[str], data: list[str]) -> None:
     """
     if not (folder / ORIGIN).exists():
         raise ConfigError(f"--resume {folder}: it has no {ORIGIN}, so its origin is unknown")
+
     try:
-        before = json.loads(read_sealed(folder / ORIGIN))
-        now = _digest_files(models, data)
+        saved_digests = json.loads(read_sealed(folder / ORIGIN))
+        current_digests = _digest_files(models, data)
     except DamagedFile as error:
         raise ConfigError(f"--resume {folder}: {error}") from None
-    for name in sorted({**before, **now}):
-        if before.get(name) != now.get(name):
-            number, _, file = name.partition(" ")  # as `_digest_files` writes them
-            source = dict(enumerate([*models, *data])).get(int(number), "a place that is no longer read")
+
+    for name in sorted({**saved_digests, **current_digests}):
+        if saved_digests.get(name) != current_digests.get(name):
+            position, _, file = name.partition(" ")  # as `_digest_files` writes them
+            source = dict(enumerate([*models, *data])).get(int(position), "a place that is no longer read")
             raise ConfigError(f"--resume {folder}: {Path(source) / file} has changed since the run started")
 
 
 def _digest_files(models: list[str], data: list[str]) -> dict[str, str]:
-    """Return {"NUMBER FILE": digest} of all files: NUMBER is the position of its folder among `models` and `data`, FILE
-    its path within that, so that a folder may move."""
+    """Return {"POSITION FILE": digest} of all files: POSITION is the index of the folder among `models` and `data`,
+    FILE the path within it, so that a folder may move."""
     digests: dict[str, str] = {}
-    for number, source in enumerate(map(Path, [*models, *data])):
+    for position, source in enumerate(map(Path, [*models, *data])):
         files = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.is_file())
-        if number < len(models):
+        if position < len(models):
             # Of a model folder only what a model is made of: caches and notes in it may change.
             model_files = (path for path in files if path.parent == source and path.suffix in MODEL_FILES)
             files = [path for path in model_files if path.name != CHECKSUMS]
         digests |= {
-            f"{number} {path.relative_to(source) if path != source else ''}": _digest_file(path) for path in files
+            f"{position} {path.relative_to(source) if path != source else ''}": _digest_file(path) for path in files
         }
     return digests
 

@@ -32,6 +32,7 @@ class RewardConfig(Section):
             self.verifiers = resolve("forge_verifiers.config:read_section", "reward.verifiers")(self.verifiers)
         if self.functions == [] and self.verifiers is None:
             raise ValueError("reward.functions is empty: name at least one, or set reward.verifiers")
+
         for item in self.functions or ():
             if not isinstance(item, str | dict):
                 call_of(as_verifier(item))

@@ -78,16 +78,19 @@ class Loop:
         """
         entry = self.record.schedule_entry(version + 1, groups)
         credit.record_rollouts(episode for group in groups for episode in group.episodes)
+
         recorded_groups = self.record.pick(groups)
         batch = await self.make_batch(groups, version, recorded_groups)
         metrics = await self.parts.trainer.train_step.route(batch)
         if self.parts.critic is not None:
             metrics |= await self.parts.critic.train_step.route(batch)
+
         dropped = await self.parts.buffer.take_dropped.route()
         self.log_schedule(entry, dropped, metrics)
         if recorded_groups:
-            numbers = await self.parts.trainer.recorded.route()
-            self.record.log_rollouts(version + 1, recorded_groups, batch, numbers, dropped)
+            token_values = await self.parts.trainer.recorded.route()
+            self.record.log_rollouts(version + 1, recorded_groups, batch, token_values, dropped)
+
         return metrics
 
     async def make_batch(
@@ -104,14 +107,17 @@ class Loop:
         overlong_penalty(groups, self.cfg.grpo.max_tokens, self.cfg.grpo.overlong_buffer)
         shares = self.cfg.shares(self.algorithm)
         batch = credit.make_batch(groups, self.algorithm, version, recorded_groups, **shares)  # advantages, packing
+
         if self.cfg.colocated:
             await self.parts.policy.release.fanout()
         if parts.reference is not None:
             batch.ref_logprobs = await parts.reference.logprobs.route(batch)
         elif self.algorithm.needs_reference:
             batch.ref_logprobs = batch.logprobs  # of the generator, see services.ref_model
+
         if parts.critic is not None:
             batch.values = await parts.critic.predict.route(batch)
+
         credit.assign_credit(batch, self.algorithm)  # GAE, KL in the reward, whitening
         return batch
 
@@ -155,9 +161,9 @@ async def train(cfg: RLConfig, job: Job, make_env: MakeEnv | None = None, loop: 
         loop: the class whose `run` is the run.
     """
     # Python objects that a replay would need and cannot read from a file.
-    passed = {"an environment": make_env, "on_step": job.hooks.on_step, "on_rollouts": job.hooks.on_rollouts}
-    by_hand = [name for name, value in passed.items() if value is not None]
-    job.record.begin_schedule(f"{loop.__module__}:{loop.__qualname__}", by_hand)
+    objects = {"an environment": make_env, "on_step": job.hooks.on_step, "on_rollouts": job.hooks.on_rollouts}
+    passed_objects = [name for name, value in objects.items() if value is not None]
+    job.record.begin_schedule(f"{loop.__module__}:{loop.__qualname__}", passed_objects)
 
-    parts = await start_rl(cfg, job, cfg.load_algorithm(), make_env)
-    await loop(cfg, job, parts).run()
+    components = await start_rl(cfg, job, cfg.load_algorithm(), make_env)
+    await loop(cfg, job, components).run()

@@ -16,7 +16,7 @@ from ..runtime.controller import Placement
 from . import rules
 from .eval_config import RLEvalConfig
 from .metrics_config import MetricsConfig
-from .schema import RecipeConfig, SamplingServices, longest_sequence, with_room
+from .schema import RecipeConfig, SamplingServices, limit_prompt_tokens, longest_sequence
 
 
 class RolloutSettings(Section):
@@ -95,11 +95,13 @@ class AlgorithmConfig(RolloutSettings):
         """Return the arguments of the algorithm's constructor that are set, as {field: value}. ConfigError: one is set
         twice, here and in `loss`."""
         extra = (self.model_extra or {}).items()
+
         # Null stands for the algorithm's own default, except where a setting can be switched off.
         settings = {name: value for name, value in extra if value is not None or name == "dual_clip"}
         if self.correction is not None:
             bounds = self.correction_level, self.correction_low, self.correction_high
             settings["correction"] = None if self.correction == "none" else Correction(self.correction, *bounds)
+
         if twice := settings.keys() & self.loss.keys():
             raise ConfigError(f"grpo.{min(twice)} and grpo.loss.{min(twice)} are the same setting: keep one")
         return settings | self.loss
@@ -246,11 +248,13 @@ class RLConfig(RecipeConfig):
                 f"algorithm must be a name, got {self.algorithm!r:.80}: "
                 + (explain_names([f"algorithm.{key}" for key in self.algorithm]) or "docs/algorithms.md lists them")
             )
+
         settings = self.grpo.settings()
         if self.training.entropy_coef:
             if "entropy_coef" in settings:
                 raise ConfigError("training.entropy_coef and grpo.loss.entropy_coef are the same setting: keep one")
             settings["entropy_coef"] = self.training.entropy_coef
+
         try:
             return load_algorithm(self.algorithm, known=AlgorithmConfig.model_fields, **settings)
         except ValueError as error:
@@ -266,16 +270,20 @@ class RLConfig(RecipeConfig):
         super()._check()
         algorithm = self.load_algorithm()
         interval = self.training.sync_interval
+
+        # Defaults that depend on other settings.
         if self.async_.max_policy_age is None:
             self.async_.max_policy_age = 0 if self.colocated else interval
         if self.services.ref_model is None and (algorithm.needs_teacher or self.grpo.reference is not None):
             self.services.ref_model = Placement()
-        rules.check_rules(rules.RL_RULES, self.facts())
 
+        rules.check_rules(rules.RL_RULES, self.facts())
         self.check_services()
-        room = self.training.seq_len - self.grpo.max_tokens
-        together = f"dataset.max_prompt_tokens and grpo.max_tokens together exceed training.seq_len: at most {room}"
-        self.dataset.limit("max_prompt_tokens", room, together)
+        longest_prompt = self.training.seq_len - self.grpo.max_tokens
+        fault = (
+            f"dataset.max_prompt_tokens and grpo.max_tokens together exceed training.seq_len: at most {longest_prompt}"
+        )
+        self.dataset.limit("max_prompt_tokens", longest_prompt, fault)
         if self.multi_turn:
             self._check_multi_turn()
         if any(every % interval for every in self.eval.intervals().values()):
@@ -338,6 +346,7 @@ class RLConfig(RecipeConfig):
                     "grpo.max_tokens = %d by default: answers end at the model's %d", self.grpo.max_tokens, longest
                 )
             return
+
         self.episode.dialogue(model)
         if self.limits()["max_tokens"] > longest:
             raise ConfigError(
@@ -349,7 +358,7 @@ class RLConfig(RecipeConfig):
         """Return a copy of the section `dataset` whose prompts leave space for a completion in the model's sequences.
         ConfigError: there is none."""
         if not self.multi_turn:
-            return self.reward.with_columns(with_room(self, model))
+            return self.reward.with_columns(limit_prompt_tokens(self, model))
         return self.dataset.cap("max_prompt_tokens", longest_sequence(self, model) - 1)  # room for one token
 
     def check_reward(self) -> None:
@@ -358,6 +367,7 @@ class RLConfig(RecipeConfig):
             resolve("forge_agents.recipe:check_agent", "episode.agent")(self.episode.agent)
         if self.multi_turn:
             return
+
         super().check_reward()
         if self.reward.functions is None and self.reward.verifiers is None:
             log.warning(

@@ -248,6 +248,7 @@ class TrainingRecipe(Section):
         layout = self.parallelism
         if name != "trainer":
             layout = layout.model_copy(update={"expert_parallel_degree": 1, "pipeline_parallel_degree": 1})
+
         options = self.placement(name)
         ranks_per_copy = layout.tensor_parallel_degree * layout.context_parallel_degree
         hosts = options["hosts"] or 1
@@ -324,8 +325,10 @@ class RecipeConfig(TrainingRecipe):
             self.generator.over(self.services.generator.procs)
         except ValueError as error:
             raise ConfigError(f"services.generator.{error}") from None
+
         if not self.colocated:
             return
+
         try:
             for name in filter(self.shares_device, self.configured()):
                 service = rules.PlacedService(self, name, Options(**self.services[name]))
@@ -363,7 +366,7 @@ def longest_sequence(cfg: RecipeConfig, model: str) -> int:
     return check_length(model_config(model), cfg.generator.max_seq_len)
 
 
-def with_room(cfg: RLConfig, model: str) -> DatasetConfig:
+def limit_prompt_tokens(cfg: RLConfig, model: str) -> DatasetConfig:
     """Return a copy of the section `dataset` whose `max_prompt_tokens` leaves space for a completion in the sequences
     that generators take.
 
@@ -375,22 +378,23 @@ def with_room(cfg: RLConfig, model: str) -> DatasetConfig:
     """
     longest = longest_sequence(cfg, model)
     data = cfg.dataset.model_copy()  # a resumed run is compared with the configuration as it was written
-    room = longest - cfg.grpo.max_tokens
+    prompt_room = longest - cfg.grpo.max_tokens
     completion = f"grpo.max_tokens = {cfg.grpo.max_tokens}"
     fix = "raise generator.max_seq_len as far as the model allows"
-    if room < 1 and "max_tokens" in cfg.grpo.model_fields_set:
+    if prompt_room < 1 and "max_tokens" in cfg.grpo.model_fields_set:
         raise ConfigError(
             f"{completion} leaves no room for a prompt in the {longest} tokens that generators take: lower it, or {fix}"
         )
+
     # A default of max_tokens that leaves no room is never reached: answers end at the longest sequence.
-    room = room if room > 0 else longest - 1
+    prompt_room = prompt_room if prompt_room > 0 else longest - 1
     default_bound = cfg.training.seq_len - cfg.grpo.max_tokens  # which RLConfig sets for null
     if data.max_prompt_tokens == default_bound:
-        data.max_prompt_tokens = min(default_bound, room)
+        data.max_prompt_tokens = min(default_bound, prompt_room)
     data.limit(
         "max_prompt_tokens",
-        room,
-        f"dataset.max_prompt_tokens is more than the {room} tokens that {completion} leaves of the {longest} that "
-        f"generators take: lower either, or {fix}",
+        prompt_room,
+        f"dataset.max_prompt_tokens is more than the {prompt_room} tokens that {completion} leaves of the {longest} "
+        f"that generators take: lower either, or {fix}",
     )
     return data

@@ -10,7 +10,7 @@ from pydantic import PositiveInt
 from ..algorithms import SFTLoss
 from ..data.config import SupervisedConfig
 from ..data.packing import pack
-from ..data.supervised import as_samples
+from ..data.supervised import make_samples
 from ..engines.settings import EngineSettings
 from ..envs.group import SingleTurnEnv
 from . import components, rules
@@ -57,6 +57,7 @@ async def train(cfg: SFTConfig, job: Job) -> None:
     """Train `job.model` on the tokens of demonstrations that their mask selects, as a recipe of
     `forge.recipes.launch`."""
     record, held_out = job.record, job.held_out
+
     aggregation = cfg.training.aggregation or "token_mean"
     samples_answers = cfg.eval.accuracy and bool(held_out)
     dataset, trainer, policy, reward = await asyncio.gather(
@@ -69,14 +70,15 @@ async def train(cfg: SFTConfig, job: Job) -> None:
         components.start_if(samples_answers, lambda: components.start_reward(cfg)),
     )
     state = RunState(trainer, dataset)
-
     await state.resume(record)
-    samples = as_samples(held_out, job.model)
+
+    samples = make_samples(held_out, job.model)
     version = record.start  # of the trainer's weights
 
     async def evaluate_held_out() -> dict[str, float]:
         if not held_out:
             return {}
+
         batch = pack(held_out, aggregation=aggregation)
         metrics = {"eval/loss": -float((batch.weights * await trainer.logprobs.route(batch)).sum())}
         if policy is None:

@@ -18,6 +18,7 @@ def end_at_signals() -> None:
 
     if threading.current_thread() is not threading.main_thread():
         return
+
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, raise_interrupt)

@@ -59,6 +59,7 @@ class Answers:
         completions = completions or [Completion(text) for text in responses]
         if not isinstance(prompt, Prompt):
             return cls(str(prompt), responses, target, completions=completions)
+
         messages = list(prompt.messages)
         return cls(prompt.text, responses, target, prompt.row, messages, prompt.conversational, completions)
 
@@ -99,23 +100,27 @@ class RewardCall:
             parameters = []
 
         # `*arguments` and `**arguments` name nothing, and `_` or `_prompt` say that an argument is not used.
-        named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        unnamed = [p for p in named if p.kind is p.POSITIONAL_ONLY or (p.name.startswith("_") and p.default is p.empty)]
-        self.names = frozenset(p.name for p in named)
+        named_parameters = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        unnamed_parameters = [
+            p
+            for p in named_parameters
+            if p.kind is p.POSITIONAL_ONLY or (p.name.startswith("_") and p.default is p.empty)
+        ]
+        self.names = frozenset(p.name for p in named_parameters)
         self.takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        self.by_position = bool(unnamed) or not (named or self.takes_all)
+        self.by_position = bool(unnamed_parameters) or not (named_parameters or self.takes_all)
         self.is_group = is_group or (not self.by_position and "responses" in self.names)
-        wanted = {"responses"} if is_group else {"response", "completion", "responses"}
+        response_names = {"responses"} if is_group else {"response", "completion", "responses"}
 
-        if not self.by_position and not wanted & self.names:
-            listed = ", ".join(map(str, parameters))
-            raise ValueError(f"the reward {name}({listed}) names nothing of a response: name its parameters {KNOWN}")
+        if not self.by_position and not response_names & self.names:
+            signature = ", ".join(map(str, parameters))
+            raise ValueError(f"the reward {name}({signature}) names nothing of a response: name its parameters {KNOWN}")
 
         # A parameter without another meaning names a column.
-        known = OF_A_GROUP if self.is_group else OF_A_RESPONSE
-        columns = [] if self.by_position else [p for p in named if p.name not in known]
-        self.columns = tuple(p.name for p in columns if p.default is p.empty)
-        self.optional = tuple(p.name for p in columns if p.default is not p.empty)
+        reserved_names = OF_A_GROUP if self.is_group else OF_A_RESPONSE
+        column_parameters = [] if self.by_position else [p for p in named_parameters if p.name not in reserved_names]
+        self.columns = tuple(p.name for p in column_parameters if p.default is p.empty)
+        self.optional = tuple(p.name for p in column_parameters if p.default is not p.empty)
 
     @property
     def needs_target(self) -> bool:
@@ -136,6 +141,7 @@ class RewardCall:
         if self.by_position:
             responses: Any = answers.responses if number is None else answers.responses[number]
             return self.function(answers.prompt, responses, answers.target)
+
         values: dict[str, Any] = {"prompt": answers.prompt, "target": answers.target}
         if number is None:
             values |= {

@@ -175,15 +175,15 @@ def call_of(verifier: Verifier) -> RewardCall:
 def part_names(verifiers: Sequence[Verifier], names: Sequence[str] | None = None) -> list[str]:
     """Return a different name for each scorer's part of the reward: its own, or the one in `names`; if several are
     equal, the later ones end with a number, as length_2."""
-    parts: list[str] = []
-    for number, verifier in enumerate(verifiers):
+    unique_names: list[str] = []
+    for index, verifier in enumerate(verifiers):
         name = verifier.names[0] if isinstance(verifier, FunctionVerifier) else type(verifier).__name__
-        if names and number < len(names):
-            name = names[number]
+        if names and index < len(names):
+            name = names[index]
         # Numbered, so that two lambdas have two metrics, and not one with their sum.
-        repeated = sum(part == name or part.startswith(f"{name}_") for part in parts)
-        parts.append(f"{name}_{repeated + 1}" if name in parts else name)
-    return parts
+        repeated = sum(other == name or other.startswith(f"{name}_") for other in unique_names)
+        unique_names.append(f"{name}_{repeated + 1}" if name in unique_names else name)
+    return unique_names
 
 
 class Score(NamedTuple):
@@ -384,8 +384,10 @@ def report_missing(verifier: Verifier, scores: Scores, logged: dict[str, set[str
     """
     if not len(scores.values):
         return  # the share of no responses is undefined
+
     for name, missing in zip(verifier.names, np.isnan(scores.values).mean(0), strict=True):
         record_metric(f"missing/{name}", float(missing))
+
     for (_, column), reason in scores.reasons.items():
         name = verifier.names[column]
         reasons = logged.setdefault(name, set())

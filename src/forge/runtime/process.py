@@ -55,6 +55,7 @@ def activity_of(pid: int) -> Activity:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:
         return Activity(0.0, False)
+
     ticks = int(fields[11]) + int(fields[12])  # user and system time
     states = (_read_state(f"/proc/{pid}/task/{thread}/stat") for thread in threads)
     # R: running or waiting for a core; D: in an uninterruptible wait, as for a disk.
@@ -96,8 +97,7 @@ class Process:
     _handle: int | None = None
 
     def __init__(self, pid: int, ended: Callable[[], None]) -> None:
-        self.pid = pid
-        self._ended = ended
+        self.pid, self._ended = pid, ended
         try:
             self._handle = os.pidfd_open(pid)
         except ProcessLookupError:
@@ -150,6 +150,7 @@ async def read_stacks(pid: int) -> str:
     program = shutil.which("py-spy", path=sysconfig.get_path("scripts")) or shutil.which("py-spy")
     if program is None:
         return "  (py-spy is not installed)"
+
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
         program, "dump", "--nonblocking", "--pid", str(pid), stdout=pipe, stderr=pipe

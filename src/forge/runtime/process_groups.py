@@ -27,6 +27,7 @@ def process_store(rendezvous: str | None, world_size: int, rank: int = 0) -> dis
     """
     if rendezvous is None:
         return None
+
     import torch.distributed as dist
 
     from .controller.private import accept_own_user_only

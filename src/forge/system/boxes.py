@@ -84,6 +84,7 @@ def local_boxes(tensor: Tensor) -> list[tuple[Box, Tensor]]:
     """
     if not is_dtensor(tensor):
         return [(full_box(tensor.shape), tensor)] if tensor.numel() else []
+
     from torch.distributed.tensor.placement_types import _StridedShard
 
     coordinate = tensor.device_mesh.get_coordinate()
@@ -99,40 +100,45 @@ def local_boxes(tensor: Tensor) -> list[tuple[Box, Tensor]]:
     #     [    2  ]     then _StridedShard: the first of 2 FSDP ranks
     #
     # It holds the box [2:3]. With Shard in both places the order would be the other way round: [0 1], then [1].
-    spans = [torch.arange(size) for size in tensor.shape]
-    steps = list(zip(tensor.placements, tensor.device_mesh.shape, coordinate, strict=True))
+    held_indices = [torch.arange(size) for size in tensor.shape]
+    divisions = list(zip(tensor.placements, tensor.device_mesh.shape, coordinate, strict=True))
 
     # Strided shards come last, and in the reverse order: each divides what the mesh dimensions to its right have left
     # (FSDP over tensor parallelism).
-    ordinary = [step for step in steps if not isinstance(step[0], _StridedShard)]
-    strided = [step for step in reversed(steps) if isinstance(step[0], _StridedShard)]
+    ordinary = [step for step in divisions if not isinstance(step[0], _StridedShard)]
+    strided = [step for step in reversed(divisions) if isinstance(step[0], _StridedShard)]
     for placement, ranks, rank in ordinary + strided:
         if placement.is_partial():
             raise ValueError("a DTensor with a Partial placement holds partial sums: redistribute it")
         if not placement.is_replicate():
-            parts = spans[placement.dim].chunk(ranks)  # type: ignore[attr-defined]
-            empty = spans[placement.dim][:0]  # type: ignore[attr-defined]
+            chunks = held_indices[placement.dim].chunk(ranks)  # type: ignore[attr-defined]
+            empty = held_indices[placement.dim][:0]  # type: ignore[attr-defined]
             # `chunk` makes fewer parts than ranks of a short dimension: the last ranks hold nothing.
-            spans[placement.dim] = parts[rank] if rank < len(parts) else empty  # type: ignore[attr-defined]
+            held_indices[placement.dim] = chunks[rank] if rank < len(chunks) else empty  # type: ignore[attr-defined]
 
     local = tensor.to_local()
-    if tuple(map(len, spans)) != tuple(local.shape):
-        raise ValueError(f"rank holds {tuple(local.shape)} of a tensor that is laid out as {tuple(map(len, spans))}")
+    if tuple(map(len, held_indices)) != tuple(local.shape):
+        raise ValueError(
+            f"rank holds {tuple(local.shape)} of a tensor that is laid out as {tuple(map(len, held_indices))}"
+        )
     if not local.numel():
         return []
 
     # Uneven strided shards may hold indices with gaps, such as [0 1 4 5]. In each dimension they are divided into runs
     # (first index, position in the local tensor, length), here (0, 0, 2) and (4, 2, 2). Each combination of runs is a
     # box.
-    runs = []
-    for span in spans:
-        breaks = ((span.diff() != 1).nonzero()[:, 0] + 1).tolist()  # positions after a gap
-        runs.append([(int(span[a]), a, b - a) for a, b in itertools.pairwise([0, *breaks, len(span)])])
-    boxes = []
-    for block in itertools.product(*runs):
-        box = Box(tuple(first for first, _, _ in block), tuple(length for _, _, length in block))
-        boxes.append((box, local[tuple(slice(position, position + length) for _, position, length in block)]))
+    runs_by_dimension = []
+    for indices in held_indices:
+        breaks = ((indices.diff() != 1).nonzero()[:, 0] + 1).tolist()  # positions after a gap
+        runs_by_dimension.append(
+            [(int(indices[a]), a, b - a) for a, b in itertools.pairwise([0, *breaks, len(indices)])]
+        )
 
+    boxes = []
+    for runs in itertools.product(*runs_by_dimension):
+        box = Box(tuple(first for first, _, _ in runs), tuple(length for _, _, length in runs))
+        slices = tuple(slice(position, position + length) for _, position, length in runs)
+        boxes.append((box, local[slices]))
     return boxes
 
 
@@ -151,6 +157,7 @@ def overlap_or_gap(shape: tuple[int, ...], boxes: list[Box]) -> str | None:
             if not a.meet(b):
                 continue
             return f"{a} was written twice, with different values" if a == b else f"{a} and {b} were both written"
+
     gap = full.numel - sum(box.numel for box in boxes)
     if gap == 0:
         return None

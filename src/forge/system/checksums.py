@@ -38,8 +38,9 @@ def write_checksums(folder: Path, files: Iterable[str], name: str = CHECKSUMS) -
     names = sorted(files)
     with ThreadPoolExecutor(_count_threads(names)) as pool:
         digests = list(pool.map(lambda file: _digest_file(folder / file), names))
-    text = "".join(f"{digest} {size} {file}\n" for (digest, size), file in zip(digests, names, strict=True))
-    write_sealed(folder / name, text)
+
+    lines = [f"{digest} {size} {file}\n" for (digest, size), file in zip(digests, names, strict=True)]
+    write_sealed(folder / name, "".join(lines))
 
 
 def check_files(folder: Path, name: str = CHECKSUMS) -> None:
@@ -57,6 +58,7 @@ def check_files(folder: Path, name: str = CHECKSUMS) -> None:
     expected = {file: (digest, int(size)) for digest, size, file in rows}
     with ThreadPoolExecutor(_count_threads(expected)) as pool:
         digests = list(pool.map(lambda file: _digest_file(folder / file), expected))
+
     # The size is compared first, so that the error tells a truncated file from a changed one.
     for file, (digest, size) in zip(expected, digests, strict=True):
         expected_digest, expected_size = expected[file]
@@ -64,6 +66,7 @@ def check_files(folder: Path, name: str = CHECKSUMS) -> None:
             raise DamagedFile(f"{folder / file} is damaged: it has {size} bytes, and {expected_size} were written")
         if digest != expected_digest:
             raise DamagedFile(f"{folder / file} is damaged: its checksum differs from what was written")
+
     # A list of checksums may itself be on the list: checkpoints contain folders with their own lists.
     for file in expected:
         if file.endswith(CHECKSUMS):
@@ -90,6 +93,7 @@ def read_sealed(path: Path) -> str:
         text, seal, digest = path.read_bytes().decode("utf-8", "replace").rpartition(SEAL)
     except FileNotFoundError:
         raise DamagedFile(f"{path} is missing") from None
+
     if not seal or digest != xxhash.xxh3_128_hexdigest(text.encode()) + "\n":
         raise DamagedFile(
             f"{path} is damaged or was edited, or an earlier version wrote it: its last line is not the checksum of "

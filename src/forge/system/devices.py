@@ -31,12 +31,11 @@ def planning_for(device_type: str) -> Iterator[None]:
     A plan runs a model without memory this way.
     """
     global _planned_type
-    before = _planned_type
-    _planned_type = device_type
+    outer_type, _planned_type = _planned_type, device_type
     try:
         yield
     finally:
-        _planned_type = before
+        _planned_type = outer_type
 
 
 def has_wide_products(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -67,6 +66,7 @@ def find_accelerator() -> torch.device | None:
 
     device = torch.accelerator.current_accelerator(check_available=True)
     granted = os.environ.get(GRANTED)
+
     # Without this error a run would continue on the CPU, slowly and without a reason in its log.
     if device is None and granted:
         built = torch.version.cuda or torch.version.hip

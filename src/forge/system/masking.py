@@ -57,25 +57,28 @@ def without_secrets(value: Json, name: str = "") -> Json:
     Args:
         name: the dotted name of the value, of which each part is read; empty if it has none.
     """
-    *sections, last = name.split(".")
-    # A text named `environment` may be the name of a simulated world, which is not a secret.
-    is_place = any(map(_is_place, sections)) or (_is_place(last) and (last == "env" or not isinstance(value, str)))
     if value is None or (isinstance(value, str) and not value):
         return value
+
+    # A text named `environment` may be the name of a simulated world, which is not a secret.
+    *sections, last = name.split(".")
+    is_last_place = _is_place(last) and (last == "env" or not isinstance(value, str))
+    is_in_place = any(map(_is_place, sections)) or is_last_place
+
     if isinstance(value, dict):
-        path = name if is_place or is_secret(last) else ""
-        return {key: without_secrets(item, f"{path}.{key}" if path else str(key)) for key, item in value.items()}
+        prefix = f"{name}." if name and (is_in_place or is_secret(last)) else ""
+        return {key: without_secrets(item, f"{prefix}{key}") for key, item in value.items()}
 
     if isinstance(value, list | tuple):
         # In a command line the item after --api-key is its value: each item goes with the one before it.
-        previous = ["", *(item if isinstance(item, str) else "" for item in value)]
-        item_name = f"{name}." if is_place else name  # makes the place one of the item's sections
+        options = ["", *(item if isinstance(item, str) else "" for item in value)]
+        item_name = f"{name}." if is_in_place else name  # makes the place one of the item's sections
         return [
             MASK if option.startswith("--") and is_secret(option) else without_secrets(item, item_name)
-            for option, item in zip(previous, value, strict=False)
+            for option, item in zip(options, value, strict=False)
         ]
 
-    if is_place or any(map(is_secret, sections)):
+    if is_in_place or any(map(is_secret, sections)):
         return MASK
     if is_secret(last) and not isinstance(value, bool):
         # A special token, such as <pad> or [PAD], is not a secret.
@@ -91,11 +94,11 @@ def mask_secrets(text: str) -> str:
     """
     # Values of this process's environment variables that are secrets by their names, longest first. PWD is the shell's
     # working directory.
-    values = [
-        value for name, value in os.environ.items() if len(value) >= MIN_VALUE and name != "PWD" and is_secret(name)
-    ]
-    for value in sorted(values, key=len, reverse=True):
-        text = text.replace(value, MASK)
+    variables = ((name, value) for name, value in os.environ.items() if len(value) >= MIN_VALUE and name != "PWD")
+    secrets = [value for name, value in variables if is_secret(name)]
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = text.replace(secret, MASK)
+
     for pattern, masked in (
         (_PEM, rf"\1{MASK}\2"),
         (_USER, f"{MASK}@"),
@@ -151,21 +154,22 @@ def _without_assigned(text: str) -> str:
 
     The search continues right after each name, so that assignments within the value of another name are found.
     """
-    parts = []
+    pieces = []
     position = 0
     while match := _ASSIGNED.search(text, position):
         name, separator = match.groups()
-        parts.append(text[position : match.end()])
+        pieces.append(text[position : match.end()])
         position = match.end()
+
         # A space separates only an option of a command line from its value.
         if not is_secret(name) or (separator.isspace() and not name.startswith("--")):
             continue
-        value = _VALUE.match(text, position)
 
         # A word without digits after a colon is part of a sentence ("the key: none").
+        value = _VALUE.match(text, position)
         is_word = separator[0] == ":" and value is not None and not re.search(r"[0-9]", value[0])
         if value is not None and not value[0].isdecimal() and not is_word:
-            parts.append(MASK)
+            pieces.append(MASK)
             position = value.end()
 
-    return "".join([*parts, text[position:]])
+    return "".join([*pieces, text[position:]])

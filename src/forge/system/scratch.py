@@ -71,6 +71,7 @@ def remove_tree(folder: Path) -> None:
     """
     if not folder.exists():
         return
+
     names = (folder / f".{os.urandom(8).hex()}-{number}" for number in itertools.count())
     folders = [folder]
     for path in folders:  # to which the loop adds the folders that it finds
@@ -82,6 +83,7 @@ def remove_tree(folder: Path) -> None:
                 folders.append(Path(entry.path).rename(next(names)))
             else:
                 os.unlink(entry.path)
+
     for path in reversed(folders):
         path.rmdir()
 

@@ -67,7 +67,7 @@ class PackedLayout:
         """
         if type_of(torch.device(device)) != "cpu":
             runs = Runs.from_lengths(lengths, parents or [-1] * len(lengths))
-            return cls.masked(TreeMask(runs, **{name: column.to(device) for name, column in runs.columns().items()}))
+            return cls.masked(TreeMask(runs, **{name: columns.to(device) for name, columns in runs.columns().items()}))
 
         # Each run's first token in the pack, and the tokens of its context.
         starts = [0, *accumulate(lengths)]
@@ -75,31 +75,34 @@ class PackedLayout:
         for i, parent in enumerate(parents or ()):
             if parent >= 0:
                 contexts[i] = torch.cat([contexts[parent], torch.arange(starts[parent], starts[parent + 1])])
-        order = sorted(range(len(lengths)), key=lambda i: (len(contexts[i]), -lengths[i]))[::-1]
-        queries, keys, shapes = [], [], []
 
+        # Runs are taken from the end: by growing context, then the longest first.
+        remaining = sorted(range(len(lengths)), key=lambda i: (len(contexts[i]), -lengths[i]))[::-1]
+        queries, keys, shapes = [], [], []
         offset = 0
         scatter = torch.empty(starts[-1], dtype=torch.long)
-        while order:
+        while remaining:
             # The next rectangle: the longest run that has none yet, and runs of similar length and equal context.
-            width = lengths[order[-1]]
-            context = len(contexts[order[-1]])
-            rows = []
-            while order and len(contexts[order[-1]]) == context and lengths[order[-1]] >= FILL * width:
-                rows.append(order.pop())
-            first = torch.tensor([starts[i] for i in rows])[:, None]
-            size = torch.tensor([lengths[i] for i in rows])[:, None]
-            column = torch.arange(width)
-            tokens = first + torch.minimum(column, size - 1)
+            width = lengths[remaining[-1]]
+            context = len(contexts[remaining[-1]])
+            row_runs = []
+            while remaining and len(contexts[remaining[-1]]) == context and lengths[remaining[-1]] >= FILL * width:
+                row_runs.append(remaining.pop())
+
+            # Each run is a row of `width` tokens; shorter ones repeat their last token.
+            first_tokens = torch.tensor([starts[i] for i in row_runs])[:, None]
+            row_lengths = torch.tensor([lengths[i] for i in row_runs])[:, None]
+            columns = torch.arange(width)
+            tokens = first_tokens + torch.minimum(columns, row_lengths - 1)
             queries.append(tokens.flatten())
-            keys.append(torch.cat([torch.stack([contexts[i] for i in rows]), tokens], dim=1).flatten())
+            keys.append(torch.cat([torch.stack([contexts[i] for i in row_runs]), tokens], dim=1).flatten())
 
             # Where the results of real tokens are, rectangle after rectangle.
-            is_real = column < size
-            slots = offset + torch.arange(len(rows) * width).view(len(rows), width)
+            is_real = columns < row_lengths
+            slots = offset + torch.arange(len(row_runs) * width).view(len(row_runs), width)
             scatter[tokens[is_real]] = slots[is_real]
-            offset += len(rows) * width
-            shapes.append((len(rows), width, context))
+            offset += len(row_runs) * width
+            shapes.append((len(row_runs), width, context))
 
         return cls(torch.cat(queries).to(device), torch.cat(keys).to(device), scatter.to(device), shapes)
 
@@ -141,15 +144,16 @@ def packed_attention(
     ranks = context.size
     if ranks > 1:
         # Key heads are repeated where there are fewer of them than ranks.
-        times = count_repeats(key.shape[1], ranks)
-        if times > 1:
-            key, value = (x.repeat_interleave(times, dim=1) for x in (key, value))
+        repeats = ranks // gcd(key.shape[1], ranks)  # of 2 heads on 4 ranks, each is repeated twice
+        if repeats > 1:
+            key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+
         # [1, heads, own tokens, head_dim] to [1, own heads, tokens, head_dim], all three in one collective. Each rank
         # gets consecutive heads, so that its key heads match its query heads.
         chunks = [x[0].unflatten(0, (ranks, -1)) for x in (query, key, value)]
-        counts = [x.shape[1] for x in chunks]
-        heads = _exchange(torch.cat(chunks, dim=1), context, _all_to_all, _all_to_all)
-        query, key, value = (x.transpose(0, 1).flatten(1, 2)[None] for x in heads.split(counts, dim=1))
+        head_counts = [x.shape[1] for x in chunks]
+        own_heads = _exchange(torch.cat(chunks, dim=1), context, _all_to_all, _all_to_all)
+        query, key, value = (x.transpose(0, 1).flatten(1, 2)[None] for x in own_heads.split(head_counts, dim=1))
 
     window = kwargs.get("sliding_window")
     if layout.mask is not None:
@@ -158,8 +162,8 @@ def packed_attention(
         attended = _attend_rectangles(query, key, value, layout, window, scaling, exact)
 
     if ranks > 1:
-        tokens = _exchange(attended.unflatten(0, (ranks, -1)), context, _all_to_all, _all_to_all)
-        attended = tokens.transpose(0, 1).flatten(1, 2)
+        own_tokens = _exchange(attended.unflatten(0, (ranks, -1)), context, _all_to_all, _all_to_all)
+        attended = own_tokens.transpose(0, 1).flatten(1, 2)
     return attended[None], None
 
 
@@ -177,25 +181,27 @@ def _attend_rectangles(
     # Gather the tokens of all rectangles, compute one after the other, and put the results into the pack's order.
     query = query[0].transpose(0, 1).index_select(0, layout.queries)
     key, value = (x[0].transpose(0, 1).index_select(0, layout.keys) for x in (key, value))
-    queries = query.split([rows * width for rows, width, _ in layout.shapes])
-    sizes = [rows * (before + width) for rows, width, before in layout.shapes]
-    rectangles = []
+    query_sizes = [rows * width for rows, width, _ in layout.shapes]
+    key_sizes = [rows * (context + width) for rows, width, context in layout.shapes]
+    rectangles = zip(layout.shapes, query.split(query_sizes), key.split(key_sizes), value.split(key_sizes), strict=True)
 
-    for (rows, width, before), *parts in zip(layout.shapes, queries, key.split(sizes), value.split(sizes), strict=True):
-        q, k, v = (x.unflatten(0, (rows, -1)).transpose(1, 2) for x in parts)
+    results = []
+    for (rows, width, context), *tensors in rectangles:
+        q, k, v = (x.unflatten(0, (rows, -1)).transpose(1, 2) for x in tensors)
+        length = context + width
         if exact:
-            seen = causal_mask(width, before, window or before + width, q.device)
-            attended = attend_exactly(q, k, v, seen, scale or q.shape[-1] ** -0.5)
-        elif window is not None and before + width > window:
+            window_mask = causal_mask(width, context, window or length, q.device)
+            attended = attend_exactly(q, k, v, window_mask, scale or q.shape[-1] ** -0.5)
+        elif window is not None and length > window:
             attended = _attend_window(q, k, v, window, scale)
         else:
-            mask = causal_mask(width, before, before + width, q.device) if before else None
+            mask = causal_mask(width, context, length, q.device) if context else None
             attended = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
             )
-        rectangles.append(attended.transpose(1, 2).flatten(0, 1))
+        results.append(attended.transpose(1, 2).flatten(0, 1))
 
-    return torch.cat(rectangles).index_select(0, layout.scatter)
+    return torch.cat(results).index_select(0, layout.scatter)
 
 
 def _attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None) -> Tensor:
@@ -206,21 +212,21 @@ def _attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | 
     """
     # The first piece of queries: only it sees the prefix.
     width = q.shape[2]
-    before = min(k.shape[2] - width, window)  # tokens of the prefix that it may see
-    k, v = (x[:, :, x.shape[2] - width - before :] for x in (k, v))
-    count = min(width, window)
-    first_k, first_v = (x[:, :, : before + count] for x in (k, v))
-    mask = causal_mask(count, before, window, q.device)
+    prefix_length = min(k.shape[2] - width, window)  # tokens of the prefix that it may see
+    k, v = (x[:, :, x.shape[2] - width - prefix_length :] for x in (k, v))
+    first_length = min(width, window)
+    first_k, first_v = (x[:, :, : prefix_length + first_length] for x in (k, v))
+    mask = causal_mask(first_length, prefix_length, window, q.device)
     first = F.scaled_dot_product_attention(
-        q[:, :, :count], first_k, first_v, attn_mask=mask, scale=scale, enable_gqa=True
+        q[:, :, :first_length], first_k, first_v, attn_mask=mask, scale=scale, enable_gqa=True
     )
 
-    if width == count:
+    if width == first_length:
         return first
 
     # The later pieces are rows of one call, [rows, pieces, heads, window, head_dim], each with its own keys and those
     # of the piece before.
-    without_prefix = (q, k[:, :, before:], v[:, :, before:])
+    without_prefix = (q, k[:, :, prefix_length:], v[:, :, prefix_length:])
     q, k, v = (F.pad(x, (0, 0, 0, -width % window)).unflatten(2, (-1, window)).transpose(1, 2) for x in without_prefix)
     k, v = (torch.cat([x[:, :-1], x[:, 1:]], dim=3).flatten(0, 1) for x in (k, v))
     mask = causal_mask(window, window, window, q.device)
@@ -247,15 +253,6 @@ def causal_mask(width: int, before: int, window: int, device: torch.device) -> T
 # pack is one sequence.
 AttentionInterface.register(NAME, packed_attention)
 AttentionInterface.register(EXACT, partial(packed_attention, exact=True))
-
-
-def count_repeats(heads: int, ranks: int) -> int:
-    """Return how often each key head must be repeated so that all ranks get the same number of heads.
-
-    >>> count_repeats(2, ranks=4)
-    2
-    """
-    return ranks // gcd(heads, ranks)
 
 
 class _Exchange(torch.autograd.Function):
@@ -305,6 +302,7 @@ def gather_scores(
     else:
         gathered = _GatherUneven.apply(torch.stack(local), counts, group)
         scores = tuple(gathered if order is None else gathered[:, order])
+
     # FSDP2 registers hooks on the tensors that a module returns, and warns of views.
     return tuple(score.clone() if score._is_view() else score for score in scores)
 

@@ -55,7 +55,7 @@ def build_policy(
 ) -> Any:
     """Return the model ready to train on the device of `ranks`: loaded, with adapters, sharded and compiled.
 
-    If `ranks` have a mesh, each rank reads only its part of the weights (see `loading.on_meta`).
+    If `ranks` have a mesh, each rank reads only its part of the weights (see `loading.build_on_meta`).
 
     Args:
         backend: "fsdp" is a transformers model with this library's parallelisation, "titan" TorchTitan's.
@@ -110,6 +110,7 @@ def build_policy(
         add_adapters(policy.model, lora)
         if lora.quantize:
             resolve("forge_families.four_bits:quantize_base", "lora.quantize")(policy, path)
+
     if exact and head == "policy":
         replace_modules(policy.model, ranks.device, dtype)
         policy.use_exact()

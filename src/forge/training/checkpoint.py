@@ -86,8 +86,9 @@ class CheckpointPart:
         }
         if device.type != "cpu":
             state["device"] = torch.get_device_module(device).get_rng_state()
-        values = {f"rank_{rank}.pt": state} | ({"extra.pt": extra or {}} if rank == 0 else {})
-        files = {name: dump_plain(value, name) for name, value in values.items()}
+
+        contents = {f"rank_{rank}.pt": state} | ({"extra.pt": extra or {}} if rank == 0 else {})
+        files = {name: dump_plain(content, name) for name, content in contents.items()}
         return cls(trainer.ranks, Path(folder) / f"step_{trainer.step:06d}", _trained_state(trainer), files)
 
     @property

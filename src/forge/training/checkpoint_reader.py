@@ -85,8 +85,8 @@ def load_plain(file: Path | io.BytesIO, name: str = "a value in a shard") -> Any
             return torch.load(file, weights_only=True)
         except pickle.UnpicklingError as error:
             name = str(file) if isinstance(file, Path) else name
-            unsafe = re.search(r"GLOBAL (\S+)", str(error))
-            reason = unsafe[1] if unsafe else str(error).splitlines()[0]
+            unsafe_class = re.search(r"GLOBAL (\S+)", str(error))
+            reason = unsafe_class[1] if unsafe_class else str(error).splitlines()[0]
             raise UnsafeCheckpoint(f"{name} holds more than tensors and plain data: {reason}") from None
 
 

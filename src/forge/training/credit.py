@@ -27,35 +27,35 @@ def record_rollouts(episodes: Iterable[Episode]) -> None:
 
     They are recorded at training and not at sampling, which runs ahead of it and also samples for evaluation.
     """
-    values: defaultdict[str, list[float]] = defaultdict(list)  # by the name of the metric
+    values_by_name: defaultdict[str, list[float]] = defaultdict(list)
     for episode in episodes:
         info = episode.info
-        parts = {
-            f"reward/{name}": part for name, part in ((info.get("parts") or {}) | (info.get("extras") or {})).items()
-        }
-        for name, value in {"reward": episode.outcome, "accuracy": info.get("correct"), **parts}.items():
+        scores = {"reward": episode.outcome, "accuracy": info.get("correct")}
+        for name, score in ((info.get("parts") or {}) | (info.get("extras") or {})).items():
+            scores[f"reward/{name}"] = score
+        for name, value in scores.items():
             if value is not None:
-                values[name].append(value)
+                values_by_name[name].append(value)
 
         # Lengths are turns'; an episode of a single turn lists no turns.
         branches = (*episode.branches, episode)
         turns = [(turn.end - turn.start, turn.finish) for branch in branches for turn in branch.turns]
         for length, finish in turns or [(sum(episode.mask), info.get("finish", ""))]:
-            values["generation/completion_length"].append(length)
-            values["generation/truncated"].append(finish == "length")
+            values_by_name["generation/completion_length"].append(length)
+            values_by_name["generation/truncated"].append(finish == "length")
 
         # Metrics of dialogues only.
         if episode.turns:
-            values["episode/tokens"].append(sum(len(branch.tokens) for branch in branches))
+            values_by_name["episode/tokens"].append(sum(len(branch.tokens) for branch in branches))
             for name in ("turns", "calls", "unread_calls"):
-                values[f"episode/{name}"].append(info[name])
+                values_by_name[f"episode/{name}"].append(info[name])
             for stop in ("terminated", "truncated", "max_turns", "max_tokens"):
-                values[f"episode/{stop}"].append(stop in (info["stop"], *info.get("limits", ())))
+                values_by_name[f"episode/{stop}"].append(stop in (info["stop"], *info.get("limits", ())))
 
-    for name, numbers in values.items():
-        record_values(name, numbers)
-    record_values("reward", values["reward"], Reduce.STD)
-    record_metric("generation/tokens", sum(values["generation/completion_length"]), Reduce.SUM)
+    for name, metric_values in values_by_name.items():
+        record_values(name, metric_values)
+    record_values("reward", values_by_name["reward"], Reduce.STD)
+    record_metric("generation/tokens", sum(values_by_name["generation/completion_length"]), Reduce.SUM)
 
 
 @phase("pack")
@@ -84,16 +84,17 @@ def make_batch(
     # Groups are numbered in the order of the data, as mini-batches are drawn by number: they arrive in another order in
     # each run.
     groups = sorted(groups, key=lambda group: group.index)
-    numbers = {
+    group_numbers = {
         id(branch): number
         for number, group in enumerate(groups)
         for episode in group.episodes
         for branch in (*episode.branches, episode)
     }
-    batch.groups = np.array([numbers[id(sequence)] for sequence in sequences])
+    batch.groups = np.array([group_numbers[id(sequence)] for sequence in sequences])
     if recorded:
         recorded_ids = {id(group) for group in recorded}
         is_recorded = np.repeat([id(groups[number]) in recorded_ids for number in batch.groups], batch.lengths)
+        # Recorded tokens are numbered in the order of the batch; others have -1.
         batch.recorded = np.where(is_recorded, np.cumsum(is_recorded) - 1, -1)
 
     trained = skip_idle(batch, algorithm)
@@ -117,6 +118,7 @@ def check_certificates(groups: Sequence[Group], packed_tokens: int, trained_toke
         trained = sum(sum(branch.mask) for branch in (*episode.branches, episode))
         if trained != expected:
             raise AssertionError(f"an episode trains {trained} tokens, and its certificate has {expected}")
+
     if episodes:
         record_metric("certificate/batch", trained_tokens, Reduce.SUM)
         record_metric("certificate/idle", packed_tokens - trained_tokens, Reduce.SUM)
@@ -133,9 +135,11 @@ def learnable_episodes(groups: Sequence[Group], algorithm: Algorithm) -> list[Ep
     keywords = {}
     if "episodes" in inspect.signature(algorithm.advantages).parameters:
         keywords["episodes"] = [group.episodes for group in groups]
+
     for group, advantages in zip(groups, algorithm.advantages(rewards, **keywords), strict=True):
         for episode, advantage in zip(group.episodes, advantages, strict=True):
             give_advantage(episode, advantage.tolist() if hasattr(advantage, "tolist") else advantage)
+
     if algorithm.within_group:
         record_metric("groups_without_signal", sum(not group.has_signal for group in groups) / len(groups))
     in_order = sorted(groups, key=lambda group: group.index)
@@ -156,12 +160,14 @@ def give_advantage(episode: Episode, advantage: float | Sequence[float]) -> None
         for branch in branches:
             branch.advantage = advantage
         return
+
     # In the order of the batch, where earlier branches come first.
     counts = [sum(branch.mask) for branch in branches]
     if len(advantage) != sum(counts):
         raise ValueError(f"advantages has {len(advantage)} numbers for {sum(counts)} trained tokens of an episode")
     if not np.isfinite(advantage).all():
         raise ValueError("advantages has a number that is not finite")
+
     for branch, end, count in zip(branches, np.cumsum(counts), counts, strict=True):
         branch.advantage = [float(value) for value in advantage[end - count : end]]
 
@@ -175,6 +181,7 @@ def skip_idle(batch: Batch, algorithm: Algorithm) -> Batch:
     is_sum_over_advantages = algorithm.within_group and algorithm.advantages_alone
     if has_other_terms or not is_sum_over_advantages:
         return batch
+
     first_tokens = np.cumsum(batch.lengths)[:-1]  # of each sequence but the first
     has_signal = np.array([values.any() for values in np.split(batch.advantages, first_tokens)])
     return batch.select(np.flatnonzero(has_signal)) if has_signal.any() else batch
@@ -194,6 +201,7 @@ def assign_credit(batch: Batch, algorithm: Algorithm) -> None:
     kl_in_reward = algorithm.beta > 0 and algorithm.kl_in == "reward"
     if not (kl_in_reward or algorithm.needs_critic or algorithm.whiten):
         return
+
     counts = batch.trained_counts().tolist()
 
     def select_trained(name: str) -> torch.Tensor:
@@ -204,21 +212,21 @@ def assign_credit(batch: Batch, algorithm: Algorithm) -> None:
 
     advantages = select_trained("advantages")
     mask = pad_sequences(torch.ones_like(advantages), counts)
-    cost = torch.zeros_like(advantages)
+    kl_cost = torch.zeros_like(advantages)
     if kl_in_reward:
-        cost = algorithm.beta * kl(select_trained("logprobs"), select_trained("ref_logprobs"), algorithm.kl)
+        kl_cost = algorithm.beta * kl(select_trained("logprobs"), select_trained("ref_logprobs"), algorithm.kl)
 
     if algorithm.needs_critic:
-        rewards = pad_sequences(select_trained("rewards") - cost, counts)
+        rewards = pad_sequences(select_trained("rewards") - kl_cost, counts)
         values = pad_sequences(select_trained("values"), counts)
-        padded, returns = gae(rewards, values, mask, discount=algorithm.discount, trace=algorithm.trace)
-        advantages = pack_sequences(padded, counts)
+        padded_advantages, returns = gae(rewards, values, mask, discount=algorithm.discount, trace=algorithm.trace)
+        advantages = pack_sequences(padded_advantages, counts)
         batch.returns = np.zeros(len(batch.mask), np.float32)
         batch.returns[batch.mask] = pack_sequences(returns, counts).numpy()
         _record_explained_variance(batch)
     elif kl_in_reward:
         # Without a critic: GAE with values 0 is the undiscounted sum of the costs of this and all later tokens.
-        future_cost, _ = gae(pad_sequences(cost, counts), torch.zeros_like(mask), mask)
+        future_cost, _ = gae(pad_sequences(kl_cost, counts), torch.zeros_like(mask), mask)
         advantages = advantages - pack_sequences(future_cost, counts)
 
     if algorithm.whiten:

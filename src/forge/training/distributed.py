@@ -131,13 +131,11 @@ def lay_out(layout: Parallelism, device: torch.device) -> Ranks:
     Raises:
         ValueError: as `Parallelism.over`.
     """
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     layout = layout.over(world_size)
     copies = layout.data_parallel_replicate_degree
     shards = layout.data_parallel_shard_degree
-    context = layout.context_parallel_degree
-    tensor = layout.tensor_parallel_degree
+    context, tensor = layout.context_parallel_degree, layout.tensor_parallel_degree
     assert copies is not None
 
     # Context parallelism divides tokens only: for the weights its ranks are data-parallel ones.
@@ -151,20 +149,20 @@ def lay_out(layout: Parallelism, device: torch.device) -> Ranks:
     mesh = init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
 
     # A group has the ranks that differ in one of these dimensions, or in two of them (`sequence` and `results`).
-    numbers = torch.arange(world_size).view(-1, copies * shards, context, tensor)
-    data = _make_group(numbers.transpose(1, 3).flatten(0, 2), rank)
+    rank_ids = torch.arange(world_size).view(-1, copies * shards, context, tensor)  # [pipeline, data, context, tensor]
+    data = _make_group(rank_ids.transpose(1, 3).flatten(0, 2), rank)
     return Ranks(
         rank,
         world_size,
         device,
         mesh,
         data=data,
-        context=_make_group(numbers.transpose(2, 3).flatten(0, 2), rank),
-        tensor=_make_group(numbers.flatten(0, 2), rank),
-        sequence=_make_group(numbers.flatten(0, 1).flatten(1), rank),
+        context=_make_group(rank_ids.transpose(2, 3).flatten(0, 2), rank),
+        tensor=_make_group(rank_ids.flatten(0, 2), rank),
+        sequence=_make_group(rank_ids.flatten(0, 1).flatten(1), rank),
         experts=layout.expert_parallel_degree,
-        pipeline=_make_group(numbers.flatten(1).T, rank),
-        results=data if len(numbers) == 1 else _make_group(numbers.flatten(0, 1).flatten(1).T, rank),
+        pipeline=_make_group(rank_ids.flatten(1).T, rank),
+        results=data if len(rank_ids) == 1 else _make_group(rank_ids.flatten(0, 1).flatten(1).T, rank),
         stages=layout.stages,
     )
 
@@ -229,6 +227,7 @@ def to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, 
     """
     if device.type == "cpu":
         return dict(tensors)
+
     # One buffer of bytes has all tensors, each at a different offset.
     offsets = dict[str, int]()
     size = 0
@@ -245,3 +244,32 @@ def to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, 
         view_part(host, name).copy_(tensor)
     memory = host.to(device, non_blocking=True)
     return {name: view_part(memory, name) for name in tensors}
+
+
+def move_state(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    to: torch.device | torch.dtype,
+    buffers: torch.device | None = None,
+) -> None:
+    """Move parameters with their gradients, the optimiser's state and buffers in place, to a device or dtype.
+
+    This does not wait for the copies. Those to host memory are complete once the device is synchronised: torch puts
+    them into page-locked memory, which it keeps for the next time. `buffers` is another device for the buffers.
+
+    Raises:
+        RuntimeError: the move created new parameters, which the optimiser does not have.
+    """
+    old_parameters = list(model.parameters())
+    model.to(to, non_blocking=True)
+    if any(old is not new for old, new in zip(old_parameters, model.parameters(), strict=True)):
+        raise RuntimeError("moving a model gave it other parameters: its optimiser would train the old ones")
+
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(buffers or to, non_blocking=True)
+
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                state[name] = value.to(to, non_blocking=True)

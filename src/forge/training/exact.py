@@ -133,10 +133,12 @@ def replace_modules(model: nn.Module, device: torch.device, dtype: torch.dtype) 
     """
     if not AVAILABLE or device.type != "cpu":
         raise ValueError("training.exact needs a CPU with AVX2, and torch with oneDNN")
+
     config: Any = model.config
-    name = getattr(config, "hidden_act", None) or config.hidden_activation
+    activation = getattr(config, "hidden_act", None) or config.hidden_activation
 
     for module in list(model.modules()):
+        # The class is replaced, so that the module keeps its parameters and their names.
         kind = type(module)
         if kind.__name__.endswith("RMSNorm"):
             module.__class__ = type(kind.__name__, (ExactNorm, kind), {})
@@ -146,26 +148,30 @@ def replace_modules(model: nn.Module, device: torch.device, dtype: torch.dtype) 
             module.__class__ = ExactLoraLinear
         for attribute in ("act_fn", "activation_fn"):
             if isinstance(getattr(module, attribute, None), nn.Module):
-                setattr(module, attribute, ExactActivation(name, getattr(module, attribute)))
+                setattr(module, attribute, ExactActivation(activation, getattr(module, attribute)))
 
 
 def attend_exactly(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Return the attention of q [rows, heads, width, head_dim] to k and v as the engine computes it.
+
+    The gradient is torch's attention's, which differs from the engine's by rounding only.
 
     Args:
         mask: [width, length] bool, whether each query sees each key.
     """
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        padding = -k.shape[2] % attention_granule(q.shape[1] // k.shape[1], q.shape[3], scale)
-        wide_k, wide_v = (F.pad(x.float(), (0, 0, 0, padding)).contiguous() for x in (k, v))
+        # The engine's keys are padded to a multiple of the granule, and the padding is masked.
+        granule = attention_granule(q.shape[1] // k.shape[1], q.shape[3], scale)
+        padding = -k.shape[2] % granule
+        padded_k, padded_v = (F.pad(x.float(), (0, 0, 0, padding)).contiguous() for x in (k, v))
         bias = bias_of(~F.pad(mask, (0, padding)), torch.float32)
-        return attend_by_query(q.float(), wide_k, wide_v, bias, scale).to(q.dtype)
+        return attend_by_query(q.float(), padded_k, padded_v, bias, scale).to(q.dtype)
 
-    def smooth(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend_differentiably(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
 
-    return _Replaced.apply(attend, smooth, q, k, v)
+    return _Replaced.apply(attend, attend_differentiably, q, k, v)
 
 
 def check_difference(engine: Tensor, trainer: Tensor, tokens: Tensor, positions: Tensor) -> None:
@@ -227,26 +233,32 @@ class EngineCheck:
             EngineDifference: they differ.
         """
         self.age = max(self.age, version - int(batch.versions[batch.mask & (batch.versions >= 0)].min(initial=version)))
-        current = [weight.clone() for weight in self.weights]
-        checked = [torch.empty(0)]
-        for earlier, weights in self.earlier.items():
-            part = select_whole(batch, earlier)
-            if part is None:
+        current_weights = [weight.clone() for weight in self.weights]
+        differences = [torch.empty(0)]
+        for earlier, earlier_weights in self.earlier.items():
+            sequences_of_version = select_whole(batch, earlier)
+            if sequences_of_version is None:
                 continue
-            torch._foreach_copy_(self.weights, weights)
-            scores = self.score(part)
-            torch._foreach_copy_(self.weights, current)
+            torch._foreach_copy_(self.weights, earlier_weights)
+            scores = self.score(sequences_of_version)
+            torch._foreach_copy_(self.weights, current_weights)
 
-            has_logprob = part.mask & ~np.isnan(part.logprobs)
-            sequences = np.repeat(np.arange(len(part)), part.lengths)
-            positions = np.cumsum(part.mask) - np.searchsorted(sequences[part.mask], sequences) - 1
-            columns = part.logprobs, scores, part.tokens, positions
+            has_logprob = sequences_of_version.mask & ~np.isnan(sequences_of_version.logprobs)
+            sequence_index = np.repeat(np.arange(len(sequences_of_version)), sequences_of_version.lengths)
+
+            # The position of each token among its sequence's tokens with mask True.
+            positions = (
+                np.cumsum(sequences_of_version.mask)
+                - np.searchsorted(sequence_index[sequences_of_version.mask], sequence_index)
+                - 1
+            )
+            columns = sequences_of_version.logprobs, scores, sequences_of_version.tokens, positions
             engine, trainer, *labels = (torch.from_numpy(column[has_logprob]) for column in columns)
             check_difference(engine, trainer, *labels)
-            checked.append((engine - trainer).abs())
+            differences.append((engine - trainer).abs())
 
-        self.earlier = dict(list(({version: current} | self.earlier).items())[: min(self.age + 1, KEPT)])
-        return torch.cat(checked)
+        self.earlier = dict(list(({version: current_weights} | self.earlier).items())[: min(self.age + 1, KEPT)])
+        return torch.cat(differences)
 
 
 def select_whole(batch: Batch, version: int) -> Batch | None:

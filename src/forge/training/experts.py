@@ -28,8 +28,7 @@ class Routers:
     """
 
     def __init__(self, routers: Mapping[int, nn.Module], k: int, normalised: bool) -> None:
-        self.k = k
-        self.normalised = normalised
+        self.k, self.normalised = k, normalised
         self.layers = list(routers)
         self._replayed: Tensor | None = None
         self._real = 0
@@ -66,8 +65,10 @@ class Routers:
         probabilities = torch.stack([probs[: self._real].sum(0) for probs, _ in self._routed])
         experts = torch.stack([experts[: self._real].flatten() for _, experts in self._routed])
         self._routed = None  # a recomputation in the backward pass is not counted
+
         # Not `bincount`, which reads the largest number from the device: the host would wait in every layer.
-        counts = torch.zeros_like(probabilities).scatter_add_(1, experts, torch.ones_like(experts, dtype=torch.float32))
+        ones = torch.ones_like(experts, dtype=torch.float32)
+        counts = torch.zeros_like(probabilities).scatter_add_(1, experts, ones)
         return torch.stack([counts, probabilities])
 
     def _record_choice(
@@ -76,21 +77,22 @@ class Routers:
         logits, gates, experts = output
         return logits, *self.route(number, logits.float().softmax(-1), gates, experts)
 
-    def route(self, number: int, probabilities: Tensor, gates: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
+    def route(self, layer_index: int, probabilities: Tensor, gates: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gates and experts, both [tokens, k], that a layer takes instead of its router's.
 
         Args:
-            number: of the layer among the layers with experts.
+            layer_index: the layer's index among the layers with experts.
             probabilities: the router's, [tokens, E], float32.
             gates, experts: the router's, [tokens, k].
         """
         if self._replayed is not None:
-            recorded = self._replayed[:, number]
+            recorded = self._replayed[:, layer_index]
             experts = torch.where(recorded == UNKNOWN_EXPERT, experts, recorded)
             replayed_gates = probabilities.gather(-1, experts)
             if self.normalised:
                 replayed_gates = replayed_gates / replayed_gates.sum(-1, keepdim=True)
             gates = replayed_gates.to(gates.dtype)
+
         if self._routed is not None:
             self._routed.append((probabilities, experts))
         return gates, experts
@@ -110,9 +112,10 @@ def balance_loss(local: Tensor, total: Tensor, k: int) -> Tensor:
         total: its sum over all ranks.
         k: experts of a token.
     """
-    counts = total[0].sum(0)
-    rows = (counts.sum() / k).clamp(min=1)
-    return ((counts / rows).to(local.dtype) * local[1].sum(0)).sum() * (local.shape[2] / rows).to(local.dtype)
+    token_counts = total[0].sum(0)
+    rows = (token_counts.sum() / k).clamp(min=1)
+    token_shares = (token_counts / rows).to(local.dtype)
+    return (token_shares * local[1].sum(0)).sum() * (local.shape[2] / rows).to(local.dtype)
 
 
 def load_metrics(load: Tensor, layers: list[int], k: int) -> dict[str, float]:
@@ -128,7 +131,9 @@ def load_metrics(load: Tensor, layers: list[int], k: int) -> dict[str, float]:
     """
     shares = load[0] / load[0].sum(1, keepdim=True)
     metrics = {"router_aux_loss": float(balance_loss(load, load, k))}
-    largest = shares.amax(1).tolist()
-    for layer, share, entropy in zip(layers, largest, torch.special.entr(shares).sum(1).tolist(), strict=True):
+    largest_shares = shares.amax(1).tolist()
+    entropies = torch.special.entr(shares).sum(1).tolist()
+    for layer, share, entropy in zip(layers, largest_shares, entropies, strict=True):
         metrics |= {f"experts/max_share_{layer}": share * k, f"experts/entropy_{layer}": entropy}
+
     return metrics

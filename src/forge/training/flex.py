@@ -59,29 +59,29 @@ class Runs(NamedTuple):
             parents: the index of the run that each continues, an earlier one, or -1.
         """
         # The number of runs in each subtree; parents come before, so that children are counted first.
-        size = [1] * len(lengths)
+        subtree_sizes = [1] * len(lengths)
         for run in reversed(range(len(lengths))):
             if parents[run] >= 0:
-                size[parents[run]] += size[run]
+                subtree_sizes[parents[run]] += subtree_sizes[run]
 
         # A run's number is the first free one of its parent's interval.
-        before = [0] * len(lengths)
-        first = list[int]()
-        free = list[int]()  # the first free number in each run's interval
-        roots = 0  # the first free number of a run without parent
+        tokens_before = [0] * len(lengths)
+        first_numbers = list[int]()
+        free_numbers = list[int]()  # the first free number in each run's interval
+        next_root = 0  # the first free number of a run without parent
 
         for run, parent in enumerate(parents):
             if parent < 0:
-                first.append(roots)
-                roots += size[run]
+                first_numbers.append(next_root)
+                next_root += subtree_sizes[run]
             else:
-                first.append(free[parent])
-                free[parent] += size[run]
-                before[run] = before[parent] + lengths[parent]
-            free.append(first[run] + 1)
+                first_numbers.append(free_numbers[parent])
+                free_numbers[parent] += subtree_sizes[run]
+                tokens_before[run] = tokens_before[parent] + lengths[parent]
+            free_numbers.append(first_numbers[run] + 1)
 
-        numbers = np.array(first)
-        return cls(numbers, numbers + np.array(size), np.array(lengths), np.array(before))
+        numbers = np.array(first_numbers)
+        return cls(numbers, numbers + np.array(subtree_sizes), np.array(lengths), np.array(tokens_before))
 
     def columns(self) -> dict[str, Tensor]:
         """Return the attributes `first`, `end` and `position` of a `TreeMask`, by name, [tokens] each."""
@@ -96,15 +96,18 @@ class Runs(NamedTuple):
         Long means at least `LONG` tokens. Sequences of one token, such as padding, may be at the end.
         """
         starts_sequence = self.before == 0
+
         # Whether a run continues the one before it in the pack: it has as many tokens before, and is in its interval.
-        continues = self.before[1:] == (self.before + self.lengths)[:-1]
-        continues &= (self.first[:-1] < self.first[1:]) & (self.first[1:] < self.end[:-1])
-        if not (continues | starts_sequence[1:]).all():
+        continues_previous = self.before[1:] == (self.before + self.lengths)[:-1]
+        continues_previous &= (self.first[:-1] < self.first[1:]) & (self.first[1:] < self.end[:-1])
+        if not (continues_previous | starts_sequence[1:]).all():
             return []
+
         lengths = np.add.reduceat(self.lengths, starts_sequence.nonzero()[0])
-        count = int((lengths > 1).sum())
-        # The first `count` are long only if sequences of one token are at the end.
-        return lengths.tolist() if count and (lengths[:count] >= LONG).all() else []
+        long_count = int((lengths > 1).sum())
+
+        # The first `long_count` are long only if sequences of one token are at the end.
+        return lengths.tolist() if long_count and (lengths[:long_count] >= LONG).all() else []
 
     def blocks(self, window: int | None) -> tuple[np.ndarray, np.ndarray]:
         """Return in which blocks queries see keys: bool matrices [blocks of queries, blocks of keys], the first true
@@ -119,35 +122,39 @@ class Runs(NamedTuple):
         # Pieces of runs within a block, each with its run and the interval of its positions.
         cuts = np.unique(np.concatenate([[0], ends, np.arange(BLOCK, tokens, BLOCK)]))
         starts, stops = cuts[:-1], cuts[1:]
-        run = np.searchsorted(ends, starts, side="right")
-        low = self.before[run] + starts - (ends - self.lengths)[run]
-        high = low + stops - starts - 1
+        run_of_piece = np.searchsorted(ends, starts, side="right")
+        first_position = self.before[run_of_piece] + starts - (ends - self.lengths)[run_of_piece]
+        last_position = first_position + stops - starts - 1
 
         # The pairs of pieces of which one, `query`, continues the run of the other, `key`: in the order of their runs'
         # numbers, those that continue a run follow one another. All other pairs see nothing.
-        first = self.first[run]
-        order = first.argsort(kind="stable")
-        begin, stop = first[order].searchsorted([first, self.end[run]])
-        key = np.arange(len(run)).repeat(stop - begin)
-        query = order[np.arange(len(key)) + (stop - (stop - begin).cumsum()).repeat(stop - begin)]
+        run_number = self.first[run_of_piece]
+        by_number = run_number.argsort(kind="stable")
+        first_query, end_query = run_number[by_number].searchsorted([run_number, self.end[run_of_piece]])
+        query_counts = end_query - first_query  # by key
+        key = np.arange(len(run_of_piece)).repeat(query_counts)
+        query = by_number[np.arange(len(key)) + (end_query - query_counts.cumsum()).repeat(query_counts)]
 
         # Whether a query sees some or all of the keys.
-        some, every = high[query] >= low[key], low[query] >= high[key]
+        sees_some, sees_every = last_position[query] >= first_position[key], first_position[query] >= last_position[key]
         if window is not None:
-            some &= low[query] - high[key] < window
-            every &= high[query] - low[key] < window
+            sees_some &= first_position[query] - last_position[key] < window
+            sees_every &= last_position[query] - first_position[key] < window
 
         # From pieces to blocks: all see all if as many pairs do as the blocks have.
-        count = -(-tokens // BLOCK)
-        block = starts // BLOCK
-        pieces = np.bincount(block)
-        pair = block[query] * count + block[key]
-        counts = [np.bincount(pair[seen], minlength=count**2).reshape(count, count) for seen in (some, every)]
-        sees_all = counts[1] == pieces[:, None] * pieces
+        block_count = -(-tokens // BLOCK)
+        block_of_piece = starts // BLOCK
+        pieces_per_block = np.bincount(block_of_piece)
+        block_pair = block_of_piece[query] * block_count + block_of_piece[key]
+        pair_counts = [
+            np.bincount(block_pair[is_seen], minlength=block_count**2).reshape(block_count, block_count)
+            for is_seen in (sees_some, sees_every)
+        ]
+        sees_all = pair_counts[1] == pieces_per_block[:, None] * pieces_per_block
         if tokens % BLOCK:  # padding beyond the last token sees nothing
             sees_all[-1] = sees_all[:, -1] = False
 
-        return counts[0] > 0, sees_all
+        return pair_counts[0] > 0, sees_all
 
 
 class TreeMask:
@@ -183,25 +190,25 @@ class TreeMask:
         function that it compiles first: on an H100 that takes .6 ms for 8,192 tokens and 64 times as long for 65,536.
         """
         if window not in self._blocks:
-            count = len(self.first)
+            block_count = len(self.first)
             device = self.first.device
 
             # A tensor: a number would be compiled into the kernels, or become a symbol that inductor may not know.
-            size = None if window is None else torch.full((), window, device=device)
+            window_size = None if window is None else torch.full((), window, device=device)
 
             def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-                return self.sees(query, key, size)
+                return self.sees(query, key, window_size)
 
             # Blocks of which some pairs are visible, and full ones, by query and (for the backward pass) by key.
             some, every = self.runs.blocks(window)
             kinds = {"": some & ~every, "full_": every}
             lists = {f"{kind}kv": order_blocks(blocks) for kind, blocks in kinds.items()}
             lists |= {f"{kind}q": order_blocks(blocks.T) for kind, blocks in kinds.items()}
-            host = {f"{name}_num_blocks": counts for name, (counts, _) in lists.items()}
-            host |= {f"{name}_indices": indices for name, (_, indices) in lists.items()}
-            on_device: Any = to_device(host, device)
+            columns = {f"{name}_num_blocks": counts for name, (counts, _) in lists.items()}
+            columns |= {f"{name}_indices": indices for name, (_, indices) in lists.items()}
+            on_device: Any = to_device(columns, device)
             self._blocks[window] = BlockMask(
-                (count, count), **on_device, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=is_visible
+                (block_count, block_count), **on_device, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=is_visible
             )
 
         return self._blocks[window]
@@ -234,14 +241,12 @@ def tree_attention(
         lengths = mask.runs.long_sequences()
         if lengths:
             return causal_attention(query, key, value, lengths, scale)
-    return masked_attention(query, key, value, mask.blocks(window), scale)
 
-
-def masked_attention(query: Tensor, key: Tensor, value: Tensor, blocks: BlockMask, scale: float | None) -> Tensor:
-    """Return the same as `tree_attention`, by FlexAttention."""
+    # FlexAttention, which only computes the blocks of the mask that some query sees.
     attend: Any = flex_attention if query.device.type == "cpu" else _compiled_attention()
     has_groups = query.shape[1] != key.shape[1]
-    return attend(query, key, value, block_mask=blocks, scale=scale, enable_gqa=has_groups)[0].transpose(0, 1)
+    attended = attend(query, key, value, block_mask=mask.blocks(window), scale=scale, enable_gqa=has_groups)
+    return attended[0].transpose(0, 1)
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float | None) -> Tensor:
@@ -251,24 +256,24 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[in
         lengths: of the sequences in the order of the pack; sequences of one token come last.
     """
     group = query.shape[1] // key.shape[1]
-    longer = [length for length in lengths if length > 1]
-    parts = []
+    long_lengths = [length for length in lengths if length > 1]
+    attended_sequences = []
     start = 0
 
     with sdpa_kernel(CAUSAL, set_priority=True) if query.device.type == "cuda" else nullcontext():
-        for length in longer:
+        for length in long_lengths:
             # Whole tiles: cuDNN's backward pass had NaN where the last was half empty (pytorch/pytorch#196678). Real
             # tokens do not see the zeros, which come later.
-            surplus = -length % BLOCK
-            q, k, v = (F.pad(x[:, :, start : start + length], (0, 0, 0, surplus)) for x in (query, key, value))
-            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=group > 1)
-            parts.append(attended[0, :, :length].transpose(0, 1))
+            padding = -length % BLOCK
+            q, k, v = (F.pad(x[:, :, start : start + length], (0, 0, 0, padding)) for x in (query, key, value))
+            result = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=group > 1)
+            attended_sequences.append(result[0, :, :length].transpose(0, 1))
             start += length
 
-    if len(longer) < len(lengths):
+    if len(long_lengths) < len(lengths):
         # A token that sees only itself gets its own value.
-        parts.append(value[0, :, start:].repeat_interleave(group, 0).transpose(0, 1))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+        attended_sequences.append(value[0, :, start:].repeat_interleave(group, 0).transpose(0, 1))
+    return attended_sequences[0] if len(attended_sequences) == 1 else torch.cat(attended_sequences)
 
 
 @lru_cache

@@ -128,8 +128,11 @@ def gradient_of(
     """
     logp = logits / temperature - normaliser[:, None]
     grad = logp.exp() * (-grad_entropy[:, None] * (logp + entropy[:, None]) - grad_logprob[:, None])
+
+    # The term [j = y] of the label only.
     is_label = torch.arange(logits.shape[-1], device=logits.device) == labels[:, None]
-    return ((grad + torch.where(is_label, grad_logprob[:, None], 0.0)) / temperature).to(dtype)
+    grad = grad + torch.where(is_label, grad_logprob[:, None], 0.0)
+    return (grad / temperature).to(dtype)
 
 
 @lru_cache
@@ -144,8 +147,10 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, chunk: int, exact: bool):
+        # In chunks of rows, so that the logits of all rows never exist at once.
         head = weight.to(hidden.dtype)
         logprobs, normalisers, entropies = [], [], []
+
         for h, y in zip(hidden.split(chunk), labels.split(chunk), strict=True):
             if type_of(hidden.device) == "cpu":
                 # As `scores_of`, in place: a new matrix of logits takes longer than the arithmetic.
@@ -173,9 +178,10 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_logprobs: Tensor, grad_entropy: Tensor):
+        # The logits of each chunk are computed again, which costs less than to keep them.
         hidden, weight, labels, normaliser, entropy = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
         head = weight.to(hidden.dtype)
+        grad_hidden = torch.empty_like(hidden)
         grad_weight = None
         if ctx.needs_input_grad[1]:
             # Accumulated in float32: thousands of small bf16 additions would be lost.
@@ -183,17 +189,19 @@ class _TokenLogprobs(torch.autograd.Function):
 
         rows = (x.split(ctx.chunk) for x in (hidden, labels, normaliser, entropy, grad_logprobs, grad_entropy))
         start = 0
-        for h, y, lse, ent, g_logp, g_ent in zip(*rows, strict=True):
+        for h, y, norm, h_entropy, grad_logprob, grad_ent in zip(*rows, strict=True):
             if type_of(hidden.device) == "cpu":
                 # As `gradient_of`, in place.
-                logp = at_least_float32(multiply_transposed(h, head)).div_(ctx.temperature).sub_(lse[:, None])
+                logp = at_least_float32(multiply_transposed(h, head)).div_(ctx.temperature).sub_(norm[:, None])
                 p = logp.exp()
-                grad = logp.add_(ent[:, None]).mul_(-g_ent[:, None]).sub_(g_logp[:, None]).mul_(p)
-                grad.scatter_add_(1, y[:, None], g_logp[:, None])
+                grad = logp.add_(h_entropy[:, None]).mul_(-grad_ent[:, None]).sub_(grad_logprob[:, None]).mul_(p)
+                grad.scatter_add_(1, y[:, None], grad_logprob[:, None])
                 grad = grad.div_(ctx.temperature).to(hidden.dtype)
             else:
                 logits = wide_product(h, head)
-                grad = _fuse_function(gradient_of, h)(logits, y, lse, ent, g_logp, g_ent, ctx.temperature, hidden.dtype)
+                grad = _fuse_function(gradient_of, h)(
+                    logits, y, norm, h_entropy, grad_logprob, grad_ent, ctx.temperature, hidden.dtype
+                )
 
             grad_hidden[start : start + len(h)] = multiply_transposed(grad, head.T)
             if grad_weight is not None:
@@ -233,12 +241,14 @@ def token_logprobs(
         # Keeps the graph connected: a rank with nothing to train still takes part in the backward collectives.
         empty = at_least_float32(hidden).sum(-1) + at_least_float32(weight).sum() * 0.0
         return empty, empty
+
     count = len(labels)
-    surplus = -count % ROWS  # rows of padding
-    hidden = F.pad(hidden, (0, 0, 0, surplus))
-    labels = F.pad(labels, (0, surplus))
-    device = type_of(hidden.device)
+    padding = -count % ROWS
+    hidden = F.pad(hidden, (0, 0, 0, padding))
+    labels = F.pad(labels, (0, padding))
+
     # Backward runs outside autocast and must compute the same logits as forward.
+    device = type_of(hidden.device)
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
     chunk = chunk or rows_of_chunk(hidden.device, len(weight))
     logprobs, entropy = _TokenLogprobs.apply(hidden.to(dtype), weight, labels, temperature, chunk, exact)

@@ -25,7 +25,7 @@ from ..system.boxes import local_boxes
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
 
 
-def on_meta(
+def build_on_meta(
     kind: Any, path: str | Path, dtype: torch.dtype, *, new: Collection[str] = (), **settings: Any
 ) -> tuple[PreTrainedModel, set[str]] | None:
     """Return a model whose parameters have no memory yet (meta device), and the names of `new` that the folder misses.
@@ -49,17 +49,19 @@ def on_meta(
     config = AutoConfig.from_pretrained(path, **settings, trust_remote_code=False)
     if any(getattr(config, name, None) for name in ("quantization_config", "transformers_weights")):
         return None
+
     with torch.device("meta"):
         model = kind.from_config(config, dtype=dtype, attn_implementation="eager", trust_remote_code=False)
     files = files_of(folder)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    missing = {name for name, _ in split_experts(model.named_parameters())} - files.keys()
+    missing_names = {name for name, _ in split_experts(model.named_parameters())} - files.keys()
 
-    if missing - set(new) or model.state_dict().keys() - parameters.keys():
+    if missing_names - set(new) or model.state_dict().keys() - parameters.keys():
         return None
-    for name in missing:
-        module, _, key = name.rpartition(".")
-        setattr(model.get_submodule(module), key, nn.Parameter(torch.empty_like(parameters[name], device="cpu")))
+
+    for name in missing_names:
+        module, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(module), attribute, nn.Parameter(torch.empty_like(parameters[name], device="cpu")))
 
     # Buffers are computed, not read.
     for module in model.modules():
@@ -71,7 +73,7 @@ def on_meta(
     if model.can_generate() and (folder / GENERATION_CONFIG_NAME).exists():
         model.generation_config = GenerationConfig.from_dict(read_json(folder / GENERATION_CONFIG_NAME))
 
-    return model, missing
+    return model, missing_names
 
 
 @torch.no_grad()
@@ -85,6 +87,7 @@ def fill_model(model: PreTrainedModel, path: str | Path, device: torch.device) -
     empty = {name for name, parameter in model.named_parameters() if parameter.is_meta}
     if not empty:
         return
+
     model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     read_weights({name: tensor for name, tensor in model.named_parameters() if name in empty}, Path(path))
 
@@ -100,23 +103,24 @@ def read_weights(tensors: Mapping[str, Tensor], folder: Path) -> None:
         ValueError: the files have no such tensor, or it has another shape; the message names it.
     """
     # Files have each expert by itself, models a stack of them, which is sharded along its first dimension only.
-    parts: dict[str, Tensor] = {}
+    tensor_parts: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        boxes = local_boxes(tensor.detach())
-        experts = dict(pair for box, values in boxes for pair in split_experts([(name, values)], first=box.offset[0]))
+        experts: dict[str, Tensor] = {}
+        for box, values in local_boxes(tensor.detach()):
+            experts |= split_experts([(name, values)], first=box.offset[0])
         is_split = not experts.keys() <= {name}
-        parts |= experts if is_split else {name: tensor.detach()}
+        tensor_parts |= experts if is_split else {name: tensor.detach()}
 
     reader = HuggingFaceStorageReader(str(folder))
-    stored: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
-    for name, tensor in parts.items():
-        if name not in stored:
+    stored_metadata: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
+    for name, tensor in tensor_parts.items():
+        if name not in stored_metadata:
             raise ValueError(f"{folder} has no safetensors file with tensor {name!r}")
-        if tuple(stored[name].size) != tuple(tensor.shape):
-            shapes = f"{tuple(stored[name].size)}, the model has {tuple(tensor.shape)}"
+        if tuple(stored_metadata[name].size) != tuple(tensor.shape):
+            shapes = f"{tuple(stored_metadata[name].size)}, the model has {tuple(tensor.shape)}"
             raise ValueError(f"{folder}: tensor {name!r} has shape {shapes}")
 
-    dcp.load(parts, storage_reader=reader, no_dist=True)
+    dcp.load(tensor_parts, storage_reader=reader, no_dist=True)
 
 
 def files_of(folder: Path) -> dict[str, Path]:
@@ -153,38 +157,47 @@ def write_weights(
     """
     # The headers first: they have the position of every tensor, and the index the file of each.
     headers: list[dict[str, Any]] = [{}]
-    parameters = total = size = 0  # `size` is the current file's
+    parameter_count = total_size = file_size = 0  # `file_size` is the current file's
     for name, tensor in planned:
-        if headers[-1] and size + tensor.nbytes > largest:
+        if headers[-1] and file_size + tensor.nbytes > largest:
             headers.append({})
-            size = 0
-        offsets = [size, size + tensor.nbytes]
+            file_size = 0
+
+        offsets = [file_size, file_size + tensor.nbytes]
         headers[-1][name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
-        size, total, parameters = offsets[1], total + tensor.nbytes, parameters + tensor.numel()
+        file_size += tensor.nbytes
+        total_size += tensor.nbytes
+        parameter_count += tensor.numel()
 
     files = [SAFE_WEIGHTS_NAME]
     if len(headers) > 1:
         files = [f"model-{i:05d}-of-{len(headers):05d}.safetensors" for i in range(1, len(headers) + 1)]
         index = {
-            "metadata": {"total_parameters": parameters, "total_size": total},
+            "metadata": {"total_parameters": parameter_count, "total_size": total_size},
             "weight_map": {name: file for file, header in zip(files, headers, strict=True) for name in header},
         }
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
-    remaining = iter(named_tensors)
     # Then the tensors, in the same order, one in memory at a time.
+    remaining_tensors = iter(named_tensors)
     for file, header in zip(files, headers, strict=True):
-        text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-        text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8 bytes
-        with (folder / file).open("wb") as opened:
-            opened.write(len(text).to_bytes(8, "little") + text)
+        header_bytes = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+        header_bytes += b" " * (-len(header_bytes) % 8)  # tensors start at a multiple of 8 bytes
+        with (folder / file).open("wb") as output:
+            output.write(len(header_bytes).to_bytes(8, "little") + header_bytes)
             for name, expected in header.items():
-                received, tensor = next(remaining, ("", torch.empty(0)))  # "" if there are fewer than planned
-                if (received, DTYPES[tensor.dtype], list(tensor.shape)) != (name, expected["dtype"], expected["shape"]):
-                    raise ValueError(f"{name!r} of shape {expected['shape']} was planned, {received!r} came")
-                values: Any = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-                opened.write(values)
-                del tensor, values  # before the next one is made
+                received_name, tensor = next(
+                    remaining_tensors, ("", torch.empty(0))
+                )  # "" if there are fewer than planned
+                if (received_name, DTYPES[tensor.dtype], list(tensor.shape)) != (
+                    name,
+                    expected["dtype"],
+                    expected["shape"],
+                ):
+                    raise ValueError(f"{name!r} of shape {expected['shape']} was planned, {received_name!r} came")
+                tensor_bytes: Any = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+                output.write(tensor_bytes)
+                del tensor, tensor_bytes  # before the next one is made
 
-    for received, _ in remaining:
-        raise ValueError(f"{received!r} was not planned")
+    for received_name, _ in remaining_tensors:
+        raise ValueError(f"{received_name!r} was not planned")

@@ -36,30 +36,39 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> None:
     Raises:
         ValueError: a target is not a linear layer of the backbone; the message lists those.
     """
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    backbone = {name: module for name, module in linear.items() if name.startswith(f"{model.base_model_prefix}.")}
-    names = sorted({path.rpartition(".")[2] for path in backbone})
-    targets = settings.layers(names)
-    if unknown := sorted(set(targets) - set(names)):
-        raise ValueError(f"lora.targets: the model has no linear layers {unknown}; its linear layers are {names}")
+    linear_layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    backbone_layers = {
+        name: module for name, module in linear_layers.items() if name.startswith(f"{model.base_model_prefix}.")
+    }
+    layer_names = sorted({path.rpartition(".")[2] for path in backbone_layers})
+    targets = settings.layers(layer_names)
+    if unknown_layers := sorted(set(targets) - set(layer_names)):
+        raise ValueError(
+            f"lora.targets: the model has no linear layers {unknown_layers}; its linear layers are {layer_names}"
+        )
+
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name == SCORE)
 
-    for path, module in backbone.items():
+    for path, module in backbone_layers.items():
         if path.rpartition(".")[2] not in targets:
             continue
 
         # The adapter is never on the meta device: `loading.fill_model` reads only the layer's weights.
         device = torch.device("cpu") if module.weight.is_meta else module.weight.device
         dtype = module.weight.dtype
-        a = nn.utils.skip_init(FastLinear, module.in_features, settings.rank, bias=False, device=device, dtype=dtype)
-        b = nn.utils.skip_init(FastLinear, settings.rank, module.out_features, bias=False, device=device, dtype=dtype)
+        factor_a = nn.utils.skip_init(
+            FastLinear, module.in_features, settings.rank, bias=False, device=device, dtype=dtype
+        )
+        factor_b = nn.utils.skip_init(
+            FastLinear, settings.rank, module.out_features, bias=False, device=device, dtype=dtype
+        )
         generator = torch.Generator().manual_seed(zlib.crc32(path.encode()))
-        nn.init.kaiming_uniform_(a.weight, math.sqrt(5), generator=generator)
-        nn.init.zeros_(b.weight)
+        nn.init.kaiming_uniform_(factor_a.weight, math.sqrt(5), generator=generator)
+        nn.init.zeros_(factor_b.weight)
 
         # The module keeps its place in the model and its parameters' names.
         module.__class__ = LoraLinear
         assert isinstance(module, LoraLinear)
-        module.lora_A, module.lora_B = a, b
+        module.lora_A, module.lora_B = factor_a, factor_b
         module.scaling = settings.alpha / settings.rank

@@ -29,6 +29,7 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.opti
         {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
     ]
+
     adam: Any = {"lr": settings.learning_rate, "betas": (settings.beta1, settings.beta2), "eps": settings.epsilon}
     if settings.optimizer != "adamw":
         return resolve(settings.optimizer, "training.optimizer")(groups, **adam)  # type: ignore[no-any-return]
@@ -96,15 +97,17 @@ class MixedAdamW(torch.optim.Optimizer):
         return state
 
     def _update_parameter(self, parameter: Tensor, group: ParameterGroup) -> None:
+        # Update this rank's part of a parameter by AdamW in float32, whatever dtype weight and moments are stored in.
         assert parameter.grad is not None
         if not self.state[parameter]:
             self.state[parameter] = self._make_state(parameter)
 
-        # AdamW updates this rank's part in place, in float32: the stored tensors if they are float32, else copies.
+        # The stored tensors themselves if they are float32, else copies.
         state = {name: local_part(value) for name, value in self.state[parameter].items()}
         weight = local_part(parameter)
         exact = join_bits(weight, state["remainder"]) if "remainder" in state else weight.float()
         moments = [state[name].float() for name in ("exp_avg", "exp_avg_sq")]
+
         beta1, beta2 = group["betas"]
         adamw(
             [exact],
@@ -126,6 +129,7 @@ class MixedAdamW(torch.optim.Optimizer):
         for name, moment in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
             if state[name].dtype != moment.dtype:
                 state[name].copy_(moment)
+
         if "remainder" in state:
             split_bits(exact, weight, state["remainder"])
         elif weight.dtype != exact.dtype:
@@ -163,22 +167,22 @@ def clip_gradients(parameters: Iterable[nn.Parameter], bound: float, stages: int
         return torch.nn.utils.clip_grad_norm_(parameters, bound)
 
     # Each rank sums its squares, divided by the number of ranks with the same elements: each element counts once.
-    local = []
-    shares = []
+    local_gradients = []
+    square_shares = []
     for gradient in gradients:
-        parts = 1  # into which this gradient is sharded; ranks / parts have the same one
+        shard_count = 1  # into which this gradient is sharded; ranks / parts have the same one
         if isinstance(gradient, DTensor):
             sizes = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
-            parts = math.prod(size for placement, size in sizes if not isinstance(placement, Replicate))
+            shard_count = math.prod(size for placement, size in sizes if not isinstance(placement, Replicate))
             gradient = gradient.to_local()
-        local.append(gradient)
-        shares.append(parts * stages / dist.get_world_size())
+        local_gradients.append(gradient)
+        square_shares.append(shard_count * stages / dist.get_world_size())
 
-    squares = torch.stack(torch._foreach_norm(local)).double().square()
-    weights = to_device({"shares": torch.tensor(shares, dtype=torch.float64)}, squares.device)["shares"]
+    squares = torch.stack(torch._foreach_norm(local_gradients)).double().square()
+    weights = to_device({"shares": torch.tensor(square_shares, dtype=torch.float64)}, squares.device)["shares"]
     total = (squares * weights).sum()
     dist.all_reduce(total)
     norm = total.sqrt()
-    torch._foreach_mul_(local, (bound / (norm + 1e-6)).clamp(max=1.0).float())
+    torch._foreach_mul_(local_gradients, (bound / (norm + 1e-6)).clamp(max=1.0).float())
 
     return norm

@@ -35,7 +35,7 @@ from .distributed import Ranks, to_device
 from .experts import Routers
 from .flex import BLOCK, MIN_TOKENS, Runs, TreeMask
 from .linear import ROWS, at_least_float32, speed_up, token_logprobs
-from .loading import on_meta
+from .loading import build_on_meta
 from .lora import SCORE
 from .settings import Head
 
@@ -84,6 +84,7 @@ class RankTokens(NamedTuple):
 def rank_tokens(batch: Batch, lag: int, ranks: Ranks) -> RankTokens:
     """Return this rank's share of a batch, whose states are read `lag` tokens before the tokens with mask True."""
     context, sequence, device = ranks.context, ranks.sequence, ranks.device
+
     # The pack of all ranks: the batch with each shared prefix once, padded.
     tree = find_prefixes(prefix_ids(batch), batch.lengths)
     padding = count_padding(len(tree.source), sequence.size, device)
@@ -92,28 +93,30 @@ def rank_tokens(batch: Batch, lag: int, ranks: Ranks) -> RankTokens:
     tokens = F.pad(torch.from_numpy(batch.tokens[tree.source]), (0, padding))
     positions = F.pad(torch.from_numpy(tree.positions), (0, padding))
 
-    local = tokens.chunk(sequence.size)[sequence.rank]
-    first_index = sequence.rank * len(local)  # of this rank's tokens, in the pack
-    real_count = min(max(len(tree.source) - first_index, 0), len(local))
+    # This rank's tokens, without the padding of the last rank.
+    rank_ids = tokens.chunk(sequence.size)[sequence.rank]
+    first_index = sequence.rank * len(rank_ids)  # of this rank's tokens, in the pack
+    real_count = min(max(len(tree.source) - first_index, 0), len(rank_ids))
 
     # Each trained token is scored by a state, an index of the pack, which one of the ranks has.
-    trained = np.flatnonzero(batch.mask)
-    state_indices = torch.from_numpy(tree.index[trained - lag])
-    rank_of_state = state_indices // len(local)
+    trained_tokens = np.flatnonzero(batch.mask)
+    state_indices = torch.from_numpy(tree.index[trained_tokens - lag])
+    rank_of_state = state_indices // len(rank_ids)
     by_rank = rank_of_state.argsort(stable=True)  # the order of the ranks' states, gathered rank after rank
-    local_reads = (rank_of_state == sequence.rank).nonzero()[:, 0]
+    rank_reads = (rank_of_state == sequence.rank).nonzero()[:, 0]
+    labels = batch.tokens if batch.targets is None else batch.targets
     columns = {
-        "tokens": local,
+        "tokens": rank_ids,
         "gathered": tokens.chunk(context.size)[context.rank],
         "positions": positions.chunk(context.size)[context.rank],
-        "state_indices": state_indices[local_reads] - first_index,
-        "labels": torch.from_numpy((batch.tokens if batch.targets is None else batch.targets)[trained])[local_reads],
+        "state_indices": state_indices[rank_reads] - first_index,
+        "labels": torch.from_numpy(labels[trained_tokens])[rank_reads],
         "order": torch.empty_like(by_rank).scatter_(0, by_rank, torch.arange(len(by_rank))),  # the inverse of by_rank
     }
 
     if batch.experts is not None:
         experts = torch.from_numpy(batch.experts[tree.source[first_index : first_index + real_count]]).long()
-        columns["experts"] = F.pad(experts, (0, 0, 0, 0, 0, len(local) - real_count), value=UNKNOWN_EXPERT)
+        columns["experts"] = F.pad(experts, (0, 0, 0, 0, 0, len(rank_ids) - real_count), value=UNKNOWN_EXPERT)
 
     # All tensors go to the device in one copy, including an accelerator's mask.
     runs = None if type_of(device) == "cpu" else Runs.from_lengths(lengths, parents)
@@ -251,13 +254,14 @@ class Policy(PackedModel):
             meta: leave the weights that `loading.fill_model` can read on the meta device, without memory.
         """
         kind = model_class(AutoConfig.from_pretrained(path, trust_remote_code=False))
-        built = on_meta(kind, path, dtype) if meta else None
+        built = build_on_meta(kind, path, dtype) if meta else None
         if built is not None:
             model, _ = built
         else:
             model = kind.from_pretrained(
                 path, dtype=dtype, attn_implementation="eager", trust_remote_code=False, use_safetensors=True
             )
+
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return make_policy(model)
@@ -309,8 +313,9 @@ class ScalarModel(PackedModel):
         check_classifier(config)
         if any("SequenceClassification" in name for name in config.architectures or ()) and config.num_labels != 1:
             raise ValueError(f"{path} has {config.num_labels} classes: a {head} model has one scalar per token")
+
         model_class = AutoModelForSequenceClassification
-        built = on_meta(model_class, path, dtype, new={SCORE}, num_labels=1) if meta else None
+        built = build_on_meta(model_class, path, dtype, new={SCORE}, num_labels=1) if meta else None
 
         if built is not None:
             model, missing = built

@@ -57,6 +57,7 @@ class OptimizerSettings(Section):
         # Combinations that would silently do something else.
         if self.schedule != "constant" and self.steps <= self.warmup_steps:
             raise ValueError(f"a {self.schedule} schedule needs steps > warmup_steps, got {self.steps}")
+
         if self.optimizer != "adamw":
             resolve(self.optimizer, "training.optimizer")
         if self.optimizer_dtype == "bfloat16" and self.beta2 >= 1 - 1 / 256:
@@ -85,6 +86,7 @@ class OptimizerSettings(Section):
             return (step + 1) / self.warmup_steps
         if self.schedule == "constant":
             return 1.0
+
         progress = min(1.0, (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
         decay = 1.0 - progress if self.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
         return self.min_lr_ratio + (1.0 - self.min_lr_ratio) * decay
@@ -280,12 +282,12 @@ class Parallelism(Section):
         Raises:
             ValueError: its family has no tensor parallelism, or a size is not a multiple of a degree.
         """
-        tensor = self.tensor_parallel_degree
-        context = self.context_parallel_degree
+        tensor, context = self.tensor_parallel_degree, self.context_parallel_degree
         family = config.model_type
 
         if context > 1 and not is_native(config):
             resolve("forge_families.probe:check_packed", "model")(config, "parallelism.context_parallel_degree")
+
         # Layers are divided by the names of their modules, which differ between families.
         if tensor > 1 and family not in SPLIT_BY_NAME:
             supported = ", ".join(SPLIT_BY_NAME)

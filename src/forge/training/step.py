@@ -41,7 +41,7 @@ def mini_batches(batch: Batch, parts: int, seed: tuple[int, ...]) -> Iterator[Ba
     if not batch.weights.any():
         raise ValueError("all weights of this batch are 0: there is nothing to train")
 
-    # The number of the unit of each sequence.
+    # The unit of each sequence.
     units = np.arange(len(batch)) // batch.unit
     if batch.episodes is not None:
         units = np.unique(batch.episodes, return_inverse=True)[1]
@@ -61,7 +61,7 @@ def mini_batches(batch: Batch, parts: int, seed: tuple[int, ...]) -> Iterator[Ba
 def loss_inputs(micro: Batch, output: TokenScores | TokenValues) -> Inputs:
     """Return the tensors that a loss may name as parameters, each [trained] (tokens with mask True), or None."""
     sequences = np.repeat(np.arange(len(micro)), micro.lengths)
-    numbers: dict[str, np.ndarray | None] = {
+    arrays: dict[str, np.ndarray | None] = {
         "ref_logprobs": micro.ref_logprobs,
         "old_values": micro.values,
         "returns": micro.returns,
@@ -75,10 +75,10 @@ def loss_inputs(micro: Batch, output: TokenScores | TokenValues) -> Inputs:
         "behaviour_logprobs": micro.logprobs,
         "proximal_logprobs": micro.proximal_logprobs,
     }
-    columns = {name: torch.from_numpy(values[micro.mask]) for name, values in numbers.items() if values is not None}
+    columns = {name: torch.from_numpy(array[micro.mask]) for name, array in arrays.items() if array is not None}
     inputs: Inputs = {
         **output._asdict(),
-        **dict.fromkeys(numbers),
+        **dict.fromkeys(arrays),  # None for what the batch does not have
         **to_device(columns, output[0].device),
         "padding_mask": torch.ones_like(output[0]),
     }
@@ -150,6 +150,7 @@ def micro_batch_loss(loss: Loss, micro: Batch, inputs: Inputs, output: TokenScor
         return call_by_name(loss, inputs)
     if not len(output[0]):
         return output[0].sum()
+
     counts = micro.trained_counts().tolist()
     padded = {
         name: None if values is None else pad_sequence(values.split(counts), batch_first=True)
@@ -173,27 +174,29 @@ def score_tokens(
         ranks: they divide the work; every rank must call this with the same batch and gets the whole result.
     """
     rank, world_size = (ranks.data.rank, ranks.data.size) if ranks is not None else (0, 1)
-    # Micro-batches so small that every rank has one, in a pipeline one for each group of ranks.
-    parts = world_size * (ranks.pipeline.size if ranks is not None else 1)
-    max_tokens = min(max_tokens, math.ceil(len(batch.tokens) / parts))
-    runs: list[list[int]] = [[]]  # neighbouring sequences that fit into one forward pass
-    filled = 0
-    for sequence, length in enumerate(batch.lengths.tolist()):
-        if runs[-1] and filled + length > max_tokens:
-            runs.append([])
-            filled = 0
-        runs[-1].append(sequence)
-        filled += length
 
-    starts = np.concatenate([[0], np.cumsum(batch.lengths)])
-    scores = np.zeros(len(batch.tokens), dtype=np.float32)
+    # Micro-batches so small that every rank has one, in a pipeline one for each group of ranks.
+    min_count = world_size * (ranks.pipeline.size if ranks is not None else 1)
+    max_tokens = min(max_tokens, math.ceil(len(batch.tokens) / min_count))
+    runs: list[list[int]] = [[]]  # neighbouring sequences that fit into one forward pass
+    run_tokens = 0
+    for sequence, length in enumerate(batch.lengths.tolist()):
+        if runs[-1] and run_tokens + length > max_tokens:
+            runs.append([])
+            run_tokens = 0
+        runs[-1].append(sequence)
+        run_tokens += length
+
     # A rank without a run repeats the last one: every rank takes part in every collective.
     own_runs = [runs[min(turn + rank, len(runs) - 1)] for turn in range(0, len(runs), world_size)]
     micro_batches = [batch.select(np.array(run)) for run in own_runs]
-    for turn, (micro, numbers) in enumerate(zip(micro_batches, forward(micro_batches), strict=True)):
-        run = own_runs[turn]
+    starts = np.concatenate([[0], np.cumsum(batch.lengths)])
+    scores = np.zeros(len(batch.tokens), dtype=np.float32)
+    for turn, (micro, micro_scores) in enumerate(zip(micro_batches, forward(micro_batches), strict=True)):
         if turn * world_size + rank < len(runs):
-            scores[starts[run[0]] : starts[run[-1] + 1]][micro.mask] = numbers.float().cpu().numpy()
+            run = own_runs[turn]
+            tokens_of_run = scores[starts[run[0]] : starts[run[-1] + 1]]  # a view
+            tokens_of_run[micro.mask] = micro_scores.float().cpu().numpy()
 
     # The other ranks' tokens are 0 here, so that a sum has the numbers of all.
     if ranks is None or ranks.results.group is None:
@@ -233,6 +236,7 @@ def token_losses(loss: Loss, inputs: Inputs) -> Tensor:
     assert token_weights is not None
     if "weights" not in parameters_of(loss) or not len(token_weights):
         return torch.full_like(token_weights, math.nan)
+
     # The gradient with respect to a token's weight is the token's loss before weighting.
     weights = token_weights.detach().requires_grad_()
     fixed = {name: None if values is None else values.detach() for name, values in inputs.items()}
@@ -261,16 +265,16 @@ class TokenRecord:
     def add(self, micro: Batch, loss: Loss, inputs: Inputs, *, first_epoch: bool) -> None:
         """Add the recorded tokens of a micro-batch of this rank; `inputs` are the loss's."""
         assert micro.recorded is not None
-        numbers = micro.recorded[micro.mask]
-        recorded = np.flatnonzero(numbers >= 0)
+        record_index = micro.recorded[micro.mask]  # -1: not recorded
+        recorded = np.flatnonzero(record_index >= 0)
         if not len(recorded):
             return
-        logprobs = inputs["logprobs"]
-        behaviour = inputs["behaviour_logprobs"]
+
+        logprobs, behaviour = inputs["logprobs"], inputs["behaviour_logprobs"]
         assert logprobs is not None and behaviour is not None
 
         # Indices of the recorded tokens: in the micro-batch, and in the record.
-        columns = {"source": torch.from_numpy(recorded), "target": torch.from_numpy(numbers[recorded])}
+        columns = {"source": torch.from_numpy(recorded), "target": torch.from_numpy(record_index[recorded])}
         source, target = to_device(columns, logprobs.device).values()
         with torch.no_grad():
             values = call_by_name(loss.metrics, inputs) if hasattr(loss, "metrics") else {}
@@ -310,10 +314,6 @@ class Metrics:
         term = torch.stack([total, count])
         self._sums[name] = self._sums[name] + term if name in self._sums else term
 
-    def add_load(self, load: Tensor) -> None:
-        """Add the load of experts over all ranks' micro-batches, [2, layers, E]; see `Routers.take`."""
-        self.load = load if not self.load.dim() else self.load + load
-
     @torch.no_grad()
     def add_micro_batch(
         self,
@@ -338,9 +338,9 @@ class Metrics:
                 self.add(name, values)
         if current is None or current_sequences is None:
             return
-        logprobs, proximal, behaviour, entropy, ref = (
-            inputs[name] for name in ("logprobs", "proximal_logprobs", "behaviour_logprobs", "entropy", "ref_logprobs")
-        )
+
+        names = ("logprobs", "proximal_logprobs", "behaviour_logprobs", "entropy", "ref_logprobs")
+        logprobs, proximal, behaviour, entropy, ref = (inputs[name] for name in names)
         assert logprobs is not None and proximal is not None and behaviour is not None and entropy is not None
         self.add("entropy", entropy)
         if ref is not None:
@@ -349,13 +349,14 @@ class Metrics:
         # Later epochs compare weights that the step itself changed.
         if not first_epoch:
             return
+
         ratio = importance_ratio(logprobs, behaviour)
         deviation = (ratio - 1.0).abs()
         self.add("ratio", ratio)
         self.add("ratio_deviation", deviation)
         largest = deviation.double().max() if len(ratio) else torch.zeros_like(ratio, dtype=torch.float64).sum()
-
         self._maxima["ratio_max_deviation"] = torch.maximum(self._maxima.get("ratio_max_deviation", largest), largest)
+
         self.add("on_policy", current)
         if scored_at_start:
             difference = (proximal - behaviour).abs()
@@ -366,29 +367,29 @@ class Metrics:
     def reduce(self, ranks: Ranks) -> dict[str, float]:
         """Return means and maxima over all ranks by name; every rank must call this. Means over no value are omitted.
         The attribute `load` is in host memory afterwards."""
-        sums = sorted(self._sums)
-        maxima = sorted(self._maxima)
+        mean_names, max_names = sorted(self._sums), sorted(self._maxima)
         if ranks.results.group is not None:
             # Names may differ, as a rank may have had no token: agree on them first.
             by_rank: list[tuple[list[str], list[str]]] = [([], [])] * ranks.results.size
-            dist.all_gather_object(by_rank, (sums, maxima), group=ranks.results.group)
-            sums = sorted({name for names, _ in by_rank for name in names})
-            maxima = sorted({name for _, names in by_rank for name in names})
+            dist.all_gather_object(by_rank, (mean_names, max_names), group=ranks.results.group)
+            mean_names = sorted({name for names, _ in by_rank for name in names})
+            max_names = sorted({name for _, names in by_rank for name in names})
 
         zero = torch.zeros((), dtype=torch.float64, device=ranks.device)  # of a missing name; no maximum is negative
-        totals = [self._sums.get(name, zero.expand(2)) for name in sums]
-        largest = torch.stack([self._maxima.get(name, zero) for name in maxima]) if maxima else zero[None][:0]
-        if ranks.results.group is not None and maxima:
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=ranks.results.group)
-        flat = ranks.sum(torch.cat(totals)) if sums else zero[None][:0]
+        empty = zero[None][:0]
+        maxima = torch.stack([self._maxima.get(name, zero) for name in max_names]) if max_names else empty
+        if ranks.results.group is not None and max_names:
+            dist.all_reduce(maxima, dist.ReduceOp.MAX, group=ranks.results.group)
+        own_sums = [self._sums.get(name, zero.expand(2)) for name in mean_names]  # of values, and their number
+        sums = ranks.sum(torch.cat(own_sums)) if mean_names else empty
 
         # All of them in one copy, for which the host waits for the device.
-        load = self.load.flatten() if self.load.dim() else flat[:0]
-        sizes = [len(flat), len(largest), len(load)]
-        host_flat, host_largest, host_load = torch.cat([flat, largest, load]).cpu().split(sizes)
+        load = self.load.flatten() if self.load.dim() else empty
+        sizes = [len(sums), len(maxima), len(load)]
+        host_sums, host_maxima, host_load = torch.cat([sums, maxima, load]).cpu().split(sizes)
         if self.load.dim():
             self.load = host_load.view(self.load.shape)
-        pairs = zip(sums, host_flat.view(-1, 2).tolist(), strict=True)
-        means = {name: total / count for name, (total, count) in pairs if count}
 
-        return means | dict(zip(maxima, host_largest.tolist(), strict=True))
+        pairs = zip(mean_names, host_sums.view(-1, 2).tolist(), strict=True)
+        means = {name: total / count for name, (total, count) in pairs if count}
+        return means | dict(zip(max_names, host_maxima.tolist(), strict=True))

@@ -54,6 +54,7 @@ def parallelize_model(model: PreTrainedModel, ranks: Ranks) -> None:
     for path, module in list(model.named_modules()):
         # The last part of the path is the layer's name; a factor of its adapter, lora_A or lora_B, is below it.
         name = next((part for part in reversed(path.split(".")) if not part.startswith("lora_")), "")
+
         placement: Placement = Replicate()
         if name in TABLES or (name in ROW and not path.endswith(".lora_B")):
             placement = Shard(1)
@@ -61,16 +62,16 @@ def parallelize_model(model: PreTrainedModel, ranks: Ranks) -> None:
             placement = Shard(0)  # of an adapter, only the factor on the sharded side is sharded
 
         parameters = dict(module.named_parameters(recurse=False))
-        for key, parameter in parameters.items():
+        for attribute, parameter in parameters.items():
             if parameter not in sharded:
-                local = parameter.detach()
+                local_part = parameter.detach()
                 if isinstance(placement, Shard):
-                    local = local.chunk(tensor.size, placement.dim)[tensor.rank].contiguous().clone()
-                if not local.is_meta:  # else `loading.fill_model` follows
-                    local = local.to(ranks.device)
-                distributed = DTensor.from_local(local, mesh, [placement], run_check=False)
-                sharded[parameter] = nn.Parameter(distributed, parameter.requires_grad)
-            setattr(module, key, sharded[parameter])
+                    local_part = local_part.chunk(tensor.size, placement.dim)[tensor.rank].contiguous().clone()
+                if not local_part.is_meta:  # else `loading.fill_model` follows
+                    local_part = local_part.to(ranks.device)
+                dtensor = DTensor.from_local(local_part, mesh, [placement], run_check=False)
+                sharded[parameter] = nn.Parameter(dtensor, parameter.requires_grad)
+            setattr(module, attribute, sharded[parameter])
 
         if parameters:
             mixin = FullParameters if name in TABLES else LocalParameters
@@ -83,8 +84,8 @@ def parallelize_model(model: PreTrainedModel, ranks: Ranks) -> None:
         feed_forward_norm = getattr(layer, "pre_feedforward_layernorm", None) or layer.post_attention_layernorm
         for norm in (layer.input_layernorm, feed_forward_norm):
             norm.register_forward_hook(lambda _module, _inputs, output: gather_tokens(output, tensor))
-        for last in (layer.self_attn.o_proj, layer.mlp.down_proj):
-            last.register_forward_hook(lambda _module, _inputs, output: scatter_tokens(output, tensor))
+        for output_layer in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            output_layer.register_forward_hook(lambda _module, _inputs, output: scatter_tokens(output, tensor))
 
 
 @cache

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..data.packing import split_batch
@@ -22,7 +22,7 @@ from ..models.weight_layouts import merge_adapters, read_adapters
 from ..system.devices import repeat_bits
 from ..types import Batch
 from .build import build_policy, precision_context, resolve_dtype
-from .distributed import Ranks, reduce_over_copies, reshard_model, to_device
+from .distributed import Ranks, move_state, reduce_over_copies, reshard_model, to_device
 from .exact import EngineCheck
 from .experts import balance_loss, load_metrics
 from .optimizers import build_optimizer, clip_gradients
@@ -62,14 +62,16 @@ class PolicyTrainer:
         temperature: float = 1.0,
         **settings: Any,
     ) -> None:
-        self.ranks = ranks
         self._model = model
         self._tokenizer: Any = None
+        self.ranks = ranks
         self.settings = optimizer
         self.temperature = temperature
         self.passes = passes = PassSettings(**settings)
+
         if not 0 < temperature < math.inf:
             raise ValueError(f"temperature must be finite and above 0, got {temperature}")
+
         if passes.deterministic:
             repeat_bits()
 
@@ -132,6 +134,7 @@ class PolicyTrainer:
         """
         if same_step and not self.step:
             raise ValueError("there is no step yet to which additional updates could belong")
+
         # Schedule, mini-batches and the share of tokens on policy belong to its step.
         step = self.step
         self.step -= same_step
@@ -146,21 +149,23 @@ class PolicyTrainer:
         has_several_updates = self.passes.mini_batches * self.passes.epochs > 1
         if has_several_updates and self.head == "policy" and self._uses_proximal(batch, loss):
             batch = replace(batch, proximal_logprobs=self.logprobs(batch))
+
         self.onload()
         metrics = Metrics()
         if self.engine_check is not None:
             metrics.add("engine_difference", self.engine_check.check_earlier(batch, self.step).to(self.ranks.device))
-        rate = self.settings.learning_rate * self.settings.scale(self.step)
-        updates = list[dict[str, float]]()
         is_recorded = batch.recorded is not None and self.head == "policy"
         record = TokenRecord(batch, self.ranks.device) if is_recorded else None
+
+        rate = self.settings.learning_rate * self.settings.scale(self.step)
+        updates = list[dict[str, float]]()
         for epoch in range(self.passes.epochs):
-            for part in mini_batches(batch, self.passes.mini_batches, (self.step, epoch)):
-                updates.append(self._update_weights(part, loss, rate, metrics, epoch == 0, record, first=not updates))
+            for mini in mini_batches(batch, self.passes.mini_batches, (self.step, epoch)):
+                updates.append(self._update_weights(mini, loss, rate, metrics, epoch == 0, record, first=not updates))
+
         self.step += 1
         self.recorded = None if record is None else record.reduce(self.ranks, len(updates))
         routers = self.policy.routers
-
         return {
             **metrics.reduce(self.ranks),
             **(load_metrics(metrics.load, routers.layers, routers.k) if routers else {}),
@@ -188,6 +193,7 @@ class PolicyTrainer:
         reshard_model(self.policy)
         if self.lora is None:
             return {name: parameter.detach() for name, parameter in self.policy.named_weights()}
+
         scaling = self.lora.alpha / self.lora.rank
         return {
             name: parameter.detach() * scaling if name.endswith(".lora_B.weight") else parameter.detach()
@@ -210,6 +216,7 @@ class PolicyTrainer:
         factors = {name: gather_full(tensor) for name, tensor in read_adapters(self.weights().items()).items()}
         parameters = self.policy.named_weights()
         base = ((name, gather_full(parameter.detach())) for name, parameter in parameters if name not in factors)
+
         weights = merge_adapters(base, factors)
         return self.policy.join_stages(weights, meta) if self.ranks.stages > 1 else weights
 
@@ -244,13 +251,13 @@ class PolicyTrainer:
     ) -> dict[str, float]:
         """Update the weights by a mini-batch, the `first` of its step or a later one; return the update's metrics."""
         passes = self.passes
-        by_rank = split_batch(
+        batches_by_rank = split_batch(
             part,
             ranks=self.ranks.data.size,
             max_tokens=passes.seq_len,
             at_least=max(passes.gradient_accumulation_steps, self.ranks.pipeline.size),
         )
-        micro_batches = by_rank[self.ranks.data.rank]
+        micro_batches = batches_by_rank[self.ranks.data.rank]
         total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -260,16 +267,20 @@ class PolicyTrainer:
             inputs = loss_inputs(micro, output)
             value = micro_batch_loss(loss, micro, inputs, output)
             total.add_(value.detach())
+
             if self.policy.routers is not None:
                 # The routers' loss is over the micro-batches of this turn on all ranks, weighted by their tokens.
-                tokens = sum(len(batches[turn].tokens) for batches in by_rank if batches[turn].mask.any())
+                turn_batches = [batches[turn] for batches in batches_by_rank]
+                tokens = sum(len(batch.tokens) for batch in turn_batches if batch.mask.any())
                 factor = passes.router_aux_loss * tokens / len(part.tokens)
                 value = value + factor * self._balance_experts(micro, metrics)
+
             current = current_sequences = None
             if isinstance(output, TokenScores):
                 masks = sampled_by(self.step, micro)
                 columns = {name: torch.from_numpy(tokens[micro.mask]) for name, tokens in masks.items()}
                 current, current_sequences = to_device(columns, self.ranks.device).values()
+
             # In the first update the current policy is the one at the start, scored or not.
             scored_at_start = first or micro.proximal_logprobs is not None
             if self.engine_check is not None and first_epoch and scored_at_start:
@@ -288,6 +299,7 @@ class PolicyTrainer:
                 reduce_over_copies(self.policy, self.ranks, now=turn == len(micro_batches) - 1)
                 # No name keeps its memory in use until the next micro-batch's forward pass is complete.
                 compute_loss(turn, self._forward_batch(micro)).backward()
+
         self.ranks.sum(total)
         total_norm = clip_gradients(
             list(self.policy.parameters()), self.settings.max_grad_norm or float("inf"), self.ranks.pipeline.size
@@ -300,11 +312,13 @@ class PolicyTrainer:
             raise FloatingPointError(
                 f"step {self.step}: loss {loss_value}, gradient norm {norm}; the update was not applied"
             )
+
         for group in self.optimizer.param_groups:
             if isinstance(group["lr"], Tensor):  # in torchao's optimisers
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
+
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return {"loss": loss_value, "grad_norm": norm, "micro_batches": float(len(micro_batches))}
@@ -317,29 +331,31 @@ class PolicyTrainer:
         """Return this rank's share of the routers' loss over all ranks' micro-batches; record the experts' load."""
         routers = self.policy.routers
         assert routers is not None
+
         # A micro-batch without trained tokens only pads the number of a rank's micro-batches: its load is 0.
         load = routers.take() * bool(micro.mask.any())
         total_load = load.detach().double()
         if self.ranks.sequence.group is not None:
             dist.all_reduce(total_load, group=self.ranks.sequence.group)
-        metrics.add_load(self.ranks.sum(total_load))
+        metrics.load = metrics.load + self.ranks.sum(total_load)  # its first value is a scalar 0
         return balance_loss(load, total_load, routers.k)
 
     def _score_batch(self, batch: Batch, kind: type[TokenScores] | type[TokenValues]) -> np.ndarray:
         if (self.head == "policy") != (kind is TokenScores):
             head, method = ("policy", "logprobs") if self.head == "policy" else ("value or reward", "predict")
             raise ValueError(f"this trainer has a {head} head, which supports only {method}")
+
         self.onload()
-        numbers = score_tokens(
+        scores = score_tokens(
             partial(self.policy.run_stages, temperature=self.temperature)
             if self.ranks.stages > 1
-            else lambda parts: (self._forward_batch(part)[0] for part in parts),
+            else lambda micro_batches: (self._forward_batch(micro)[0] for micro in micro_batches),
             batch,
             max_tokens=self.passes.seq_len,
             ranks=self.ranks,
         )
         reshard_model(self.policy)
-        return numbers
+        return scores
 
     def _uses_proximal(self, batch: Batch, loss: Loss) -> bool:
         functions = [function for function in (loss, getattr(loss, "metrics", None)) if function is not None]
@@ -363,30 +379,3 @@ def sampled_by(version: int, batch: Batch) -> dict[str, np.ndarray]:
     sampled_earlier = batch.mask & ~current
     began_earlier = np.add.reduceat(sampled_earlier, np.cumsum(batch.lengths) - batch.lengths) > 0
     return {"current": current, "current_sequences": ~np.repeat(began_earlier, batch.lengths)}
-
-
-def move_state(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    to: torch.device | torch.dtype,
-    buffers: torch.device | None = None,
-) -> None:
-    """Move parameters with their gradients, the optimiser's state and buffers in place, to a device or dtype.
-
-    This does not wait for the copies. Those to host memory are complete once the device is synchronised: torch puts
-    them into page-locked memory, which it keeps for the next time. `buffers` is another device for the buffers.
-
-    Raises:
-        RuntimeError: the move created new parameters, which the optimiser does not have.
-    """
-    before = list(model.parameters())
-    model.to(to, non_blocking=True)
-    if any(old is not new for old, new in zip(before, model.parameters(), strict=True)):
-        raise RuntimeError("moving a model gave it other parameters: its optimiser would train the old ones")
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(buffers or to, non_blocking=True)
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            if isinstance(value, Tensor):
-                state[name] = value.to(to, non_blocking=True)

@@ -220,6 +220,7 @@ class Episode:
         response = list(response_ids or ())
         if not response:
             raise ValueError("an Episode needs at least one response token")
+
         for name, values in (("logprobs", logprobs), ("versions", versions)):
             if values is not None and len(values) != len(response):
                 raise ValueError(f"{name} has {len(values)} entries for {len(response)} response tokens")
@@ -231,10 +232,7 @@ class Episode:
         self.logprobs = None if logprobs is None else [0.0] * context + list(logprobs)
         self.versions = [-1] * context + list([-1] * len(response) if versions is None else versions)
 
-        self.reward = reward
-        self.advantage = advantage
-        self.weight = weight
-
+        self.reward, self.advantage, self.weight = reward, advantage, weight
         identities = source.identities
         self.origins = frozenset(Origin(v, identities.get(v, ""), source.sampled_by) for v in {*(versions or ())})
         self.text = source.text
@@ -252,6 +250,7 @@ class Episode:
         """
         if len(tokens) != len(mask) or not any(mask):
             raise ValueError(f"{len(tokens)} tokens with a mask of {len(mask)}, {sum(mask)} of them to be imitated")
+
         start = mask.index(True)
         episode = cls(prompt_ids=tokens[:start], response_ids=tokens[start:], advantage=1.0, weight=weight)
         episode.mask = list(mask)
@@ -290,11 +289,8 @@ class Episode:
             raise ValueError("the turns are not the tokens that the policy wrote, or a reward has no turn")
 
         episode = cls(response_ids=tokens, logprobs=logprobs, versions=versions, reward=reward, info=info)
-        episode.mask = mask
-        episode.turns = all_turns
-        episode.origins = frozenset(origins)
-        episode.text = text
-        episode.experts = experts
+        episode.mask, episode.turns, episode.origins = mask, all_turns, frozenset(origins)
+        episode.text, episode.experts = text, experts
         return episode
 
     @property

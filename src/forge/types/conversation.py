@@ -35,10 +35,14 @@ class Conversation(str):
         """
         statements = [(name, as_text(self.row[name])) for name in ("tools", "system") if self.row.get(name)]
         question = self.row["question"]
-        for message in [{"role": "user", "content": question}] if isinstance(question, str) else question:
-            parts = [message["content"], *map(as_text, message.get("tool_calls") or ())]
-            statements.append((message["role"], "\n".join(filter(None, parts))))
-        return "\n\n".join(f"{role}: {text}" for role, text in statements) if len(statements) > 1 else statements[0][1]
+        messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
+        for message in messages:
+            contents = [message["content"], *map(as_text, message.get("tool_calls") or ())]
+            statements.append((message["role"], "\n".join(filter(None, contents))))
+
+        if len(statements) == 1:
+            return statements[0][1]
+        return "\n\n".join(f"{role}: {text}" for role, text in statements)
 
 
 def as_text(value: Any) -> str:

@@ -46,7 +46,7 @@ class Sampling:
         # A bool is an int for Python, but not a sensible number here.
         flags = [name for name in self.__slots__ if isinstance(getattr(self, name), bool)]
 
-        for ok, message in (
+        for is_valid, message in (
             (not flags, f"{', '.join(flags)} must be a number, not true or false"),
             (self.n >= 1, f"n must be at least 1, got {self.n}"),
             (self.max_tokens >= 1, f"max_tokens must be at least 1, got {self.max_tokens}"),
@@ -73,7 +73,7 @@ class Sampling:
             ),
             (isinstance(self.grammar, str), f"grammar must be a text, got a {type(self.grammar).__name__}"),
         ):
-            if not ok:
+            if not is_valid:
                 raise ValueError(message)
 
     @property

@@ -9,8 +9,9 @@ from itertools import islice
 from statistics import mean, median
 from typing import Literal, NamedTuple
 
+from forge.data.columns import plain_columns, with_ground_truth
 from forge.data.files import open_rows
-from forge.data.prompts import PromptFormat, plain_columns, with_ground_truth
+from forge.data.prompts import PromptFormat
 from forge.rewards.rules import load_reward
 
 from . import probes

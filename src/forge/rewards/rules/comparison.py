@@ -105,7 +105,10 @@ _CHOICE = re.compile(
 _MARKS = re.compile(r"\\(?:left|right|,|!|;|:|displaystyle)(?![A-Za-z])|[$\s]|\{,\}|\.\Z")
 _FRACTION = re.compile(r"\\[dt]?frac\{(-?\d+)\}\{(\d+)\}")
 _UNIT = re.compile(r"(?<=\d)(?:\s*\\text\{[^{}]*\}|\s[A-Za-z°²³ ]+|\s?°[CF]?|\^\\circ)[.\s]*\Z")
-_NUMBER = re.compile(r"([-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d{1,3})?)(?:/(\d+))?(\\?%)?")
+_NUMBER = re.compile(
+    r"(?P<numerator>[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d{1,3})?)"
+    r"(?:/(?P<denominator>\d+))?(?P<percent>\\?%)?"
+)
 
 
 @lru_cache(maxsize=1)
@@ -155,11 +158,13 @@ def parse_number(text: str) -> tuple[Fraction, bool] | None:
     >>> parse_number("1/4")
     (Fraction(1, 4), False)
     """
-    plain = _FRACTION.sub(r"\1/\2", _strip_markup(_UNIT.sub("", text[:LONGEST]))).lstrip("€£¥\\")
-    figure = _NUMBER.fullmatch(plain.rpartition("=")[2])
-    if figure is None or not any(map(str.isdigit, figure[1])) or figure[2] == "0":
+    without_markup = _strip_markup(_UNIT.sub("", text[:LONGEST]))
+    plain = _FRACTION.sub(r"\1/\2", without_markup).lstrip("€£¥\\")
+    match = _NUMBER.fullmatch(plain.rpartition("=")[2])
+    if match is None or not any(map(str.isdigit, match["numerator"])) or match["denominator"] == "0":
         return None
-    return Fraction(figure[1].replace(",", "")) / int(figure[2] or 1), figure[3] is not None
+    value = Fraction(match["numerator"].replace(",", "")) / int(match["denominator"] or 1)
+    return value, match["percent"] is not None
 
 
 def are_equal(answer: str, target: str, tolerance: float) -> bool | None:
@@ -172,20 +177,22 @@ def are_equal(answer: str, target: str, tolerance: float) -> bool | None:
         return True
     if not answer.strip() or not target.strip() or max(len(answer), len(target)) > LONGEST:
         return False
+
     label, target_label = split_choice(answer)[0], split_choice(target)[0]
     if label and target_label:
         return label == target_label
-    value, expected = parse_number(answer), parse_number(target)
-    if value is None or expected is None:
+
+    parsed_answer, parsed_target = parse_number(answer), parse_number(target)
+    if parsed_answer is None or parsed_target is None:
         return _helper.verdict([answer, target], [target, target])
 
     # If only one of the two is a percentage, compare both its figure and its value.
-    pairs = [(value[0], expected[0])]
-    if value[1] is not expected[1]:
-        pairs.append((value[0] / 100, expected[0]) if value[1] else (value[0], expected[0] / 100))
+    (value, is_percent), (expected, is_target_percent) = parsed_answer, parsed_target
+    pairs = [(value, expected)]
+    if is_percent is not is_target_percent:
+        pairs.append((value / 100, expected) if is_percent else (value, expected / 100))
     margin = Fraction(str(tolerance))
-
-    return any(abs(one - other) <= margin * min(Fraction(1), abs(other)) for one, other in pairs)
+    return any(abs(a - b) <= margin * min(Fraction(1), abs(b)) for a, b in pairs)
 
 
 def _strip_markup(text: str) -> str:

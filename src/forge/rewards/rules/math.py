@@ -77,11 +77,12 @@ def _find_boxes(text: str) -> list[tuple[int, int, int]]:
     boxes: list[tuple[int, int, int]] = []
     if (first := _OPEN.search(text)) is None:
         return boxes
-    opened: list[tuple[int, int] | None] = []  # the open braces: the span of a box's start, None for another brace
+
+    open_braces: list[tuple[int, int] | None] = []  # the open braces: the span of a box's start, None for another brace
     for brace in _BOX.finditer(text, first.start()):
         if brace[0] != "}":
-            opened.append(None if brace[0] == "{" else brace.span())
-        elif opened and (span := opened.pop()):
+            open_braces.append(None if brace[0] == "{" else brace.span())
+        elif open_braces and (span := open_braces.pop()):
             boxes.append((*span, brace.start()))
     return sorted(boxes)
 
@@ -98,6 +99,7 @@ def find_boxed(text: str) -> str | None:
     boxes = _find_boxes(text)
     if not boxes:
         return None
+
     box_start, start, end = boxes[-1]
 
     # Directly after another box, with at most "or" or "and" between them.
@@ -133,6 +135,7 @@ def final_answer(response: str) -> str | None:
     _, opening, tagged = before.rpartition("<answer>")
     if opening and closing:
         return _find_stated(tagged) or tagged.strip()
+
     if hashes := _HASHES.findall(response):
         return hashes[-1].strip()
     if (stated := _find_stated(response)) is not None:
@@ -165,32 +168,40 @@ def _find_stated(text: str, *, whole_line: bool = False) -> str | None:
     openings = list(_PHRASE.finditer(text))
     if not openings:
         return None
+
     phrase = text[openings[-1].end() :].partition("\n")[0]
     if whole_line:
         return phrase.strip()
-    # Not within a formula; an odd number of dollars are currency.
-    ends = _PHRASE_END.finditer(phrase)
-    end = next((end for end in ends if phrase.count("$") % 2 or not phrase[: end.start()].count("$") % 2), None)
-    if end is None or _ANOTHER.match(phrase[end.start() : end.start() + 100]):
+
+    # Not within a formula, after an odd number of dollars; if the whole phrase has an odd number, they are currency.
+    is_currency = phrase.count("$") % 2 == 1
+    ends = (end.start() for end in _PHRASE_END.finditer(phrase))
+    phrase_end = next((end for end in ends if is_currency or phrase[:end].count("$") % 2 == 0), None)
+    if phrase_end is None or _ANOTHER.match(phrase[phrase_end : phrase_end + 100]):
         return phrase.strip()
-    return phrase[: end.start()].strip()
+    return phrase[:phrase_end].strip()
 
 
 def _last_number(text: str) -> str | None:
     """Return the last number of a text; None if there is none, or it is only one of the numbers or a part of the
     expression that answers, as in "4 or 5" and "2^10"."""
-    figures = list(_NUMBERS.finditer(text))
+    numbers = list(_NUMBERS.finditer(text))
+
     # A number in a box that is not closed may be cut off, too.
-    if not figures or _OPEN.search(text):
+    if not numbers or _OPEN.search(text):
         return None
-    last = figures[-1]
-    context, following = text[max(0, last.start() - 60) : last.start()], text[last.end() : last.end() + 10]
-    is_pair = _PAIR_BEFORE.search(context) and following[:1] in (")", "]")
-    if _PART_BEFORE.search(context) or _PART_AFTER.match(following) or is_pair or following[:1] in tuple(_RAISED):
+
+    # A part of an expression, or of a pair such as (1, 2).
+    last = numbers[-1]
+    text_before, text_after = text[max(0, last.start() - 60) : last.start()], text[last.end() : last.end() + 10]
+    is_part = _PART_BEFORE.search(text_before) or _PART_AFTER.match(text_after) or text_after[:1] in tuple(_RAISED)
+    if is_part or (_PAIR_BEFORE.search(text_before) and text_after[:1] in (")", "]")):
         return None
-    between = text[figures[-2].end() : last.start()] if len(figures) > 1 else ""
-    several = re.fullmatch(r"\s?and\s", between) or (len(between) <= 30 and re.search(r"\bor\b", between))
-    return None if several else last[0]
+
+    # One of several numbers, such as "4 or 5".
+    between = text[numbers[-2].end() : last.start()] if len(numbers) > 1 else ""
+    has_several = re.fullmatch(r"\s?and\s", between) or (len(between) <= 30 and re.search(r"\bor\b", between))
+    return None if has_several else last[0]
 
 
 def _answers_after_box(response: str) -> list[str]:
@@ -241,6 +252,8 @@ class MathReward:
         compare = load_comparison()
         split_choice, are_equal, parse_number = compare.split_choice, compare.are_equal, compare.parse_number
         response = without_thoughts(response[-_LONGEST:], prompt)
+
+        # The answer that the target holds.
         target = without_thoughts(target)
         expected = find_boxed(target)
         if expected is None:
@@ -252,22 +265,25 @@ class MathReward:
         label, letter = split_choice(response)[0], split_choice(expected)[0]
         if label and letter:
             return label == letter
+
         stated = None if find_boxed(response) else _find_stated(response, whole_line=True)
         if compare.same_text(response, expected) or compare.same_text(stated or "", expected):
             return True
 
         # If the target is a letter and the box holds none, the box is a step of the reasoning.
         answer = final_answer(response)
-        later = _answers_after_box(response)
-        if later and letter and not split_choice(answer or "")[0]:
-            answer = later[-1]
+        later_answers = _answers_after_box(response)
+        if later_answers and letter and not split_choice(answer or "")[0]:
+            answer = later_answers[-1]
 
         # An answer after the box that is another letter or number contradicts it.
-        if answer is None or (letter and any(split_choice(text)[0] not in ("", letter) for text in later)):
+        if answer is None or (letter and any(split_choice(later)[0] not in ("", letter) for later in later_answers)):
             return False
-        right = are_equal(answer, expected, self.tolerance)
-        if right and (value := parse_number(expected)) is not None:
-            stated_numbers = [number[0] for text in later if (number := parse_number(text)) is not None]
-            return all(are_equal(str(number), str(value[0]), self.tolerance) for number in stated_numbers)
 
-        return right
+        is_equal = are_equal(answer, expected, self.tolerance)
+        expected_number = parse_number(expected)
+        if is_equal and expected_number is not None:
+            later_numbers = [number[0] for later in later_answers if (number := parse_number(later)) is not None]
+            return all(are_equal(str(number), str(expected_number[0]), self.tolerance) for number in later_numbers)
+
+        return is_equal

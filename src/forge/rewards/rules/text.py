@@ -72,6 +72,7 @@ class ThinkingReward:
 
     def __call__(self, prompt: str, response: str, target: str = "") -> float:
         opening, closing = f"<{self.tag}>", f"</{self.tag}>"
+
         if prompt.rstrip().endswith(opening):
             # The policy did not write this tag, so it earns nothing by itself.
             if closing not in response and opening not in response:
@@ -80,17 +81,17 @@ class ThinkingReward:
 
         if opening not in response and closing not in response:
             return 0.0
-        head, _, following = response.partition(opening)
-        thought, _, answer = following.partition(closing)
-        complete = (
+
+        text_before, _, tagged = response.partition(opening)
+        thought, _, answer = tagged.partition(closing)
+        is_complete = (
             response.count(opening) == 1
             and response.count(closing) == 1
-            and not head.strip()
+            and not text_before.strip()
             and bool(thought.strip())
             and bool(answer.strip())
         )
-
-        return self.full_reward if complete else self.partial_reward
+        return self.full_reward if is_complete else self.partial_reward
 
 
 def overlong_penalty(groups: Sequence[Group], limit: int, buffer: int) -> None:
@@ -164,6 +165,7 @@ class JsonMatch:
             raise ValueError(f"the target {target[:60]!r} is not a JSON object")
         if answer is None:
             return 0.0
+
         keys = expected.keys() | answer.keys()
         right = sum(key in expected and key in answer and _are_same(expected[key], answer[key]) for key in keys)
         return 1.0 if right == len(keys) else self.form + (1 - self.form) * right / len(keys)

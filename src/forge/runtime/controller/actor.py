@@ -59,8 +59,7 @@ class Launcher:
     """A component class with its placement, ready to start. Created by `Component.options(...)`."""
 
     def __init__(self, cls: type[ForgeActor], options: Options) -> None:
-        self._cls = cls
-        self._options = options
+        self._cls, self._options = cls, options
 
     def as_service(self, *args: object, **kwargs: object) -> Pending[Service]:
         """Return a coroutine that starts the replicas, each built with these arguments, and waits until all serve.

@@ -81,6 +81,7 @@ class ActorHost(Actor):
         # Not under the lock, which is for the imports of `setup`: restoring a state may take long.
         if context.incarnation and not isinstance(answer[1], RemoteFailure):
             answer = await hosted.run("on_respawn")
+
         if not isinstance(answer[1], RemoteFailure):
             self._hosted[number] = hosted
         return answer

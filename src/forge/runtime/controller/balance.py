@@ -25,8 +25,7 @@ class LoadBalancer:
     """
 
     def __init__(self, router: Router, max_in_flight: int) -> None:
-        self.router = router
-        self.max_in_flight = max_in_flight
+        self.router, self.max_in_flight = router, max_in_flight
         self.up: list[Replica] = []
         self.sessions: OrderedDict[str, Replica] = OrderedDict()  # the replica of each session
         self._queue: deque[Waiter] = deque()
@@ -93,6 +92,7 @@ class LoadBalancer:
         if replica is not None:
             replica.enter(request)
             return replica
+
         waiter: asyncio.Future[Replica] = asyncio.get_running_loop().create_future()
         self._queue.append((request, waiter))
 
@@ -158,9 +158,11 @@ class LoadBalancer:
         candidates = [replica for replica in candidates if replica.index not in request.avoid] or candidates
         if not candidates:
             return None
+
         choice = self.router(candidates, request)
         if not any(choice is replica for replica in candidates):
             raise TypeError(f"the router returned {choice!r}, which is none of the candidates that it was given")
+
         if request.session is not None:
             self.sessions[request.session] = choice
             if len(self.sessions) > MAX_SESSIONS:

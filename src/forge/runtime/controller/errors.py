@@ -67,6 +67,7 @@ class RemoteFailure:
     def capture(cls, origin: str, error: BaseException) -> RemoteFailure:
         """Return the failure that stands for `error`, which `origin` raised."""
         payload = None
+
         # An exception that ends a process or a task (SystemExit, CancelledError) must not end one of the caller's.
         if isinstance(error, Exception):
             with suppress(Exception):  # it cannot be pickled
@@ -94,6 +95,7 @@ class RemoteFailure:
                 error = pickle.loads(self.payload)
             except Exception as unreadable:
                 error.add_note(f"(the exception itself could not be unpickled in this process: {unreadable})")
+
         error.add_note(f"raised in {self.origin}")
         error.__cause__ = RemoteTraceback(self.traceback)
         return error

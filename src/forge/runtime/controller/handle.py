@@ -47,8 +47,7 @@ class Handle(ABC):
     """A service as its callers see it: each endpoint is an attribute, and `session` opens a session."""
 
     def __init__(self, name: str, endpoints: frozenset[str]) -> None:
-        self._name = name
-        self._endpoints = endpoints
+        self._name, self._endpoints = name, endpoints
 
     @abstractmethod
     async def _dispatch(self, call: Call) -> Value:
@@ -183,6 +182,7 @@ class Local(Handle):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     async def _dispatch(self, call: Call) -> Value:
+        # The component is in this process: its method is called directly, with a time limit as elsewhere.
         method = getattr(self._component, call.endpoint)
         limit = call.timeout or self.CALL_TIMEOUT
         try:
@@ -195,6 +195,7 @@ class Local(Handle):
             raise CallTimeout(
                 f"{call.caller} waited {limit:g} s for {self._name}.{call.endpoint}, in this process"
             ) from None
+
         return value if call.verb in ("route", "call_one") else [value]
 
     async def _call_method(self, method: Callable[..., Any], *args: object, **kwargs: object) -> Value:

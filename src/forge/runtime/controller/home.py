@@ -55,6 +55,7 @@ def forked_processes() -> Iterator[None]:
     if os.environ.get("FORGE_FORK_SERVER") == "0" or (outer is not None and outer.has_environment(os.environ)):
         yield
         return
+
     # It sees no accelerator: a process that has opened one cannot be forked.
     server = _server = ForkServer(private_folder(), {**processes.library_environment(), VISIBLE[0]: ""})
     try:

@@ -86,6 +86,7 @@ class UserMesh:
         """
         if self.mesh is None:
             return
+
         size = self.mesh.size()
         replicas = -(-num_replicas // per_process)  # rounded up: groups that share a process count once
 
@@ -147,8 +148,10 @@ class Placement(Section):
         mesh = UserMesh.wrap(values.get("hosts"))
         if not isinstance(mesh, UserMesh):
             return values
+
         values = {**values, "hosts": mesh}
         replicas = values.get("num_replicas", 1)
+
         # `_check` reports a remainder, and a num_replicas that is not a positive integer.
         if mesh.procs is not None and "procs" not in values and isinstance(replicas, int) and replicas > 0:
             values["procs"] = max(1, mesh.procs // replicas)
@@ -176,6 +179,7 @@ class Placement(Section):
 
     def _check(self) -> None:
         resolve_router(self.router)
+
         for name, value in self.env.items():
             if not name or "=" in name or "\0" in name + value:
                 raise ValueError(f"env: {name!r} = {value!r} cannot be an environment variable")
@@ -249,14 +253,16 @@ class Options(Placement):
             raise ValueError(f"gpus_per_proc = {self.gpus_per_proc} does nothing: with_gpus is false")
         if self.per_process > 1 and (self.procs > 1 or self.with_gpus or self.share is not None):
             raise ValueError("per_process is for light replicas: it needs procs 1, no GPUs and no share")
+
         mesh = self.mesh
         if mesh is None:
             return
+
         # The processes of a ProcMesh run already: what takes effect when a process starts comes too late for them.
-        useless = [name for name in ("env", "threads", "memory_gb") if mesh.procs is not None and self.differs(name)]
-        if useless:
+        ignored = [name for name in ("env", "threads", "memory_gb") if mesh.procs is not None and self.differs(name)]
+        if ignored:
             raise ValueError(
-                f"{useless[0]} does nothing: hosts is {mesh.describe()}, which run already (spawn_procs(bootstrap=...))"
+                f"{ignored[0]} does nothing: hosts is {mesh.describe()}, which run already (spawn_procs(bootstrap=...))"
             )
         mesh.check(self.num_replicas, self.procs, self.per_process)
 

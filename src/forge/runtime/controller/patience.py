@@ -44,6 +44,7 @@ class Patience:
         now = time.monotonic()
         elapsed = now - self._checked
         self._checked = now
+
         used = 0.0
         is_active = False
         if latest is not None and self._latest is not None and self._first is not None:
@@ -51,6 +52,7 @@ class Patience:
             used_since_check = latest.cpu_seconds - self._latest.cpu_seconds
             is_active = latest.wants_cpu or used_since_check > IDLE_SHARE * elapsed
             self._latest = latest
+
         # After a late call this process was itself without a core. Of the time that it did not see, little counts.
         self._idle = 0.0 if is_active else self._idle + min(elapsed, 4 * CHECK_EVERY)
         return self._idle < self.seconds and (self._idle_only or used < self.seconds)
@@ -84,6 +86,7 @@ async def wait_for(
             await asyncio.wait([future], timeout=min(CHECK_EVERY, seconds / 4))
             if future.done():
                 break
+
             activities = await asyncio.gather(*(process.activity() for process in processes))
             if not limits:
                 limits = [Patience(activity, seconds, idle_only) for activity in activities]

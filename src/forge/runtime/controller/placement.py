@@ -114,6 +114,7 @@ class Placement:
             position, size = process_index % options.host_count, 1
         else:
             position, size = index, options.host_count
+
         loopback_hosts = self.hosts.setdefault(component.name, [])
         while len(loopback_hosts) <= position:
             loopback_hosts.append(LoopbackHosts(f"{component.name}_host{len(loopback_hosts)}", size))
@@ -124,8 +125,10 @@ class Placement:
         options = component.options
         if not options.with_gpus:
             return []
+
         if self._free_gpus is None:
             self._free_gpus = visible_gpus()
+
         # Shared devices stay with the name of the share: the next component that shares it gets the same devices.
         key, procs = (component.name, index), options.procs
         if options.share is not None:

@@ -100,6 +100,7 @@ def warn_if_exposed() -> None:
         table = Path("/proc/net/unix").read_text(errors="replace")  # names of sockets may be any bytes
     except OSError:  # a container may hide it
         return
+
     # Each row has 7 fields, the last one the inode, and then the name of a socket that has one; "@" starts abstract
     # names.
     rows = [line.split() for line in table.splitlines()[1:]]
@@ -124,30 +125,31 @@ def _replace_import(library: str, name: str, function: Any, risk: str) -> None:
     It overwrites the entries of the library's import tables. A warning names the `risk` if there is no such entry.
     """
     # The dynamic section of the library: pairs of a tag and a value of 8 bytes each, up to the tag 0.
-    loaded = _Loaded.from_address(ctypes.CDLL(library)._handle)
-    values: dict[int, int] = {}
-    address = loaded.dynamic
+    link_map = _Loaded.from_address(ctypes.CDLL(library)._handle)
+    dynamic_entries: dict[int, int] = {}
+    address = link_map.dynamic
     while (tag := ctypes.c_size_t.from_address(address).value) != 0:
-        values[tag] = ctypes.c_size_t.from_address(address + 8).value
+        dynamic_entries[tag] = ctypes.c_size_t.from_address(address + 8).value
         address += 16
-    slots = []
 
     # Tags of the System V ABI: 5 the names, 6 the symbols (24 bytes each, which start with the offset of the name), 23
     # and 7 two tables of relocations, 2 and 8 the sizes of these tables.
-    for table, size in ((values.get(23, 0), values.get(2, 0)), (values.get(7, 0), values.get(8, 0))):
-        numbers = memoryview(ctypes.string_at(table, size)).cast("Q")
+    slot_addresses = []
+    for table_tag, size_tag in ((23, 2), (7, 8)):
+        table, size = dynamic_entries.get(table_tag, 0), dynamic_entries.get(size_tag, 0)
+        relocations = memoryview(ctypes.string_at(table, size)).cast("Q")
         # A relocation is three numbers: the offset of a slot, the index of a symbol (upper half) with a kind, an
         # addend.
-        for slot_offset, info in zip(numbers[0::3], numbers[1::3], strict=True):
-            symbol = info >> 32
-            if symbol:  # 0 for the library's own functions, which are most
-                name_offset = ctypes.c_uint32.from_address(values[6] + 24 * symbol).value
-                if ctypes.string_at(values[5] + name_offset) == name.encode():
-                    slots.append(loaded.base + slot_offset)
+        for slot_offset, symbol_info in zip(relocations[0::3], relocations[1::3], strict=True):
+            symbol_index = symbol_info >> 32
+            if symbol_index:  # 0 for the library's own functions, which are most
+                name_offset = ctypes.c_uint32.from_address(dynamic_entries[6] + 24 * symbol_index).value
+                if ctypes.string_at(dynamic_entries[5] + name_offset) == name.encode():
+                    slot_addresses.append(link_map.base + slot_offset)
 
-    for slot in slots:
+    for slot in slot_addresses:
         _write_address(slot, ctypes.cast(function, ctypes.c_void_p).value or 0)
-    if not slots:
+    if not slot_addresses:
         log.warning("%s of %s was not replaced: %s", name, library, risk)
 
 
@@ -184,15 +186,18 @@ def _is_from_own_user(handle: int) -> bool:
     try:
         with socket.socket(fileno=os.dup(handle)) as connection:
             remote, local = connection.getpeername(), connection.getsockname()
-        rows = [row.split() for table in TCP if table.exists() for row in table.read_text().splitlines()[1:]]
+        tables = [table.read_text() for table in TCP if table.exists()]
     except OSError:  # it was closed already, or no descriptor is left
         return False
 
     # The other end of a connection within this machine has a separate row. Fields: 1 its address, 2 ours, 3 the state
     # (01 is ESTABLISHED), 7 the user.
-    ports = (f":{remote[1]:04X}", f":{local[1]:04X}")
-    users = {row[7] for row in rows if row[1].endswith(ports[0]) and row[2].endswith(ports[1]) and row[3] == "01"}
+    rows = [line.split() for table in tables for line in table.splitlines()[1:]]
+    remote_port, local_port = f":{remote[1]:04X}", f":{local[1]:04X}"
+    connections = (row for row in rows if row[1].endswith(remote_port) and row[2].endswith(local_port))
+    users = {row[7] for row in connections if row[3] == "01"}
     if users:
         return users == {str(os.geteuid())}
+
     # Without a row it is another machine, unless the connection is over the loopback.
     return not local[0].startswith(("127.", "::1"))

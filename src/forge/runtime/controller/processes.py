@@ -58,11 +58,8 @@ class ProcessGroup:
     """
 
     def __init__(self, name: str, mesh: ProcMesh, options: Options, hosts: Hosts, *, shared: bool = False) -> None:
-        self.name = name
-        self.mesh = mesh
-        self.options = options
-        self.hosts = hosts
-        self.shared = shared
+        self.name, self.mesh, self.options = name, mesh, options
+        self.hosts, self.shared = hosts, shared
 
         # An actor mesh with one `ActorHost` in each process.
         self.actor_host: Any = mesh.spawn(name, ActorHost, name if hosts.borrowed else None)
@@ -109,9 +106,10 @@ class ProcessGroup:
         for pid, host in {*processes} - self._known:
             # The id of a machine starts with its host name.
             location = "" if host == machine_id() else f" on {host.partition(' ')[0]}"
-            ended = functools.partial(self.fail, f"process {pid}{location} ended")
-            self.processes.append(self.hosts.process(pid, host, ended))
+            on_end = functools.partial(self.fail, f"process {pid}{location} ended")
+            self.processes.append(self.hosts.process(pid, host, on_end))
             self._known.add((pid, host))
+
         if self._pinging is None:
             self._pinging = asyncio.get_running_loop().create_task(self._watch_pings())
             self._pinging.add_done_callback(log_failure)
@@ -120,6 +118,7 @@ class ProcessGroup:
         """Declare these processes lost, kill them, and fail every replica in them; does nothing the second time."""
         if self.dead is not None:
             return
+
         self.dead = reason
         self.stopped_by_signal = any(process.stopped for process in self.processes)
         if self.stopped_by_signal:
@@ -167,9 +166,9 @@ class ProcessGroup:
         sent = 0.0
         while self.dead is None:
             await asyncio.sleep(self.options.ping_timeout / 4)
-            quiet = self.options.ping_timeout / (4 if any(member.requests for member in self.members) else 1)
-            heard = min((max(sent, member.last_answer) for member in self.members), default=0.0)
-            if self.starting or not self.members or time.monotonic() - heard < quiet:
+            max_silence = self.options.ping_timeout / (4 if any(member.requests for member in self.members) else 1)
+            last_answer = min((max(sent, member.last_answer) for member in self.members), default=0.0)
+            if self.starting or not self.members or time.monotonic() - last_answer < max_silence:
                 continue
 
             # A replica with a rank in every process answers for all of them; light replicas only for one each.
@@ -209,14 +208,17 @@ def spawn_processes(
         server: the fork server that the processes are forked from; None starts them as new programs.
     """
     settings = {**library_environment(options.threads), PROCESS_NAME: name}
+
     # Over the loopback no other machine can be reached: let NCCL and gloo choose, unless the user chose an interface.
     if hosts.spans_machines:
         for variable in INTERFACES - os.environ.keys():
             del settings[variable]
+
     # In the environment from the start: the allocator reads its variables before the process runs any code.
-    variables = hosts.variables() | {
-        variable: options.env.get(variable, os.environ.get(variable, value)) for variable, value in ALLOCATOR.items()
-    }
+    variables = hosts.variables()
+    for variable, default in ALLOCATOR.items():
+        variables[variable] = options.env.get(variable, os.environ.get(variable, default))
+
     bootstrap = functools.partial(_prepare_process, settings, options.env, gpus, options.memory_gb)
     arguments = ["-m", PROGRAM] if server is None else server.launcher(PROGRAM)
     command = None if hosts.own_program else BootstrapCommand(sys.executable, None, arguments, variables)
@@ -273,6 +275,7 @@ def _prepare_process(
         memory_gb: limit of its private memory, in GB; None does not limit it.
     """
     devices = gpus.get(os.environ.get(HOST, ""), [])
+
     # An empty CUDA_VISIBLE_DEVICES (the first of VISIBLE) hides all devices. An empty ZE_AFFINITY_MASK hides nothing:
     # it is set only if there are devices.
     visible = {name: ",".join(devices) for name in (*VISIBLE, GRANTED) if devices or name == VISIBLE[0]}
@@ -280,11 +283,13 @@ def _prepare_process(
     with suppress(OSError):
         Path(f"/proc/self/task/{os.getpid()}/comm").write_text(settings[PROCESS_NAME])  # what top and ps show
     configure_logging()
+
     if memory_gb is not None:
         limit = int(memory_gb * 1e9)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
     libc = ctypes.CDLL(None)
+
     # Where the kernel lets only ancestors look into a process, py-spy, a sibling, could not show where it hangs.
     libc.prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0)
 

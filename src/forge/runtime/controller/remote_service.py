@@ -53,10 +53,12 @@ class Relay(Actor):
                 raise ServiceStopped(f"{service} cannot be called: its run is over")
             return await _find(service)._dispatch(call)
 
+        # The service's value, or its error as a value: the caller's process raises it.
         calling = call_service()
         try:
             if _loop is None:
                 return await calling
+
             # Monarch runs actors on a separate loop, and a service belongs to the loop of the run.
             self._calls[call_id] = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(calling, _loop))
             return await self._calls[call_id]
@@ -88,8 +90,7 @@ class RemoteService(Handle):
 
     def __init__(self, name: str, endpoints: frozenset[str], call_timeout: float, relay: Any) -> None:
         super().__init__(name, endpoints)
-        self._call_timeout = call_timeout
-        self._relay = relay
+        self._call_timeout, self._relay = call_timeout, relay
 
     def __reduce__(self):
         return RemoteService, (self._name, self._endpoints, self._call_timeout, self._relay)
@@ -99,6 +100,7 @@ class RemoteService(Handle):
         return RemoteService(name, self._endpoints, self._call_timeout, self._relay)
 
     async def _dispatch(self, call: Call) -> Value:
+        # The controller calls the service, by way of the relay, and sends back its value or its error.
         limit = (call.timeout or self._call_timeout) + GRACE
         caller = os.environ.get(PROCESS_NAME, "another process")
         call_id = new_id(caller)

@@ -18,7 +18,7 @@ from .errors import CallTimeout, RemoteError, RemoteFailure, RemoteTraceback, Re
 from .options import Options
 from .patience import wait_for
 from .processes import ProcessGroup
-from .types import ActorContext, Kwargs, Request, Value, find_suspects
+from .types import ActorContext, Kwargs, Request, Value
 
 log = logging.getLogger(__name__)
 
@@ -54,21 +54,21 @@ class Replica:
     def __init__(self, component: Component, index: int, incarnation: int, group: ProcessGroup) -> None:
         self.component = component
         self.options = component.options
-        self.group = group
-        self.index = index
+        self.group, self.index = group, index
         self.context = ActorContext(component.name, index, 0, self.options.procs, incarnation=incarnation)
         self.requests: set[Request] = set()  # in flight
         self.served = 0
         self.errors = 0  # requests that raised, or had no answer in time
         self.answers: deque[tuple[float, float]] = deque(maxlen=512)  # when each came, and the seconds it took
-
         self.last_answer = time.monotonic()
+
         # Set by `fail`: the error, whether no request can be the cause, how many were in flight, which may be the
         # cause.
         self.failed: asyncio.Future[ReplicaDied] = asyncio.get_running_loop().create_future()
         self.blameless = False
         self.in_flight_lost = 0
         self.suspects: set[Request] = set()
+
         self._abandoning: set[asyncio.Task] = set()
         self._answers: set[asyncio.Future[Value]] = set()
         self.number = next(_numbers)  # the key of its component in the `ActorHost` of each process
@@ -172,6 +172,7 @@ class Replica:
             raise
 
         self.last_answer = time.monotonic()
+
         # Calls that a starting replica catches up on are not counted as traffic.
         if limit is None:
             self.served += 1
@@ -199,7 +200,8 @@ class Replica:
         if not self.failed.done():
             self.blameless = blameless or self.group.stopped_by_signal
             self.in_flight_lost = len(self.requests)
-            self.suspects = find_suspects(self.requests)
+            # Any request may have killed it, unless some are suspects of an earlier death: then only these.
+            self.suspects = {request for request in self.requests if request.deaths} or {*self.requests}
             self.failed.set_result(ReplicaDied(f"{self} is dead (pid {self.location}): {reason}"))
             for reply in list(self._answers):
                 reply.cancel()
@@ -217,6 +219,7 @@ class Replica:
                 # The replica is stopped all the same.
                 log.warning("%s: teardown failed: %s", self, error)
             self.fail("it was stopped", blameless=True)
+
         if self in self.group.members:
             self.group.members.remove(self)
         if not self.group.shared or not (self.group.members or self.group.starting):
@@ -261,6 +264,7 @@ class Replica:
         """
         if self.failed.done():
             raise ReplicaDied(f"{self.failed.result()} (before {label} was sent)")
+
         send = getattr(self.actor_host, endpoint)
         if self.options.procs == 1:
             reply = send.call_one(*args).as_asyncio()

@@ -94,9 +94,10 @@ def run(
 
 
 async def _run_main(main: Pending[T], on_preemption: Callable[[str], None] | None = None) -> T:
+    # Run `main` until it ends, a signal comes, or a vital component is lost; then shut everything down.
+    global _interrupt, _preempt
     loop = asyncio.get_running_loop()
     interrupted: asyncio.Future[signal.Signals] = loop.create_future()
-    global _interrupt, _preempt
 
     # Returns whether the run is asked to save itself. Once only: the second signal stops the run.
     def preempt_once(reason: str) -> bool:
@@ -118,6 +119,7 @@ async def _run_main(main: Pending[T], on_preemption: Callable[[str], None] | Non
 
     _preempt = preempt_once
     _interrupt = partial(loop.call_soon_threadsafe, on_signal, signal.SIGINT)
+
     # Python handles signals in the main thread only; a run in another thread ends with its caller.
     if threading.current_thread() is threading.main_thread():
         # Under nohup, SIGHUP is ignored: the run outlives its terminal.

@@ -42,15 +42,17 @@ class Runtime:
     """
 
     def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
         self.services: dict[str, Service] = {}
-        self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        self.failure: asyncio.Future[BaseException] = loop.create_future()
+        self.placement = Placement()
         self._groups: dict[str, ProcessGroup] = {}
         self._group_locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # of shared groups
-        self.placement = Placement()
         self._names: set[str] = set()
         self._starting: dict[Replica, float] = {}
         self._pending_stops: set[asyncio.Future] = set()
-        self._watchdog = asyncio.get_running_loop().create_task(Watchdog(self.services, self._starting).watch())
+
+        self._watchdog = loop.create_task(Watchdog(self.services, self._starting).watch())
         self._watchdog.add_done_callback(log_failure)
         remote_service.open_relay(self.services.__getitem__)
 
@@ -70,6 +72,7 @@ class Runtime:
         on_dead = self._on_dead if cls.vital else log_loss
         service = Service(component, endpoints, self._make_launch(component), self.placement.release, on_dead)
         self.services[component.name] = service
+
         try:
             await service.scale(options.num_replicas)
         except BaseException:
@@ -77,6 +80,7 @@ class Runtime:
             del self.services[component.name]
             self._names.discard(component.name)
             raise
+
         return service
 
     async def drain_metrics(self, profiles: Mapping[str, str]) -> Snapshot:
@@ -86,6 +90,7 @@ class Runtime:
             profiles: the folder for a profile of the next step, by component.
         """
         merged = drain()
+
         # The components of a process share its metrics: one replica is asked for each process. A process index of None
         # stands for all processes of the group; a replica that spans them answers for all, light ones are not asked.
         by_process: dict[tuple[ProcessGroup, int | None], Replica] = {}
@@ -93,6 +98,7 @@ class Runtime:
             for supervisor in service._supervisors:
                 if supervisor.state == "up" and supervisor.replica is not None:
                     by_process[supervisor.replica.group, supervisor.replica.process_index] = supervisor.replica
+
         asked = [
             replica
             for (group, process_index), replica in by_process.items()
@@ -119,6 +125,7 @@ class Runtime:
         remote_service.close_relay()
 
     def _make_launch(self, component: Component) -> Callable[[int, int], Pending[Replica]]:
+        # The function starts replica `index`; `incarnation` counts the replicas that it replaces.
         async def launch_replica(index: int, incarnation: int) -> Replica:
             group = await self._find_group(component, index)
             replica = Replica(component, index, incarnation, group)
@@ -130,6 +137,7 @@ class Runtime:
                 replica.fail(f"its start failed: {error}", blameless=True)
                 if not group.pids:  # not even the first message was answered
                     group.hosts.give_up()
+
                 # The state that remains in the processes (torch.distributed, device memory) would disturb the next
                 # attempt: they are killed, unless other components share them and this one leaves nothing.
                 if not group.shared or component.options.heavy or isinstance(error, CallTimeout):
@@ -149,9 +157,9 @@ class Runtime:
         """Return the processes for replica `index` of a component: living ones that it shares, or else new ones."""
         options = component.options
         name = f"{component.name}{index}"
-        shared = options.share is not None or options.per_process > 1
+        is_shared = options.share is not None or options.per_process > 1
 
-        if shared:
+        if is_shared:
             name = options.share or f"{component.name}_{index // options.per_process}"
             group = self._groups.get(name)
             if group is not None and group.dead is None:
@@ -165,10 +173,11 @@ class Runtime:
         mesh = await hosts.mesh()
 
         # Another component of the share may have started the processes while this one waited for a host.
-        async with self._group_locks[name] if shared else nullcontext():
-            group = self._groups.get(name) if shared else None
+        async with self._group_locks[name] if is_shared else nullcontext():
+            group = self._groups.get(name) if is_shared else None
             if group is not None and group.dead is None:
                 return group
+
             if isinstance(mesh, HostMesh):
                 # A fork has imported its libraries already: its settings for them must be those of the fork server.
                 is_forkable = (
@@ -181,8 +190,8 @@ class Runtime:
                 server = await _ready_server(options.setup_timeout) if is_forkable else None
                 mesh = processes.spawn_processes(mesh, name, procs, options, hosts, gpus, server)
 
-            group = ProcessGroup(name, mesh, options, hosts, shared=shared)
-            if shared:
+            group = ProcessGroup(name, mesh, options, hosts, shared=is_shared)
+            if is_shared:
                 self._groups[name] = group
             return group
 
@@ -255,6 +264,7 @@ async def shutdown() -> None:
                 await asyncio.wait_for(closing, TEARDOWN_PATIENCE)
         except Exception as error:
             log.warning("%s: teardown failed: %s", type(component).__name__, error)
+
     if _runtime is not None:
         stopping, _runtime = _runtime, None
         await stopping.shutdown()

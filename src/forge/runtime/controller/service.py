@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ...observability.metrics import Reduce, on_the_clock, record_metric
@@ -48,9 +48,8 @@ class Service(Handle):
         super().__init__(component.name, frozenset(endpoints))
         self._component = component
         self._options = component.options
-        self._launch = launch
-        self._release = release
-        self._on_dead = on_dead
+        self._launch, self._release, self._on_dead = launch, release, on_dead
+
         self._catch_up = frozenset(name for name, catch_up in endpoints.items() if catch_up)
         self._latest: dict[str, Call] = {}  # the last fanout of each catch-up endpoint
 
@@ -78,8 +77,10 @@ class Service(Handle):
         """
         if num_replicas < 1:
             raise ValueError(f"{self._name} needs at least one replica, got {num_replicas}: use stop to end it")
+
         async with self._scaling:
             self._balancer.check_open()
+
             # Failed replicas are removed first, which frees their devices for new ones.
             failed = [supervisor for supervisor in self._supervisors if supervisor.state == "failed"]
             await asyncio.gather(*map(self._retire_supervisor, failed))
@@ -93,7 +94,7 @@ class Service(Handle):
             added = [self._make_supervisor(next(free_indices)) for _ in range(num_replicas - len(remaining))]
 
             # Listed before they are up: a fanout, the watchdog and `stop` must see replicas that are starting.
-            self._supervisors = _by_index(remaining + added)
+            self._supervisors = sorted(remaining + added, key=lambda supervisor: supervisor.index)
             try:
                 # All starts must have ended before an error is raised and the new replicas are removed again.
                 starts = [supervisor.start() for supervisor in added]
@@ -102,7 +103,8 @@ class Service(Handle):
                         raise error
             except BaseException:
                 # Back to the replicas from before.
-                self._supervisors = _by_index({*self._supervisors, *removed} - {*added})
+                earlier = {*self._supervisors, *removed} - {*added}
+                self._supervisors = sorted(earlier, key=lambda supervisor: supervisor.index)
                 await asyncio.shield(asyncio.gather(*map(self._retire_supervisor, added)))
                 raise
 
@@ -113,9 +115,11 @@ class Service(Handle):
         rows = []
         for supervisor in self._supervisors:
             replica = supervisor.replica
-            recent = [(max(0.0, time.monotonic() - at), latency) for at, latency in replica.answers] if replica else []
-            latencies = sorted(latency for _, latency in recent)
-            ages = [age for age, _ in recent if age <= RATE_WINDOW]
+            answers = list(replica.answers) if replica else []  # (time, latency), times of a monotonic clock
+            latencies = sorted(latency for _, latency in answers)
+            now = time.monotonic()
+            recent_count = sum(max(0.0, now - answered_at) <= RATE_WINDOW for answered_at, _ in answers)
+
             rows.append(
                 ReplicaStatus(
                     name=supervisor.name,
@@ -124,7 +128,7 @@ class Service(Handle):
                     in_flight=replica.in_flight if replica else 0,
                     served=replica.served if replica else 0,
                     errors=replica.errors if replica else 0,
-                    rate=len(ages) / RATE_WINDOW,
+                    rate=recent_count / RATE_WINDOW,
                     sessions=sum(assigned is replica for assigned in self._balancer.sessions.values()),
                     restarts=supervisor.restarts,
                     latency_mean=1e3 * statistics.fmean(latencies) if latencies else float("nan"),
@@ -142,16 +146,14 @@ class Service(Handle):
     async def stop(self) -> None:
         """Stop every replica. Later calls raise ServiceStopped."""
         self._stopped = True
-        self._balancer.close(self._was_stopped)
+        self._balancer.close(lambda: ServiceStopped(f"{self._name} was stopped"))
         await asyncio.gather(*(supervisor.stop() for supervisor in self._supervisors))
         await self._release(self._name, None)
 
     shutdown = stop
 
-    def _was_stopped(self) -> ServiceStopped:
-        return ServiceStopped(f"{self._name} was stopped")
-
     async def _dispatch(self, call: Call) -> Value:
+        # Send a call to one replica, or by `fanout` to all, and return what its verb promises.
         if call.verb == "fanout":
             return await self._fan_out(call)
         if call.verb != "route" and len(self._supervisors) != 1:
@@ -161,6 +163,7 @@ class Service(Handle):
             )
         if call.verb == "call_one" and self._options.procs != 1:
             raise ForgeError(f"call_one needs one process and {self._name} has {self._options.procs}: use call")
+
         request = self._make_request(call)
         with on_the_clock(f"{self._name}.{call.endpoint}"):
             values = await self._serve_request(request, self._balancer.acquire)
@@ -213,7 +216,8 @@ class Service(Handle):
             ReplicaDied: the retries are used up.
         """
         if self._stopped:
-            raise self._was_stopped()
+            raise ServiceStopped(f"{self._name} was stopped")
+
         request.avoid.add(replica.index)
         if not replica.blameless:
             request.record_death(replica.suspects)
@@ -233,12 +237,14 @@ class Service(Handle):
         record_metric(f"retries/{self._name}", 1.0, Reduce.SUM)
 
     async def _fan_out(self, call: Call) -> list[Value]:
+        # Call all replicas, and return their values; an error of one is raised once all have answered.
         self._balancer.check_open()
+
         # For example, the trainer publishes its weights before generators are asked to load them.
         if call.endpoint in self.before_fanout:
             await self.before_fanout[call.endpoint](*call.args, **call.kwargs)
         catch_up = call.endpoint in self._catch_up
-        previous = self._latest.get(call.endpoint)
+        previous_call = self._latest.get(call.endpoint)
         if catch_up:
             self._set_latest(call.endpoint, call)
 
@@ -251,6 +257,7 @@ class Service(Handle):
                         f"{request.caller} waited {request.limit:g} s for {supervisor.name}.{request.endpoint}, "
                         f"which is {supervisor.state}: {supervisor.error}"
                     ) from None
+
                 if replica is not None:
                     replica.enter(request)
                 return replica
@@ -265,6 +272,7 @@ class Service(Handle):
             recipients = [
                 supervisor for supervisor in self._supervisors if not serving or not supervisor.waits_for_host
             ]
+
         calls = [call_replica(supervisor, self._make_request(call)) for supervisor in recipients]
         with on_the_clock(f"{self._name}.{call.endpoint}"):
             replies = await asyncio.gather(*calls, return_exceptions=True)
@@ -274,8 +282,9 @@ class Service(Handle):
         if failures:
             # A new replica must not start with a call that raised on a living one.
             if catch_up and self._latest[call.endpoint] is call:
-                self._set_latest(call.endpoint, previous)
+                self._set_latest(call.endpoint, previous_call)
             raise failures[0]
+
         return [reply[0] for reply in replies if isinstance(reply, list)]
 
     # Set the call of an endpoint that absent replicas catch up on; None if there is none.
@@ -292,8 +301,10 @@ class Service(Handle):
         return Request(request_id, call.endpoint, call.args, call.kwargs, call.caller, limit, call.session)
 
     def _make_supervisor(self, index: int) -> Supervisor:
+        # The replica serves once it has repeated the calls that all replicas must have seen.
         async def launch_replica(incarnation: int) -> Replica:
             replica = await self._launch(index, incarnation)
+
             # Repeat the latest call of each catch-up endpoint, and those that came meanwhile, until none is missed.
             caught_up: dict[str, Call] = {}
             while missed := [call for call in self._latest.values() if caught_up.get(call.endpoint) is not call]:
@@ -350,7 +361,3 @@ class Service(Handle):
         if all(supervisor.state in ("failed", "stopped") for supervisor in self._supervisors):
             self._balancer.close(make_error)
             self._on_dead(make_error())
-
-
-def _by_index(supervisors: Iterable[Supervisor]) -> list[Supervisor]:
-    return sorted(supervisors, key=lambda supervisor: supervisor.index)

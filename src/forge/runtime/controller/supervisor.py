@@ -50,12 +50,8 @@ class Supervisor:
         balancer: LoadBalancer,
         on_failed: Callable[[Supervisor], None],
     ) -> None:
-        self.index = index
-        self.name = name
-        self.options = options
-        self._launch = launch
-        self._balancer = balancer
-        self._on_failed = on_failed
+        self.index, self.name, self.options = index, name, options
+        self._launch, self._balancer, self._on_failed = launch, balancer, on_failed
         self.state: State = "starting"
         self.replica: Replica | None = None
 
@@ -127,18 +123,20 @@ class Supervisor:
         self._changed.set()
 
     async def _supervise_replica(self) -> None:
+        # Replace each replica that dies, until the service stops it or no replacement serves.
         failures = 0
         while self.replica is not None:
-            died = await asyncio.shield(self.replica.failed)
+            death = await asyncio.shield(self.replica.failed)
             lost = self.replica
             self._balancer.leave(lost)
             if self.state == "stopped":
                 return
+
             failures = 0 if time.monotonic() - self.since > SOUND_AFTER else failures + 1
             self.state = "restarting"
             self.since = time.monotonic()
-            self.error = died
-            log.warning("%s; calls in flight there: %d", died, lost.in_flight_lost)
+            self.error = death
+            log.warning("%s; calls in flight there: %d", death, lost.in_flight_lost)
 
             # Its processes may take seconds to end: the replacement does not wait for that.
             pending = asyncio.ensure_future(lost.stop())

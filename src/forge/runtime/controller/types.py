@@ -112,14 +112,6 @@ class Request:
             self.suspects = len(suspects)
 
 
-def find_suspects(requests: set[Request]) -> set[Request]:
-    """Return which of the requests of a dead replica may have killed it.
-
-    If some are suspects of an earlier death these are returned, otherwise all.
-    """
-    return {request for request in requests if request.deaths} or {*requests}
-
-
 def new_id(service: str) -> str:
     """Return a new id for a request, unique within the run, e.g. "policy-1234-56"."""
     return f"{service}-{os.getpid()}-{next(_numbers)}"

@@ -34,8 +34,7 @@ class ElsewhereProcess(Process):
     stopped = False
 
     def __init__(self, pid: int, machine: str) -> None:
-        self.pid = pid
-        self.machine = machine
+        self.pid, self.machine = pid, machine
 
     def __str__(self) -> str:
         return f"{self.pid} on {self.machine.partition(' ')[0]}"
@@ -68,9 +67,7 @@ class UserHosts(Hosts):
     own_program = True
 
     def __init__(self, name: str, mesh: HostMesh | ProcMesh, devices: list[str]) -> None:
-        self._name = name
-        self._mesh = mesh
-        self._devices = devices
+        self._name, self._mesh, self._devices = name, mesh, devices
         self._lost = False
         self.borrowed = isinstance(mesh, ProcMesh)
         self.size = 1 if self.borrowed else mesh.size()
@@ -157,10 +154,10 @@ class UserPlacement:
                 # The mesh is divided into parts of as many hosts as there are for each replica, at least one. With more
                 # replicas than hosts several replicas share a part, in turn.
                 part_size = max(1, mesh.size() // replicas)
-                number = index % (mesh.size() // part_size)
-                hosts = range(number * part_size, (number + 1) * part_size)
+                part_index = index % (mesh.size() // part_size)
+                hosts = range(part_index * part_size, (part_index + 1) * part_size)
                 devices = self._take_devices(key, mesh, hosts, procs // part_size * gpus_per_proc)
-                self._placed[key] = UserHosts(f"{name}[{index}]", _slice_mesh(mesh, number, part_size), devices)
+                self._placed[key] = UserHosts(f"{name}[{index}]", _slice_mesh(mesh, part_index, part_size), devices)
 
         return self._placed[key]
 

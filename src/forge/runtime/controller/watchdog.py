@@ -28,17 +28,17 @@ class Watchdog:
     """
 
     def __init__(self, services: Mapping[str, Any], starting: Mapping[Replica, float]) -> None:
-        self.services = services
-        self.starting = starting
+        self.services, self.starting = services, starting
         self._due: weakref.WeakKeyDictionary[object, float] = weakref.WeakKeyDictionary()
 
     async def watch(self) -> None:
         """Check all services every second, until cancelled."""
         while True:
             await asyncio.sleep(CHECK_EVERY)
+
             # Replicas that do not start. Copies, as both mappings change while stacks are read.
-            for replica, since in list(self.starting.items()):
-                stalled = time.monotonic() - since
+            for replica, started in list(self.starting.items()):
+                stalled = time.monotonic() - started
                 if self._is_due(replica, stalled, replica.options.stall_after):
                     limit = replica.options.setup_timeout
                     # A large model loads for minutes: its stacks say nothing before the start takes too long.
@@ -51,12 +51,13 @@ class Watchdog:
                     serving: Replica | None = supervisor.replica
                     if serving is None or not serving.requests:
                         continue
-                    requests = list(serving.requests)
+
                     # Silent since its last answer, or since the oldest request in flight if that came later.
-                    since = max(serving.last_answer, min(request.sent for request in requests))
-                    if self._is_due(serving, time.monotonic() - since, serving.options.stall_after):
+                    requests = list(serving.requests)
+                    silent_since = max(serving.last_answer, min(request.sent for request in requests))
+                    if self._is_due(serving, time.monotonic() - silent_since, serving.options.stall_after):
                         lines = _describe_waits(requests, str(serving)) + await _stacks_of(serving)
-                        _log_report(f"no answer from {serving} for {time.monotonic() - since:.0f} s", lines)
+                        _log_report(f"no answer from {serving} for {time.monotonic() - silent_since:.0f} s", lines)
 
                 # Calls that no replica takes.
                 queued = service._balancer.queued
@@ -98,8 +99,9 @@ def _describe_waits(requests: list[Request], target: str) -> list[str]:
             f"{request.caller} waits for {target}.{request.endpoint} since {since} "
             f"({waited:.0f} of {request.limit:g} s)"
         )
-    hidden = len(requests) - len(lines)
-    return lines + ([f"and {hidden} calls more"] if hidden else [])
+
+    hidden_count = len(requests) - len(lines)
+    return lines + ([f"and {hidden_count} calls more"] if hidden_count else [])
 
 
 def _log_report(title: str, lines: list[str]) -> None:

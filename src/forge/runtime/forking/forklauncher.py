@@ -28,8 +28,10 @@ def ask_server(connection: socket.socket, address: str, program: str) -> int:
     """
     # Read back by `forkserver.read_request`: the length, with four open files, then fields that are separated by 0
     # bytes.
-    limits = b",".join(b"%d:%d:%d" % (number, *resource.getrlimit(number)) for number in LIMITS)
-    request = b"\0".join([program.encode(), limits, *(name + b"=" + value for name, value in os.environb.items())])
+    limits = b",".join(b"%d:%d:%d" % (limit, *resource.getrlimit(limit)) for limit in LIMITS)
+    environment = [name + b"=" + value for name, value in os.environb.items()]
+    request = b"\0".join([program.encode(), limits, *environment])
+
     try:
         folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY)
         connection.connect(address)
@@ -38,6 +40,7 @@ def ask_server(connection: socket.socket, address: str, program: str) -> int:
         connection.sendall(request)
     except OSError:  # the server does not listen, or has ended
         return 0
+
     return int.from_bytes(receive_bytes(connection, 4), "little")
 
 
@@ -62,6 +65,7 @@ def main(address: str, program: str) -> None:
     """
     with open("/proc/self/comm", "w") as name:
         name.write("forge-launcher")
+
     # Signals wait until they can be forwarded: the fork may run before this process continues.
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -69,7 +73,9 @@ def main(address: str, program: str) -> None:
     if not pid:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         os.execv(sys.executable, [sys.executable, "-m", program])
+
     status = follow_process(connection, pid)
+
     # The parent of this process sees the exit code of the fork, or the signal that ended it.
     if not os.WIFSIGNALED(status):
         os._exit(os.WEXITSTATUS(status))
@@ -87,6 +93,7 @@ def follow_process(connection: socket.socket, pid: int) -> int:
         for number in FORWARDED:
             signal.signal(number, lambda number, frame: signal.pidfd_send_signal(process, number))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+
         # A signal that arrives just before the call does not interrupt it: its handler runs when the time is over.
         while not select.select([process], [], [], 1.0)[0]:
             continue

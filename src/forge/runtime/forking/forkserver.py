@@ -112,6 +112,7 @@ class ForkServer:
     def _start_server(self) -> None:
         self._is_up = False
         self._bound = bound_variables(os.environ)
+
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(str(self.address))
             listener.listen(1024)  # requests wait until the server has imported
@@ -194,6 +195,7 @@ def serve_forks(listener: socket.socket, expected: dict[str, str]) -> tuple[sock
         ready, _, _ = select.select([sys.stdin, listener], [], [])
         if sys.stdin in ready:
             return None
+
         connection, _ = listener.accept()
         request = read_request(connection)
 
@@ -204,6 +206,7 @@ def serve_forks(listener: socket.socket, expected: dict[str, str]) -> tuple[sock
             if bound_variables(variables) == expected and len(os.listdir("/proc/self/task")) == 1:
                 with suppress(OSError):  # no memory or no process is left
                     pid = os.fork()
+
             if pid == 0:  # in the fork
                 listener.close()
                 return connection, request
@@ -222,10 +225,11 @@ def read_request(launcher: socket.socket) -> ForkRequest | None:
     handles: list[int] = []
     try:
         length, handles, _, _ = socket.recv_fds(launcher, 4, 4)
-        program, limits, *variables = receive_bytes(launcher, int.from_bytes(length, "little")).split(b"\0")
+        message = receive_bytes(launcher, int.from_bytes(length, "little"))
+        program, limit_text, *variables = message.split(b"\0")
         environment = dict(variable.split(b"=", 1) for variable in variables)
-        quantities = [tuple(map(int, limit.split(b":"))) for limit in limits.split(b",")]
-        return ForkRequest(program.decode(), quantities, environment, handles)
+        limits = [tuple(map(int, limit.split(b":"))) for limit in limit_text.split(b",")]
+        return ForkRequest(program.decode(), limits, environment, handles)
     except (OSError, ValueError):  # received handles stay open until they are closed
         for handle in handles:
             os.close(handle)
@@ -238,11 +242,13 @@ def run_program(launcher: socket.socket, request: ForkRequest) -> None:
     Sends the process id to the launcher at the start, and the program's status at the end.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
     # Not ignored, as programs that a component starts would inherit that, and SIGTERM is how the component ends them.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
+
     *streams, folder = request.handles
-    for number, handle in enumerate(streams):
-        os.dup2(handle, number)
+    for descriptor, handle in enumerate(streams):  # standard input, output and error
+        os.dup2(handle, descriptor)
         os.close(handle)
     os.fchdir(folder)
     os.close(folder)

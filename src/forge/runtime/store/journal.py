@@ -75,6 +75,7 @@ class Journal:
             file.close()
             unfinished.unlink()
             raise
+
         os.replace(unfinished, self.path)
         if self._file is not None:
             self._file.close()
@@ -95,6 +96,7 @@ class Journal:
     def _complete_records(self, file: BinaryIO) -> Iterator[tuple[bytes, int]]:
         """Yield (payload, offset of its end) for every complete record."""
         start = 0
+
         # A killed process leaves the first part of a record. So a record that is too short is torn, and ends the file;
         # a record with a wrong checksum is damaged, and an error.
         while len(header := file.read(_HEADER.size)) == _HEADER.size:

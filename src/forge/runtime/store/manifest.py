@@ -141,9 +141,9 @@ class Manifest:
         """
         for name in sorted(self.by_name.keys() | version.by_name.keys()):
             shards = self.by_name.get(name, [])
-            others = version.by_name.get(name, [])
-            is_comparable = {shard.box for shard in shards} == {shard.box for shard in others}
-            if not shards or not others or (is_comparable and self.checksums[name] != version.checksums[name]):
+            other_shards = version.by_name.get(name, [])
+            is_comparable = {shard.box for shard in shards} == {shard.box for shard in other_shards}
+            if not shards or not other_shards or (is_comparable and self.checksums[name] != version.checksums[name]):
                 return name
         return None
 
@@ -162,6 +162,7 @@ class Manifest:
         digest, _, text = text.partition(" ")
         if digest != xxhash.xxh3_64_hexdigest(text.encode()):
             raise CorruptWeights("a manifest of the weight store is damaged: its checksum differs")
+
         key, version, single, fields = json.loads(text)
         shards = tuple(
             Shard(name, dtype, tuple(shape), Box(tuple(offset), tuple(size)), segment, start, checksum)
@@ -189,11 +190,12 @@ def copy_and_hash(source: Tensor, target: Tensor, of_source: bool = False) -> st
         of_source: always return the source's checksum, to verify a source that was read.
     """
     source = source.resolve_conj().resolve_neg()
-    on_cpu = source.device.type == target.device.type == "cpu"
-    if not (on_cpu and source.dtype == target.dtype and source.is_contiguous() and target.is_contiguous()):
+    is_on_cpu = source.device.type == target.device.type == "cpu"
+    if not (is_on_cpu and source.dtype == target.dtype and source.is_contiguous() and target.is_contiguous()):
         # A device casts before the copy: half the bytes are copied for bfloat16, and a CPU would cast on one thread.
         target.copy_(source if source.device.type == "cpu" else source.to(target.dtype))
         return hash_tensor(source if of_source else target)
+
     # Piece by piece, so that the bytes to copy are still in the cache from hashing.
     source_bytes, target_bytes = (values.reshape(-1).view(torch.uint8) for values in (source, target))
     state = xxhash.xxh3_64()
@@ -201,4 +203,5 @@ def copy_and_hash(source: Tensor, target: Tensor, of_source: bool = False) -> st
     for start in range(0, len(source_bytes), PIECE):
         state.update(buffer[start : start + PIECE].data)
         target_bytes[start : start + PIECE].copy_(source_bytes[start : start + PIECE])
+
     return state.hexdigest()

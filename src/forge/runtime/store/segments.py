@@ -106,7 +106,7 @@ class Segments:
                     (self.used / name).unlink()
             os.close(file)
 
-        free_segments = sorted(_list_segments(self.free), key=lambda entry: entry[2])
+        free_segments = sorted(_list_segments(self.free), key=lambda entry: entry[2])  # by the time of the last move
         surplus = sum(size for _, size, _ in free_segments) - sum(size for _, size, _ in _list_segments(self.used))
         for path, size, _ in free_segments:
             if surplus <= 0:
@@ -156,6 +156,7 @@ class Segments:
         length = max(size, 1)  # bytes: an empty file cannot be mapped
         if os.fstat(file).st_size >= length:
             return
+
         try:
             try:
                 os.posix_fallocate(file, 0, length)
@@ -184,6 +185,7 @@ class Segments:
 
     # Return the bytes of a segment in use, uint8; the most recent MAX_MAPPED segments stay mapped.
     def _map_segment(self, name: str) -> Tensor:
+        # The bytes of a segment, mapped once; mappings that were not used for long are dropped.
         self.forget()
         with self._mapping:
             memory = self._maps.pop(name, None)
@@ -194,6 +196,8 @@ class Segments:
                     memory = torch.frombuffer(mmap.mmap(file, os.fstat(file).st_size), dtype=torch.uint8)
                 finally:
                     os.close(file)
+
+            # The segment becomes the newest: the oldest mappings are dropped.
             self._maps[name] = memory
             while len(self._maps) > MAX_MAPPED:
                 del self._maps[next(iter(self._maps))]

@@ -57,6 +57,7 @@ def flatten_state(value: object) -> tuple[dict[str, Tensor], bool]:
     """
     if isinstance(value, Tensor):
         return {"": value}, True
+
     tensors: dict[str, Tensor] = {}
 
     def visit_part(path: str, part: object) -> None:
@@ -142,6 +143,7 @@ class RankPart:
         version = None if version is None else operator.index(version)
         if version is not None and version < 0:
             raise ValueError(f"a version is a number from 0, got {version}")
+
         tensors, single = flatten_state(value)
         for name, tensor in tensors.items():
             check_storable(f"{key}: {name}" if name else key, tensor)
@@ -222,6 +224,7 @@ def publish_together(
             message = None, work()
         except Exception as error:  # any error must reach every rank
             message = type(error).__name__, str(error)
+
         # Compressed, as the store may be a file that only grows.
         data = zlib.compress(json.dumps(message).encode())
         key_value_store.set(f"{prefix}/{label}", data)  # type: ignore[arg-type]  # it takes bytes as well
@@ -234,6 +237,7 @@ def publish_together(
             raise IncompleteVersion(
                 f"rank {ranks.rank} waited {timeout:g} s for what rank {label} should put"
             ) from None
+
         error_type, content = json.loads(zlib.decompress(data))
         if error_type is not None:
             raise ERRORS.get(error_type, IncompleteVersion)(content)
@@ -282,10 +286,12 @@ class OpenVersion:
         if into is None:
             copies = self.some(list(self.manifest.by_name))
             return copies[""] if self.manifest.single else copies
+
         targets, single = flatten_state(into)
         if single != self.manifest.single:
             kinds = ("a state dict", "one tensor")
             raise ValueError(f"{self.manifest.key} is {kinds[self.manifest.single]}, not {kinds[single]}")
+
         # All are checked before the first is written: a model must not be left with tensors of two versions.
         for name, target in targets.items():
             self.check(name, target)
@@ -336,6 +342,7 @@ class OpenVersion:
                 continue
             source = shard.view(self.memory[shard.segment])
             target = values[overlap.within(box)]
+
             # A block that is read as a whole is verified by the pass that copies it.
             if overlap == shard.box and id(shard) not in self._verified:
                 self._verify_block(shard, source, copy_and_hash(source, target, of_source=True))
@@ -366,6 +373,7 @@ class OpenVersion:
             if tensor is not None:
                 self.read(name, tensor)
                 return tensor
+
             (shard,) = self.manifest.by_name[name]
             values = shard.view(self.memory[shard.segment])
             self._verify_block(shard, values)

@@ -119,7 +119,9 @@ class VersionStore(Store):
         """
         if not self.root.is_dir():
             raise FileNotFoundError(f"the weight store {self.root} was removed")
+
         part = RankPart.of_value(key, value, version, dtype)
+
         # The segment stays locked until the version is published or has failed: no other process may reuse it before.
         with ExitStack() as locks:
 
@@ -155,6 +157,7 @@ class VersionStore(Store):
             versions = self.versions(key) if version is None else [version]
             if not versions:
                 raise self._missing_error(key, None)
+
             number = versions[-1]
             path = self._key_folder(key) / f"v{number}.json"
 
@@ -271,58 +274,61 @@ class VersionStore(Store):
         key = parts[0].key
         folder = self._key_folder(key)
         versions = self.versions(key)
-        numbers = {part.version for part in parts}
-        if len(numbers) > 1:
-            raise IncompleteVersion(f"ranks put {key} under different versions: {sorted(map(str, numbers))}")
-        newest = versions[-1] if versions else 0
-        requested = numbers.pop()
-        number = newest + 1 if requested is None else requested
+        requested_versions = {part.version for part in parts}
+        if len(requested_versions) > 1:
+            raise IncompleteVersion(f"ranks put {key} under different versions: {sorted(map(str, requested_versions))}")
 
-        manifest = Manifest.join(number, parts)
+        newest = versions[-1] if versions else 0
+        requested_version = requested_versions.pop()
+        version = newest + 1 if requested_version is None else requested_version
+
+        manifest = Manifest.join(version, parts)
         try:
             manifest.check()
         except ValueError as error:
             raise IncompleteVersion(str(error)) from None
 
         # A trainer that was restarted puts its last version again: with equal values that is not a conflict.
-        if number in versions:
-            published = self.manifest(key, number)
+        if version in versions:
+            published = self.manifest(key, version)
             if manifest.digest == published.digest:
                 # Segments on other hosts ("name@host") may have been lost with their host: refer to the new ones.
                 if any("@" in name for name in published.segments):
-                    write_atomic(folder / f"v{number}.json", manifest.to_json())
-                return number
+                    write_atomic(folder / f"v{version}.json", manifest.to_json())
+                return version
+
             tensor = published.first_difference(manifest)
             conflict = "in another layout" if tensor is None else f"with other values: tensor {tensor!r} was different"
-            raise VersionConflict(f"{key} version {number} was published before {conflict}")
+            raise VersionConflict(f"{key} version {version} was published before {conflict}")
 
         for rank, part in enumerate(parts):
             # A rank that is killed loses the lock on its segment. Segments of other hosts ("name@host") are locked by
             # processes there that wait for this call.
             if not all(self.segments.is_being_written(name) for name in part.segments if "@" not in name):
-                raise IncompleteVersion(f"{key} version {number}: rank {rank} was lost before it was published")
+                raise IncompleteVersion(f"{key} version {version}: rank {rank} was lost before it was published")
 
-        if number < newest:
-            raise VersionConflict(f"{key} version {number} is older than the newest, {newest}")
+        if version < newest:
+            raise VersionConflict(f"{key} version {version} is older than the newest, {newest}")
 
         # The identity is recorded first: every reader of the version must find it.
-        self._record_identities(key, [(number, manifest.digest)])
-        write_atomic(folder / f"v{number}.json", manifest.to_json())
+        self._record_identities(key, [(version, manifest.digest)])
+        write_atomic(folder / f"v{version}.json", manifest.to_json())
 
         # Drop all but the newest `keep` versions, and forget all but the newest dropped ones.
         history = folder / "dropped"
         history.mkdir(exist_ok=True)
-        for version in [*versions, number][: -self.keep]:
-            (folder / f"v{version}.json").rename(history / f"{version}.json")
+        for surplus_version in [*versions, version][: -self.keep]:
+            (folder / f"v{surplus_version}.json").rename(history / f"{surplus_version}.json")
         for old in sorted(history.iterdir(), key=lambda path: int(path.stem))[:-MAX_HISTORY]:
             old.unlink()
 
         self.segments.reclaim(self._referenced_segments())
-        return number
+        return version
 
     def _referenced_segments(self) -> set[str]:
         """Return the names of the segments of all published versions; segments being written are locked instead."""
         segments: set[str] = set()
+
         # Only files that are new since the last call are read.
         known = self._segments_of
         self._segments_of = {}
@@ -355,6 +361,7 @@ class VersionStore(Store):
             name = f"key-{quote(key, safe='')}"
         except UnicodeEncodeError:
             raise ValueError(f"a key must be Unicode text, got {key!r:.80}") from None
+
         if len(name) > MAX_NAME:
             raise ValueError(
                 f"the key {key[:20]!r}... is too long: its folder's name has {len(name)} characters, of at most "
