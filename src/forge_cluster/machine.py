@@ -42,17 +42,6 @@ INHERITED_PREFIXES = ("FORGE_", "HYPERACTOR_", "MONARCH_", "NCCL_", "ATEN_", "ON
 NOT_INHERITED = ("FORGE_SECRET", "FORGE_HOSTS", "FORGE_HOST", "HYPERACTOR_TLS_CA", "HYPERACTOR_TLS_CERT")
 
 
-async def describe_host(address: str, credentials: Credentials) -> tuple[Inventory, str | None]:
-    """Return the inventory of a host, and a text on the controller that leases it, or None.
-
-    Raises:
-        OSError: it cannot be reached; the message has the fix.
-        HostError: it reported an error.
-    """
-    reply = await query_host(address, credentials, do="describe")
-    return Inventory.from_dict(reply), reply["held_by"]
-
-
 async def query_host(address: str, credentials: Credentials, **message: Json) -> Json:
     """Send one message to a host's daemon, on a new connection, and return its answer.
 
@@ -225,12 +214,11 @@ class Machine:
         watched, self.watched = self.watched, {}
         for on_end in watched.values():
             on_end()
-        _hosts_loop().call_soon_threadsafe(self._abort_connection)
 
-    def _abort_connection(self) -> None:
-        self._writer.transport.abort()  # without sending buffered messages
+        # Without sending buffered messages.
+        _hosts_loop().call_soon_threadsafe(self._writer.transport.abort)
         for task in self._tasks:
-            task.cancel()
+            _hosts_loop().call_soon_threadsafe(task.cancel)
 
     async def _send_beats(self) -> None:
         while True:
