@@ -39,6 +39,7 @@ def fill_task_folder(
             raise ValueError(f"files must be named by paths within the task folder, got {str(path)!r}")
 
     tmp_folder = folder.parent / "tmp"
+    owner = NOBODY if owned else -1  # -1: it stays the same
     if new:
         folder.parent.mkdir(parents=True)
         if source is None:
@@ -47,12 +48,11 @@ def fill_task_folder(
             shutil.copytree(source, folder, symlinks=True)
         (folder / HOME).mkdir(exist_ok=True)
         tmp_folder.mkdir()
-        if owned:
-            give_to_nobody(folder)
+        for content in folder.rglob("*"):
+            os.chown(content, owner, owner, follow_symlinks=False)
     for top in (folder, tmp_folder):
         top.chmod(0o755)
-        if owned:
-            os.chown(top, NOBODY, NOBODY)
+        os.chown(top, owner, owner)
 
     for path, text in texts.items():
         # From the outermost folder of the path to the innermost; the first of `parents` is the task folder itself.
@@ -62,8 +62,7 @@ def fill_task_folder(
                 inner.unlink(missing_ok=True)
                 inner.mkdir()
             inner.chmod(0o755)
-            if owned:
-                os.chown(inner, NOBODY, NOBODY)
+            os.chown(inner, owner, owner)
 
         target = folder / path
         if target.is_dir() and not target.is_symlink():
@@ -71,16 +70,7 @@ def fill_task_folder(
         # A new file, not the old one's content: that may be a link, or not be writable.
         target.unlink(missing_ok=True)
         target.write_text(text, encoding="utf-8", errors="backslashreplace")
-        if owned:
-            os.chown(target, NOBODY, NOBODY)
-
-
-def give_to_nobody(folder: Path) -> None:
-    """Make the user with which confined programs run the owner of a folder and all that it contains."""
-    os.chown(folder, NOBODY, NOBODY)
-    for parent, folders, names in os.walk(folder):
-        for name in (*folders, *names):
-            os.chown(os.path.join(parent, name), NOBODY, NOBODY, follow_symlinks=False)
+        os.chown(target, owner, owner)
 
 
 def check_task_files(source: Path) -> None:

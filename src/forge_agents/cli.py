@@ -31,12 +31,7 @@ def add_to(commands: Subparsers) -> None:
 
 
 def _print_rows(args: argparse.Namespace) -> None:
-    from forge_envs.environment import InfrastructureError
-
-    try:
-        print(write_rows(Path(args.config), args.limit, args.held_out, args.overwrite))
-    except InfrastructureError as error:
-        raise SystemExit(f"error: {error}") from None
+    print(write_rows(Path(args.config), args.limit, args.held_out, args.overwrite))
 
 
 def write_rows(config: Path, limit: int = -1, share: float = 0.1, overwrite: bool = False) -> str:
@@ -52,8 +47,7 @@ def write_rows(config: Path, limit: int = -1, share: float = 0.1, overwrite: boo
         A line for the user, such as "90 rows in train.jsonl, 10 rows in eval.jsonl".
 
     Raises:
-        ConfigError: a setting is missing or invalid, or a file exists.
-        InfrastructureError: the collection failed.
+        ConfigError: a setting is missing or invalid, the collection failed, or a file exists.
         OSError: a file cannot be read or written.
     """
     from forge.config import ConfigError

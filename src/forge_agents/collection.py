@@ -238,17 +238,10 @@ class WorkerPlay:
 
 
 def check_collection(agent: AgentConfig) -> None:
-    """Check that an agent's collection can be opened, by starting its worker once.
-
-    Raises:
-        ConfigError: the package or the environment is not installed, or a setting is invalid.
-    """
+    """Check that an agent's collection can be opened, by starting its worker once. ConfigError: it cannot be."""
     # In a thread: `asyncio.run` raises an error if the caller runs in an event loop.
     with ThreadPoolExecutor(1) as pool:
-        try:
-            pool.submit(lambda: asyncio.run(read_rows(agent, 0))).result()
-        except InfrastructureError as error:
-            raise ConfigError(f"episode.agent.collection: {error}") from None
+        pool.submit(lambda: asyncio.run(read_rows(agent, 0))).result()
 
 
 async def read_rows(agent: AgentConfig, limit: int = -1) -> dict[str, list[Row]]:
@@ -258,14 +251,15 @@ async def read_rows(agent: AgentConfig, limit: int = -1) -> dict[str, list[Row]]
         limit: the most rows to read; -1: all.
 
     Raises:
-        ConfigError: the collection cannot be opened.
-        InfrastructureError: reading failed.
+        ConfigError: the package or the environment is not installed, a setting is invalid, or reading failed.
     """
     splits: dict[str, list[Row]] = {"train": [], "eval": []}
     worker = worker_of(agent)
     try:
         for split, row in (await worker.request("rows", READING, limit=limit))["rows"]:
             splits[split].append(row)
+    except InfrastructureError as error:
+        raise ConfigError(f"episode.agent.collection: {error}") from None
     finally:
         await worker.close()
     return splits
