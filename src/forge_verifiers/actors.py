@@ -53,11 +53,6 @@ class RemotePanel:
     service: Service
     names: tuple[str, ...]
 
-    @classmethod
-    async def from_service(cls, service: Service) -> RemotePanel:
-        """Return a verifier for a service of `VerifierActor`, which is asked for its columns."""
-        return cls(service, await service.names.route())
-
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """Return scores [responses, names] of the responses to one prompt, all by the same replica."""
         return await self.service.score.route(prompt, list(responses), target)

@@ -44,7 +44,12 @@ def run(args: argparse.Namespace) -> None:
     """Examine the target and print a report; exit code 1 if there is a problem."""
     # Imports are local: `forge doctor machine` must also work where torch does not.
     if args.target == "machine":
-        examine_machine()
+        count = 0
+        for name, value, problem in list_findings():
+            count += bool(problem)
+            print(f"{name:24} {value}" + (f"\n{'':24} PROBLEM: {problem}" if problem else ""))
+        if count:
+            raise SystemExit(1)
     elif args.target == "reward":
         from ..reward_doctor.examine import examine_reward
 
@@ -60,16 +65,6 @@ def run(args: argparse.Namespace) -> None:
         print("\n".join([*lines, *(f"problem: {problem}" for problem in problems)]))
         if problems:
             raise SystemExit(1)
-
-
-def examine_machine() -> None:
-    """Print a line for each finding about this machine; exit code 1 if there is a problem."""
-    problems = 0
-    for name, value, problem in list_findings():
-        problems += bool(problem)
-        print(f"{name:24} {value}" + (f"\n{'':24} PROBLEM: {problem}" if problem else ""))
-    if problems:
-        raise SystemExit(1)
 
 
 def list_findings() -> Iterator[tuple[str, str, str]]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from forge.cli.subparsers import Option, Subparsers, add_command
 
 if TYPE_CHECKING:
-    from ..mismatch import Mismatch
+    pass
 
 TEXT = "name the component in which engine and trainer differ, on a recorded batch of a run"
 BAD_INPUT = 2  # exit code; 1 is a fault of the run
@@ -43,20 +43,15 @@ def run(args: argparse.Namespace) -> None:
 
     # `forge watch` and `forge runs` show the result from this file.
     write_atomic(args.folder / MISMATCH, result.json() + "\n")
-    print(result.json() if args.json else "\n".join(_format_lines(result)))
+    if args.json:
+        print(result.json())
+    else:
+        print(f"{result.tokens} tokens of step {result.step}, sampled by version {result.version}")
+        width = max(len(f"{link.first} | {link.second}") for link in result.links)
+        for link in result.links:
+            mark = "" if link.agrees else "  <- differs"
+            print(f"{f'{link.first} | {link.second}':<{width}}  {link.mean:.1e} nats{mark}")
+        remarks = [*(f"fault: {fault}" for fault in result.faults), *(f"note: {note}" for note in result.notes)]
+        print("\n".join([*remarks, *([f"no fault: {result.sentence}"] if result.is_sound else [])]))
     if not result.is_sound:
         raise SystemExit(1)
-
-
-def _format_lines(result: Mismatch) -> list[str]:
-    """Return the lines of a comparison for a terminal: one for each pair of neighbours, then faults and notes."""
-    lines = [f"{result.tokens} tokens of step {result.step}, sampled by version {result.version}"]
-    width = max(len(f"{link.first} | {link.second}") for link in result.links)
-    for link in result.links:
-        mark = "" if link.agrees else "  <- differs"
-        lines.append(f"{f'{link.first} | {link.second}':<{width}}  {link.mean:.1e} nats{mark}")
-    lines += [f"fault: {fault}" for fault in result.faults]
-    lines += [f"note: {note}" for note in result.notes]
-    if result.is_sound:
-        lines.append(f"no fault: {result.sentence}")
-    return lines
