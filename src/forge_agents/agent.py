@@ -73,21 +73,6 @@ def fill_task_folder(
         os.chown(target, owner, owner)
 
 
-def check_task_files(source: Path) -> None:
-    """Check that a folder whose content goes into task folders holds only files, folders and links within it.
-
-    Raises:
-        ValueError: names what is neither, or a link that leads out of the folder or has an absolute path.
-    """
-    root = os.path.realpath(source)
-    for path in source.rglob("*"):
-        is_file = path.is_file() or path.is_dir()
-        if path.is_symlink():
-            is_file = not os.path.isabs(os.readlink(path)) and Path(os.path.realpath(path)).is_relative_to(root)
-        if not is_file:
-            raise ValueError(f"files: {path} is neither a file, a folder nor a link within {source}: put a copy there")
-
-
 Status = Literal["exited", "timeout", "memory", "killed", "missing", "failed"]
 Network = Literal["gateway", "host"]
 
@@ -139,7 +124,17 @@ class AgentCommand:
         if self.files is not None:
             if not Path(self.files).is_dir():
                 raise ValueError(f"files must be a directory to copy, got {self.files}")
-            check_task_files(Path(self.files))
+            # It may hold only files, folders and links within it.
+            root = os.path.realpath(self.files)
+            for content in Path(self.files).rglob("*"):
+                is_file = content.is_file() or content.is_dir()
+                if content.is_symlink():
+                    is_relative = not os.path.isabs(os.readlink(content))
+                    is_file = is_relative and Path(os.path.realpath(content)).is_relative_to(root)
+                if not is_file:
+                    raise ValueError(
+                        f"files: {content} is neither a file, a folder nor a link within {self.files}: put a copy there"
+                    )
         for path in self.readable:
             if not os.path.exists(path):
                 raise ValueError(f"readable has {path}, which does not exist")

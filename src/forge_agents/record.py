@@ -116,7 +116,14 @@ class SessionRecord:
 
         *earlier, last = branches
         last.branches = tuple(earlier)
-        last.text = format_transcript(tree)
+        parts = []
+        for run in tree.runs:
+            if run.reason and run.number:
+                parts.append(f"[new branch: {run.reason}]")
+            for message in run.added:
+                calls = "".join(f" {call.name}({call.arguments})" for call in message.get("calls", ()))
+                parts.append(f"[{message['role']}] {message['content']}{calls}")
+        last.text = "\n".join(parts)
         last.info = {
             **(info or {}),
             "turns": len(tree.runs),
@@ -193,15 +200,3 @@ def auxiliary_runs(tree: TokenTree) -> Iterator[TokenRun]:
         is_final_answer = run is tree.runs[-1] and has_history
         if run.parent is None and not run.tools and run.number not in continued and not is_final_answer:
             yield run
-
-
-def format_transcript(tree: TokenTree) -> str:
-    """Return the conversations of a tree as one text for logs, with a line where a new branch starts."""
-    parts = []
-    for run in tree.runs:
-        if run.reason and run.number:
-            parts.append(f"[new branch: {run.reason}]")
-        for message in run.added:
-            calls = "".join(f" {call.name}({call.arguments})" for call in message.get("calls", ()))
-            parts.append(f"[{message['role']}] {message['content']}{calls}")
-    return "\n".join(parts)

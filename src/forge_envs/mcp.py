@@ -164,7 +164,15 @@ class MCPTools(ABC):
             async with self._open_connection() as (read, write), ClientSession(read, write) as session:
                 async with asyncio.timeout(self._start_timeout):
                     await session.initialize()
-                    self._schemas = await _list_tools(session)
+                    # A server may list its tools in several pages.
+                    page = await session.list_tools()
+                    tools = [*page.tools]
+                    while page.next_cursor:
+                        page = await session.list_tools(params=PaginatedRequestParams(cursor=page.next_cursor))
+                        tools += page.tools
+                    self._schemas = tuple(
+                        function_schema(tool.model_dump(by_alias=True, mode="json")) for tool in tools
+                    )
                 self._session = session
                 ready.set_result(None)
                 await stop.wait()
@@ -271,13 +279,3 @@ class HTTPTools(MCPTools):
             streamable_http_client(self.name, http_client=client, max_sse_event_size=MAX_BYTES) as streams,
         ):
             yield streams
-
-
-async def _list_tools(session: ClientSession) -> tuple[dict[str, Json], ...]:
-    """Return all tools of a server, which may list them in several pages, as function schemas in OpenAI's format."""
-    page = await session.list_tools()
-    tools = [*page.tools]
-    while page.next_cursor:
-        page = await session.list_tools(params=PaginatedRequestParams(cursor=page.next_cursor))
-        tools += page.tools
-    return tuple(function_schema(tool.model_dump(by_alias=True, mode="json")) for tool in tools)

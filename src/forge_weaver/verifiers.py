@@ -196,7 +196,15 @@ class Ensemble:
 
         ensemble_scores = scores.values[:, self._columns]
         if self.learns and not np.isnan(ensemble_scores).all():
-            await self._learn_values(ensemble_scores)
+            self._seen.append(ensemble_scores)
+            async with self._learning:
+                while len(self._seen) >= self._follow:
+                    # Update a copy: concurrent calls must not see a partial update.
+                    learned, groups = copy.deepcopy(self.aggregator), self._seen[: self._follow]
+                    assert isinstance(learned, Online)
+                    await asyncio.to_thread(learned.partial_fit, self._pad_table(groups))
+                    self.aggregator, self._seen = learned, self._seen[len(groups) :]
+                    record_metric("reward/alarms", len(learned.report.alarms), Reduce.MAX)
 
         # In reverse, so that the first reason of each response is kept.
         first_reason = {i: reason for (i, _), reason in reversed(scores.reasons.items())}
@@ -237,17 +245,6 @@ class Ensemble:
                 f"{', '.join(self.aggregator.verifiers)}: resume with the ensemble that the run started with"
             )
         self.aggregator, self._seen = learned, list(state["seen"])
-
-    async def _learn_values(self, values: np.ndarray) -> None:
-        self._seen.append(values)
-        async with self._learning:
-            while len(self._seen) >= self._follow:
-                # Update a copy: concurrent calls must not see a partial update.
-                learned, groups = copy.deepcopy(self.aggregator), self._seen[: self._follow]
-                assert isinstance(learned, Online)
-                await asyncio.to_thread(learned.partial_fit, self._pad_table(groups))
-                self.aggregator, self._seen = learned, self._seen[len(groups) :]
-                record_metric("reward/alarms", len(learned.report.alarms), Reduce.MAX)
 
     def _pad_table(self, groups: Sequence[np.ndarray]) -> ScoreTable:
         """Return a table of groups, each the scores [responses, verifiers] of one prompt.
