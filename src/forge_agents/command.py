@@ -40,7 +40,6 @@ __all__ = ["AgentCommand", "CommandResult", "CommandRunner"]
 log = logging.getLogger(f"forge.{__name__}")
 
 T = TypeVar("T")
-Level = Literal["namespaces", "none"]  # how programs are confined
 INNER_FOLDER = "/task"  # the task folder, as a confined program sees it
 CHUNK = 1 << 16  # bytes that are read at once
 MAX_CONNECTIONS = 32  # of one program to the gateway at once: further ones wait
@@ -70,7 +69,7 @@ class CommandRunner:
     """
 
     def __init__(self, *, allow_unsafe: bool = False, python: str | None = None) -> None:
-        self.level: Level = "namespaces"
+        self.level: Literal["namespaces", "none"] = "namespaces"  # how programs are confined
         self._allow_unsafe = allow_unsafe
         self._python = python or sys.executable
         self._scratch: Scratch | None = None

@@ -16,8 +16,6 @@ from .cases import NO_LITERAL, Case, Check, check_passable, checks_of, forgeable
 from .harness import BEGUN, HARNESS, read_marked
 from .sandbox import Sandbox
 
-Json = Any  # plain data in a report of the harness
-
 
 def code_block(response: str) -> str | None:
     r"""Return the last Python program in a response, after its thoughts; None if it has none. See `python_block`.
@@ -181,7 +179,7 @@ class CodeVerifier:
             return result
 
 
-def _check_passes(check: Check, report: list[Json] | None) -> bool:
+def _check_passes(check: Check, report: list[Any] | None) -> bool:
     # Return whether a check passes by its report, see `read_marked`.
     if not report:
         return False

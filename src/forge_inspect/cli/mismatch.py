@@ -1,16 +1,10 @@
 """`forge mismatch RUN`: why the log-probabilities of engine and trainer differ."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from forge.cli.subparsers import Option, Subparsers, add_command
-
-if TYPE_CHECKING:
-    pass
 
 TEXT = "name the component in which engine and trainer differ, on a recorded batch of a run"
 BAD_INPUT = 2  # exit code; 1 is a fault of the run
