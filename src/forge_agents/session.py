@@ -117,8 +117,7 @@ class Session:
         After the block a server cancels the generation, since its client has the answer or has hung up. An episode's
         generation continues, so that all of its tokens are counted.
         """
-        task = asyncio.current_task()
-        assert task is not None
+        task: Any = asyncio.current_task()
         self.readers.add(task)
         try:
             yield

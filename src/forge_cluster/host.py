@@ -107,16 +107,15 @@ class Daemon:
         # The name of the peer is unknown if it has already closed the connection.
         peer = join_address(*(writer.get_extra_info("peername") or ("?", 0))[:2])
         try:
-            message = await receive_message(reader)
-            match message and message.get("do"):
+            message = await receive_message(reader) or {}
+            match message.get("do"):
                 case "describe":
                     holder = self._lease.holder if self._lease else None
                     inventory = asdict(Inventory.of_this_machine(self.gpus))
                     send_message(writer, {"ok": {**inventory, "held_by": holder}})
                 case "hold":
-                    await self._serve_controller(message or {}, reader, writer)
+                    await self._serve_controller(message, reader, writer)
                 case "sees":
-                    assert message is not None
                     has_content = False
                     with suppress(OSError):
                         has_content = await asyncio.to_thread(Path(message["path"]).read_text) == message["content"]

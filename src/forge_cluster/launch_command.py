@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from forge.cli.recipes import RECIPES
 from forge.cli.subparsers import Subparsers, add_command
+from forge.system.masking import mask_secrets, without_secrets
+
+from .processes import run_as_child, submit_text
 
 if TYPE_CHECKING:
     from forge.config.arguments import Arguments
@@ -83,7 +86,6 @@ def run(args: argparse.Namespace) -> None:
     from forge.config.sections import ConfigError
     from forge.recipes.placement import RAISE, gpus_needed
     from forge.recipes.resume import read_config
-    from forge.system.masking import mask_secrets
 
     from .credentials import check_certificates
 
@@ -177,8 +179,6 @@ def _check_secrets(arguments: Arguments, options: argparse.Namespace) -> None:
     Raises:
         ValueError: one would be; the message names the option.
     """
-    from forge.system.masking import mask_secrets, without_secrets
-
     fix = f"which other users could read in the job: put it into {options.config}, or into the job's environment"
     for name, text in arguments.overrides:
         if without_secrets(text, name) != text:
@@ -189,7 +189,6 @@ def _check_secrets(arguments: Arguments, options: argparse.Namespace) -> None:
 
 
 def _launch_slurm(options: argparse.Namespace, cfg: TrainingRecipe, runs: Runs) -> None:
-    from .processes import submit_text
     from .slurm import make_script, quote_value
 
     partition = [f"partition={quote_value(options.partition)}"] if options.partition else []
@@ -217,7 +216,6 @@ def _launch_slurm(options: argparse.Namespace, cfg: TrainingRecipe, runs: Runs) 
 
 
 def _launch_ssh(options: argparse.Namespace, cfg: TrainingRecipe, runs: Runs) -> None:
-    from .processes import run_as_child
     from .ssh import check_words_of_ssh, start_workers
 
     hosts = options.hosts.split(",")
@@ -238,7 +236,6 @@ def _launch_ssh(options: argparse.Namespace, cfg: TrainingRecipe, runs: Runs) ->
 
 def _launch_kubernetes(options: argparse.Namespace, cfg: TrainingRecipe, runs: Runs) -> None:
     from .kubernetes import make_manifests
-    from .processes import submit_text
 
     for name, command in runs:
         # Names of runs may contain characters that Kubernetes does not allow.

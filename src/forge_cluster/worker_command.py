@@ -1,7 +1,5 @@
 """`forge worker`: make this machine a host for runs of other machines."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import logging
@@ -10,12 +8,15 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from forge.cli.subparsers import Option, Subparsers, add_command
+from forge.system.files import write_atomic
+from forge_http.addresses import join_address, listening_error
 
-if TYPE_CHECKING:
-    from .host import Daemon
+from .credentials import SECRET, check_certificates, read_secret
+from .host import Daemon, routable_address
+from .inventory import count_gpus
+from .wire import PORT, split_address
 
 TEXT = "let a run on another machine start processes here; both need the same FORGE_SECRET"
 
@@ -48,13 +49,6 @@ def add_to(commands: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Serve runs until a signal ends the worker; invalid input ends it with one line."""
-    from forge_http.addresses import join_address, listening_error
-
-    from .credentials import SECRET, check_certificates, read_secret
-    from .host import Daemon, routable_address
-    from .inventory import count_gpus
-    from .wire import PORT, split_address
-
     try:
         address, port = split_address(args.listen) if args.listen else ("", PORT)
         address = address or routable_address()
@@ -86,9 +80,6 @@ async def _serve_daemon(daemon: Daemon, args: argparse.Namespace) -> None:
 
     The address is written to the folder of --register while the daemon serves, and printed with --stdin.
     """
-    from forge.system.files import write_atomic
-    from forge_http.addresses import join_address
-
     log = logging.getLogger("forge.worker")
     file = Path(args.register) / socket.gethostname() if args.register else None
 

@@ -112,9 +112,7 @@ class MCPTools(ABC):
             raise ToolError("the arguments hold a lone surrogate, which is not a character") from None
 
         await self.open()
-        session = self._session
-        assert session is not None
-
+        session: Any = self._session
         try:
             result: Any = await session.call_tool(name, dict(arguments), self._timeout)
             text = text_of(result.model_dump(by_alias=True, mode="json", exclude_none=True))
