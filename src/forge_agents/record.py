@@ -1,11 +1,9 @@
 """The record of a closed session, and its conversion to an episode that trains each sampled token at most once."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from forge.types import Episode
 from forge_envs.rollout import Branch
@@ -35,13 +33,13 @@ class Certificate(Counter[str]):
             parts = ", ".join(f"{name} {self[name]}" for name in ("trained", *EXCLUSIONS))
             raise AssertionError(f"{self['sampled']} sampled tokens are not {parts}: some were lost or counted twice")
 
-    def without_training(self, reason: str) -> Certificate:
+    def without_training(self, reason: str) -> Self:
         """Return a copy of the counts in which the trained tokens are excluded for a reason instead.
 
         >>> Certificate(sampled=5, trained=5).without_training("unscored") == {"sampled": 5, "unscored": 5}
         True
         """
-        certificate = Certificate(self)
+        certificate = type(self)(self)
         certificate[reason] += certificate.pop("trained", 0)
         return certificate
 

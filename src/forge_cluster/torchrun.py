@@ -7,8 +7,6 @@ Every rank starts a worker, and rank 0 also the controller. The program reads RA
 MASTER_PORT. By torch.distributed's store the ranks exchange the addresses of their workers and the exit code.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import sys

@@ -1,7 +1,5 @@
 """A sandbox for untrusted Python programs."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os
@@ -155,7 +153,7 @@ class Sandbox:
 
         self._workers: set[Worker] = set()
 
-    async def __aenter__(self) -> Sandbox:
+    async def __aenter__(self) -> "Sandbox":
         await self.start()
         return self
 

@@ -1,7 +1,5 @@
 """A panel of verifiers as a service."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,13 +1,11 @@
 """Weaver as verifiers: the ensemble, which scores by one probability, and the model distilled from it."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 import numpy as np
 import yaml
@@ -114,7 +112,7 @@ class Ensemble:
         self.aggregator: Aggregator
 
     @classmethod
-    def over(cls, panel: Panel, aggregator: Aggregator, **settings: Any) -> Ensemble:
+    def over(cls, panel: Panel, aggregator: Aggregator, **settings: Any) -> Self:
         """Return an ensemble of a panel and a fitted aggregator in memory, which needs no `setup`.
 
         Raises:
@@ -298,7 +296,7 @@ class Distilled:
         if not (self.path / DISTILLED).is_file():
             raise FileNotFoundError(f"{self.path} holds no distilled verifier: it has no {DISTILLED}")
 
-    def setup(self) -> Distilled:
+    def setup(self) -> Self:
         """Load the model. FileNotFoundError: not the folder of a distilled verifier."""
         from forge_verifiers import RewardModel
 

@@ -1,7 +1,5 @@
 """Calls of a reward in a separate process with a time limit: if it hangs or crashes, the caller continues."""
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import os

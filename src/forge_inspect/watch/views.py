@@ -3,8 +3,6 @@
 The contents of the files are not trusted: a damaged line or batch is skipped.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Mapping
