@@ -5,7 +5,7 @@ import asyncio
 import json
 from pathlib import Path
 
-from forge.cli.subparsers import Option, Subparsers, add_command
+from forge.cli.subparsers import Subparsers, add_command
 
 # Functions import what takes seconds to import, so that other commands do not wait for it.
 
@@ -21,13 +21,19 @@ def add_to(commands: Subparsers) -> None:
     steps = agents.add_subparsers(dest="step", required=True, metavar="STEP")
     about = "write the tasks of episode.agent.collection to dataset.path and, of held-out ones, eval.path"
     share = "share that is held out if the collection has no split; default .1"
-    options: list[Option] = [
-        ("config", {"help": "the run's YAML file"}),
-        ("--limit", {"type": int, "default": -1, "help": "read at most this many tasks; default: all"}),
-        ("--held-out", {"type": float, "default": 0.1, "help": share}),
-        ("--overwrite", {"action": "store_true", "help": "replace files that exist"}),
-    ]
-    add_command(steps, "rows", about, "agent.yaml --held-out .1", _print_rows, options)
+    add_command(
+        steps,
+        "rows",
+        about,
+        "agent.yaml --held-out .1",
+        _print_rows,
+        [
+            ("config", {"help": "the run's YAML file"}),
+            ("--limit", {"type": int, "default": -1, "help": "read at most this many tasks; default: all"}),
+            ("--held-out", {"type": float, "default": 0.1, "help": share}),
+            ("--overwrite", {"action": "store_true", "help": "replace files that exist"}),
+        ],
+    )
 
 
 def _print_rows(args: argparse.Namespace) -> None:

@@ -35,8 +35,6 @@ from .agent import (
     fits_variable,
 )
 
-__all__ = ["AgentCommand", "CommandResult", "CommandRunner"]
-
 log = logging.getLogger(f"forge.{__name__}")
 
 T = TypeVar("T")

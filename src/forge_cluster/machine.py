@@ -104,8 +104,6 @@ class Machine:
 
     def __init__(self, address: str, credentials: Credentials) -> None:
         self.address = address
-        self.inventory: Inventory
-        self.room: HostRoom  # what is free
         self.leased = False
         self.peer_address = address  # its address and port, as its processes and other hosts see it
         self._loop = asyncio.get_running_loop()
@@ -141,7 +139,7 @@ class Machine:
         request = {"do": "hold", "who": holder, "folder": os.getcwd(), "environment": inherited}
         leasing = asyncio.run_coroutine_threadsafe(self._lease_host(request), _hosts_loop())
         self.inventory = await asyncio.wrap_future(leasing)
-        self.room = HostRoom.of_host(self.inventory)
+        self.room = HostRoom.of_host(self.inventory)  # what is free
         self.leased = True
 
     async def _lease_host(self, request: Message) -> Inventory:

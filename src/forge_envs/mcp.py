@@ -40,8 +40,6 @@ except ImportError as error:
 
 log = logging.getLogger(f"forge.{__name__}")
 
-__all__ = ["HTTPTools", "StdioTools", "ToolError"]
-
 CLOSE_TIMEOUT = 30.0  # seconds, more than the SDK takes to end a program
 # Codes of errors of the connection or of the whole server, not of one tool.
 _FAILURES = (CONNECTION_CLOSED, INTERNAL_ERROR, INVALID_REQUEST, PARSE_ERROR)

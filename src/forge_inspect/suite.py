@@ -56,9 +56,8 @@ def evaluate_suite(cfg: RLConfig, answers: Path | None = None) -> dict[str, floa
             max_tokens=rollouts.max_tokens,
             sampling=rollouts.sampling(),
         )
-        env: GroupEnv
         if cfg.multi_turn:
-            env = cfg.multi_turn_env(model)
+            env: GroupEnv = cfg.multi_turn_env(model)
         else:
             env = SingleTurnEnv(await start_reward(cfg), with_tokens=cfg.reward.reads_tokens)
 

@@ -109,7 +109,6 @@ class Ensemble:
         self._learning = asyncio.Lock()
         self.panel: Panel | None = None
         self._logged: dict[str, set[str]] = {}
-        self.aggregator: Aggregator
 
     @classmethod
     def over(cls, panel: Panel, aggregator: Aggregator, **settings: Any) -> Self:

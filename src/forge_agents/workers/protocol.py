@@ -83,10 +83,9 @@ class _Server:
                 await self.collection.close()
 
     async def _answer_request(self, id: int, timeout: float, **request: Any) -> None:
-        answer: Values
         try:
             async with asyncio.timeout(timeout):
-                answer = {"result": await self._compute_result(**request)}
+                answer: Values = {"result": await self._compute_result(**request)}
         except TimeoutError:
             answer = {"error": f"no result of {request['op']!r} within {timeout:g} s", "setting": False}
         except (SettingError, EpisodeError) as error:

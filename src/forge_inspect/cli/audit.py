@@ -4,20 +4,24 @@ import argparse
 import json
 from pathlib import Path
 
-from forge.cli.subparsers import Option, Subparsers, add_command
+from forge.cli.subparsers import Subparsers, add_command
 from forge.system.files import escape_controls
 from forge.system.trial import try_in_child
-
-TEXT = "count what became of each prompt and token of a run, from its files only"
 
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
-    options: list[Option] = [
-        ("folder", {"type": Path, "help": "the folder of a run"}),
-        ("--json", {"action": "store_true", "help": "print JSON"}),
-    ]
-    add_command(commands, "audit", TEXT, "runs/x --json", run, options)
+    add_command(
+        commands,
+        "audit",
+        "count what became of each prompt and token of a run, from its files only",
+        "runs/x --json",
+        run,
+        [
+            ("folder", {"type": Path, "help": "the folder of a run"}),
+            ("--json", {"action": "store_true", "help": "print JSON"}),
+        ],
+    )
 
 
 def run(args: argparse.Namespace) -> None:

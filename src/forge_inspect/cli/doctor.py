@@ -9,7 +9,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from forge.cli.subparsers import Option, Subparsers, add_command
+from forge.cli.subparsers import Subparsers, add_command
 from forge.runtime.inventory import (
     OPEN_FILES,
     SHARED_MEMORY,
@@ -20,24 +20,29 @@ from forge.runtime.inventory import (
     visible_gpus,
 )
 
-TEXT = "examine this machine, the hosts of a run, or a reward"
 DRIVER_TIMEOUT = 30.0  # seconds; the driver may have to wake its GPUs
 
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
-    options: list[Option] = [
-        ("target", {"nargs": "?", "choices": ["machine", "cluster", "reward"], "default": "machine"}),
-        ("reward", {"nargs": "?", "help": "of doctor reward: package.module:name"}),
-        ("--hosts", {"help": "as cluster.hosts; default: FORGE_HOSTS"}),
-        ("--folder", {"type": Path, "help": "that all hosts should see, such as runs"}),
-        ("--data", {"help": "of doctor reward: rows for it, a file, folder or hub id"}),
-        ("--prompt-field", {"help": "the column of the prompt; default: as dataset.prompt_field"}),
-        ("--target-field", {"default": "answer", "help": "the column of the target, default: answer"}),
-        ("--target-pattern", {"help": "as dataset.target_pattern, such as '#### (.*)'"}),
-        ("--timeout", {"type": float, "default": 10.0, "help": "seconds of a call"}),
-    ]
-    add_command(commands, "doctor", TEXT, "cluster --hosts node1,node2 --folder runs", run, options)
+    add_command(
+        commands,
+        "doctor",
+        "examine this machine, the hosts of a run, or a reward",
+        "cluster --hosts node1,node2 --folder runs",
+        run,
+        [
+            ("target", {"nargs": "?", "choices": ["machine", "cluster", "reward"], "default": "machine"}),
+            ("reward", {"nargs": "?", "help": "of doctor reward: package.module:name"}),
+            ("--hosts", {"help": "as cluster.hosts; default: FORGE_HOSTS"}),
+            ("--folder", {"type": Path, "help": "that all hosts should see, such as runs"}),
+            ("--data", {"help": "of doctor reward: rows for it, a file, folder or hub id"}),
+            ("--prompt-field", {"help": "the column of the prompt; default: as dataset.prompt_field"}),
+            ("--target-field", {"default": "answer", "help": "the column of the target, default: answer"}),
+            ("--target-pattern", {"help": "as dataset.target_pattern, such as '#### (.*)'"}),
+            ("--timeout", {"type": float, "default": 10.0, "help": "seconds of a call"}),
+        ],
+    )
 
 
 def run(args: argparse.Namespace) -> None:

@@ -4,20 +4,25 @@ import argparse
 import sys
 from pathlib import Path
 
-from forge.cli.subparsers import Option, Subparsers, add_command
+from forge.cli.subparsers import Subparsers, add_command
 
-TEXT = "name the component in which engine and trainer differ, on a recorded batch of a run"
 BAD_INPUT = 2  # exit code; 1 is a fault of the run
 
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
-    options: list[Option] = [
-        ("folder", {"type": Path, "metavar": "RUN", "help": "the folder of a run"}),
-        ("--step", {"type": int, "help": "whose batch; default: the newest that can be compared"}),
-        ("--json", {"action": "store_true", "help": "print JSON"}),
-    ]
-    add_command(commands, "mismatch", TEXT, "runs/x", run, options)
+    add_command(
+        commands,
+        "mismatch",
+        "name the component in which engine and trainer differ, on a recorded batch of a run",
+        "runs/x",
+        run,
+        [
+            ("folder", {"type": Path, "metavar": "RUN", "help": "the folder of a run"}),
+            ("--step", {"type": int, "help": "whose batch; default: the newest that can be compared"}),
+            ("--json", {"action": "store_true", "help": "print JSON"}),
+        ],
+    )
 
 
 def run(args: argparse.Namespace) -> None:
