@@ -89,7 +89,7 @@ async def label(truth: str, problems: Sequence[Problem]) -> list[Problem]:
 async def score(cfg: WeaverConfig, problems: Sequence[Problem]) -> ScoreTable:
     """The scores of all verifiers; logs the share of missing scores of each."""
     service = await VerifierActor.options(**cfg.services.verifiers).as_service(cfg.verifiers)
-    table = await score_table(await RemotePanel.from_service(service), problems)
+    table = await score_table(RemotePanel(service, await service.names.route()), problems)
     await service.stop()
     return table
 

@@ -39,6 +39,7 @@ def fill_task_folder(
             raise ValueError(f"files must be named by paths within the task folder, got {str(path)!r}")
 
     tmp_folder = folder.parent / "tmp"
+    owner = NOBODY if owned else -1  # -1: it stays the same
     if new:
         folder.parent.mkdir(parents=True)
         if source is None:
@@ -47,12 +48,11 @@ def fill_task_folder(
             shutil.copytree(source, folder, symlinks=True)
         (folder / HOME).mkdir(exist_ok=True)
         tmp_folder.mkdir()
-        if owned:
-            give_to_nobody(folder)
+        for content in folder.rglob("*"):
+            os.chown(content, owner, owner, follow_symlinks=False)
     for top in (folder, tmp_folder):
         top.chmod(0o755)
-        if owned:
-            os.chown(top, NOBODY, NOBODY)
+        os.chown(top, owner, owner)
 
     for path, text in texts.items():
         # From the outermost folder of the path to the innermost; the first of `parents` is the task folder itself.
@@ -62,8 +62,7 @@ def fill_task_folder(
                 inner.unlink(missing_ok=True)
                 inner.mkdir()
             inner.chmod(0o755)
-            if owned:
-                os.chown(inner, NOBODY, NOBODY)
+            os.chown(inner, owner, owner)
 
         target = folder / path
         if target.is_dir() and not target.is_symlink():
@@ -71,31 +70,7 @@ def fill_task_folder(
         # A new file, not the old one's content: that may be a link, or not be writable.
         target.unlink(missing_ok=True)
         target.write_text(text, encoding="utf-8", errors="backslashreplace")
-        if owned:
-            os.chown(target, NOBODY, NOBODY)
-
-
-def give_to_nobody(folder: Path) -> None:
-    """Make the user with which confined programs run the owner of a folder and all that it contains."""
-    os.chown(folder, NOBODY, NOBODY)
-    for parent, folders, names in os.walk(folder):
-        for name in (*folders, *names):
-            os.chown(os.path.join(parent, name), NOBODY, NOBODY, follow_symlinks=False)
-
-
-def check_task_files(source: Path) -> None:
-    """Check that a folder whose content goes into task folders holds only files, folders and links within it.
-
-    Raises:
-        ValueError: names what is neither, or a link that leads out of the folder or has an absolute path.
-    """
-    root = os.path.realpath(source)
-    for path in source.rglob("*"):
-        is_file = path.is_file() or path.is_dir()
-        if path.is_symlink():
-            is_file = not os.path.isabs(os.readlink(path)) and Path(os.path.realpath(path)).is_relative_to(root)
-        if not is_file:
-            raise ValueError(f"files: {path} is neither a file, a folder nor a link within {source}: put a copy there")
+        os.chown(target, owner, owner)
 
 
 Status = Literal["exited", "timeout", "memory", "killed", "missing", "failed"]
@@ -149,7 +124,17 @@ class AgentCommand:
         if self.files is not None:
             if not Path(self.files).is_dir():
                 raise ValueError(f"files must be a directory to copy, got {self.files}")
-            check_task_files(Path(self.files))
+            # It may hold only files, folders and links within it.
+            root = os.path.realpath(self.files)
+            for content in Path(self.files).rglob("*"):
+                is_file = content.is_file() or content.is_dir()
+                if content.is_symlink():
+                    is_relative = not os.path.isabs(os.readlink(content))
+                    is_file = is_relative and Path(os.path.realpath(content)).is_relative_to(root)
+                if not is_file:
+                    raise ValueError(
+                        f"files: {content} is neither a file, a folder nor a link within {self.files}: put a copy there"
+                    )
         for path in self.readable:
             if not os.path.exists(path):
                 raise ValueError(f"readable has {path}, which does not exist")

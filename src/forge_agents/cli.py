@@ -5,7 +5,7 @@ import asyncio
 import json
 from pathlib import Path
 
-from forge.cli.subparsers import Option, Subparsers, add_command
+from forge.cli.subparsers import Subparsers, add_command
 
 # Functions import what takes seconds to import, so that other commands do not wait for it.
 
@@ -21,22 +21,23 @@ def add_to(commands: Subparsers) -> None:
     steps = agents.add_subparsers(dest="step", required=True, metavar="STEP")
     about = "write the tasks of episode.agent.collection to dataset.path and, of held-out ones, eval.path"
     share = "share that is held out if the collection has no split; default .1"
-    options: list[Option] = [
-        ("config", {"help": "the run's YAML file"}),
-        ("--limit", {"type": int, "default": -1, "help": "read at most this many tasks; default: all"}),
-        ("--held-out", {"type": float, "default": 0.1, "help": share}),
-        ("--overwrite", {"action": "store_true", "help": "replace files that exist"}),
-    ]
-    add_command(steps, "rows", about, "agent.yaml --held-out .1", _print_rows, options)
+    add_command(
+        steps,
+        "rows",
+        about,
+        "agent.yaml --held-out .1",
+        _print_rows,
+        [
+            ("config", {"help": "the run's YAML file"}),
+            ("--limit", {"type": int, "default": -1, "help": "read at most this many tasks; default: all"}),
+            ("--held-out", {"type": float, "default": 0.1, "help": share}),
+            ("--overwrite", {"action": "store_true", "help": "replace files that exist"}),
+        ],
+    )
 
 
 def _print_rows(args: argparse.Namespace) -> None:
-    from forge_envs.environment import InfrastructureError
-
-    try:
-        print(write_rows(Path(args.config), args.limit, args.held_out, args.overwrite))
-    except InfrastructureError as error:
-        raise SystemExit(f"error: {error}") from None
+    print(write_rows(Path(args.config), args.limit, args.held_out, args.overwrite))
 
 
 def write_rows(config: Path, limit: int = -1, share: float = 0.1, overwrite: bool = False) -> str:
@@ -52,8 +53,7 @@ def write_rows(config: Path, limit: int = -1, share: float = 0.1, overwrite: boo
         A line for the user, such as "90 rows in train.jsonl, 10 rows in eval.jsonl".
 
     Raises:
-        ConfigError: a setting is missing or invalid, or a file exists.
-        InfrastructureError: the collection failed.
+        ConfigError: a setting is missing or invalid, the collection failed, or a file exists.
         OSError: a file cannot be read or written.
     """
     from forge.config import ConfigError

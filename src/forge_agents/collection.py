@@ -63,7 +63,7 @@ class Worker:
         local = ",".join(filter(None, (os.environ.get("NO_PROXY"), "127.0.0.1,localhost")))
         self.env = {**os.environ, "PATH": path, "NO_PROXY": local, "no_proxy": local, **(env or {})}
         self.starts = 0
-        self._process: Process | None = None
+        self._process: Any = None  # asyncio's Process, with pipes
         self._readers: list[asyncio.Task[None]] = []  # of standard error, and of standard output
         self._answers: dict[int, asyncio.Future[Values]] = {}  # by the numbers of the requests
         self._numbers = itertools.count(1)
@@ -99,14 +99,13 @@ class Worker:
         process, self._process = self._process, None
         if process is None:
             return
-        assert process.stdin is not None
         process.stdin.close()
         with suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), self.grace)
         _kill_group(process)
         await asyncio.wait(self._readers)
 
-    async def _start_process(self) -> Process:
+    async def _start_process(self) -> Any:
         """Start and return the process; ConfigError if its program cannot be executed."""
         try:
             process = await asyncio.create_subprocess_exec(
@@ -128,11 +127,9 @@ class Worker:
         self._readers = [asyncio.create_task(read(process)) for read in (self._read_errors, self._read_answers)]
         return process
 
-    async def _ask_process(self, process: Process, op: str, timeout: float, fields: Mapping[str, Any]) -> Values:
+    async def _ask_process(self, process: Any, op: str, timeout: float, fields: Mapping[str, Any]) -> Values:
         number = next(self._numbers)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
-        assert process.stdin is not None
-
         try:
             process.stdin.write(json.dumps({"id": number, "op": op, "timeout": timeout, **fields}).encode() + b"\n")
             message = await asyncio.wait_for(answer, timeout + self.grace)
@@ -150,9 +147,8 @@ class Worker:
             raise ConfigError(f"episode.agent.collection: {message['error']}")
         raise InfrastructureError(str(message["error"]))
 
-    async def _read_answers(self, process: Process) -> None:
+    async def _read_answers(self, process: Any) -> None:
         """Read the process's answers until it exits, then fail the requests without an answer."""
-        assert process.stdout is not None
         async for line in process.stdout:
             message = json.loads(line)
             answer = self._answers.get(message["id"])
@@ -167,9 +163,8 @@ class Worker:
             if not answer.done():
                 answer.set_exception(InfrastructureError(problem))
 
-    async def _read_errors(self, process: Process) -> None:
+    async def _read_errors(self, process: Any) -> None:
         """Log the lines of standard error, and keep the last one that is not empty."""
-        assert process.stderr is not None
         async for line in process.stderr:
             text = line.decode(errors="replace").strip()
             log.debug("worker: %s", text)
@@ -238,17 +233,10 @@ class WorkerPlay:
 
 
 def check_collection(agent: AgentConfig) -> None:
-    """Check that an agent's collection can be opened, by starting its worker once.
-
-    Raises:
-        ConfigError: the package or the environment is not installed, or a setting is invalid.
-    """
+    """Check that an agent's collection can be opened, by starting its worker once. ConfigError: it cannot be."""
     # In a thread: `asyncio.run` raises an error if the caller runs in an event loop.
     with ThreadPoolExecutor(1) as pool:
-        try:
-            pool.submit(lambda: asyncio.run(read_rows(agent, 0))).result()
-        except InfrastructureError as error:
-            raise ConfigError(f"episode.agent.collection: {error}") from None
+        pool.submit(lambda: asyncio.run(read_rows(agent, 0))).result()
 
 
 async def read_rows(agent: AgentConfig, limit: int = -1) -> dict[str, list[Row]]:
@@ -258,14 +246,15 @@ async def read_rows(agent: AgentConfig, limit: int = -1) -> dict[str, list[Row]]
         limit: the most rows to read; -1: all.
 
     Raises:
-        ConfigError: the collection cannot be opened.
-        InfrastructureError: reading failed.
+        ConfigError: the package or the environment is not installed, a setting is invalid, or reading failed.
     """
     splits: dict[str, list[Row]] = {"train": [], "eval": []}
     worker = worker_of(agent)
     try:
         for split, row in (await worker.request("rows", READING, limit=limit))["rows"]:
             splits[split].append(row)
+    except InfrastructureError as error:
+        raise ConfigError(f"episode.agent.collection: {error}") from None
     finally:
         await worker.close()
     return splits

@@ -29,19 +29,15 @@ from .agent import (
     TASK,
     AgentCommand,
     CommandResult,
-    Network,
     Status,
     agent_environment,
     fill_task_folder,
     fits_variable,
 )
 
-__all__ = ["AgentCommand", "CommandResult", "CommandRunner"]
-
 log = logging.getLogger(f"forge.{__name__}")
 
 T = TypeVar("T")
-Level = Literal["namespaces", "none"]  # how programs are confined
 INNER_FOLDER = "/task"  # the task folder, as a confined program sees it
 CHUNK = 1 << 16  # bytes that are read at once
 MAX_CONNECTIONS = 32  # of one program to the gateway at once: further ones wait
@@ -71,7 +67,7 @@ class CommandRunner:
     """
 
     def __init__(self, *, allow_unsafe: bool = False, python: str | None = None) -> None:
-        self.level: Level = "namespaces"
+        self.level: Literal["namespaces", "none"] = "namespaces"  # how programs are confined
         self._allow_unsafe = allow_unsafe
         self._python = python or sys.executable
         self._scratch: Scratch | None = None
@@ -137,7 +133,14 @@ class CommandRunner:
         """
         if self._scratch is None:
             raise RuntimeError("the runner is not running: await runner.start() first")
-        gateway = _gateway_address(url, command.network, self.level)
+        gateway = None
+        if url is not None:
+            parts = urlsplit(url)
+            if parts.scheme != "http" or not parts.hostname or url.endswith("/v1"):
+                raise ValueError(f"url must be http://HOST:PORT of the gateway without /v1, got {url!r}")
+            # A program that shares the machine's network connects by itself.
+            if command.network == "gateway" and self.level == "namespaces":
+                gateway = parts.hostname, parts.port or 80
         is_new = folder is None
         if folder is None:
             folder = self._scratch.path / str(next(self._numbers)) / "task"
@@ -321,22 +324,6 @@ def program_path(command: AgentCommand) -> str:
     """Return the PATH of a command's program: the `bin` of each folder that it may read, then the system's folders."""
     bins = [f"{path}/bin" for path in _readable_paths(command) if os.path.isdir(f"{path}/bin")]
     return ":".join([*bins, SYSTEM_PATH])
-
-
-def _gateway_address(url: str | None, network: Network, level: Level) -> tuple[str, int] | None:
-    """Return the gateway's host and port; None if a program's connections need not be forwarded to them.
-
-    That is so without a gateway, and for a program that shares the machine's network and connects by itself.
-
-    Raises:
-        ValueError: `url` is not the address of a gateway without /v1, by plain http.
-    """
-    if url is None:
-        return None
-    parts = urlsplit(url)
-    if parts.scheme != "http" or not parts.hostname or url.endswith("/v1"):
-        raise ValueError(f"url must be http://HOST:PORT of the gateway without /v1, got {url!r}")
-    return (parts.hostname, parts.port or 80) if network == "gateway" and level == "namespaces" else None
 
 
 class Forwarder:

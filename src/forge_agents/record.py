@@ -1,11 +1,9 @@
 """The record of a closed session, and its conversion to an episode that trains each sampled token at most once."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from forge.types import Episode
 from forge_envs.rollout import Branch
@@ -35,13 +33,13 @@ class Certificate(Counter[str]):
             parts = ", ".join(f"{name} {self[name]}" for name in ("trained", *EXCLUSIONS))
             raise AssertionError(f"{self['sampled']} sampled tokens are not {parts}: some were lost or counted twice")
 
-    def without_training(self, reason: str) -> Certificate:
+    def without_training(self, reason: str) -> Self:
         """Return a copy of the counts in which the trained tokens are excluded for a reason instead.
 
         >>> Certificate(sampled=5, trained=5).without_training("unscored") == {"sampled": 5, "unscored": 5}
         True
         """
-        certificate = Certificate(self)
+        certificate = type(self)(self)
         certificate[reason] += certificate.pop("trained", 0)
         return certificate
 
@@ -116,7 +114,14 @@ class SessionRecord:
 
         *earlier, last = branches
         last.branches = tuple(earlier)
-        last.text = format_transcript(tree)
+        parts = []
+        for run in tree.runs:
+            if run.reason and run.number:
+                parts.append(f"[new branch: {run.reason}]")
+            for message in run.added:
+                calls = "".join(f" {call.name}({call.arguments})" for call in message.get("calls", ()))
+                parts.append(f"[{message['role']}] {message['content']}{calls}")
+        last.text = "\n".join(parts)
         last.info = {
             **(info or {}),
             "turns": len(tree.runs),
@@ -193,15 +198,3 @@ def auxiliary_runs(tree: TokenTree) -> Iterator[TokenRun]:
         is_final_answer = run is tree.runs[-1] and has_history
         if run.parent is None and not run.tools and run.number not in continued and not is_final_answer:
             yield run
-
-
-def format_transcript(tree: TokenTree) -> str:
-    """Return the conversations of a tree as one text for logs, with a line where a new branch starts."""
-    parts = []
-    for run in tree.runs:
-        if run.reason and run.number:
-            parts.append(f"[new branch: {run.reason}]")
-        for message in run.added:
-            calls = "".join(f" {call.name}({call.arguments})" for call in message.get("calls", ()))
-            parts.append(f"[{message['role']}] {message['content']}{calls}")
-    return "\n".join(parts)

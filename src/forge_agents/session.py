@@ -117,8 +117,7 @@ class Session:
         After the block a server cancels the generation, since its client has the answer or has hung up. An episode's
         generation continues, so that all of its tokens are counted.
         """
-        task = asyncio.current_task()
-        assert task is not None
+        task: Any = asyncio.current_task()
         self.readers.add(task)
         try:
             yield
@@ -220,7 +219,21 @@ class Session:
             self.counts["max_tokens" if self._has_turns_left() else "max_turns"] += time.monotonic() < self.ends_at
             return
 
-        sampling = self._sampling_settings(request, policy, capacity)
+        # Fields of `forge.types.Sampling`.
+        sampling = {
+            **policy.sampling,
+            **self.settings.sampling,
+            "n": request.samples,
+            "max_tokens": capacity,
+            "stop_token_ids": policy.dialogue.stop_ids,
+            "seed": self._random.getrandbits(48),
+            "top_logprobs": request.logprobs or 0,
+        }
+        # In an episode the run decides how turns are sampled, not the agent.
+        if self.settings.is_served:
+            sampling |= client_sampling(request)
+        if grammar := choose_grammar(request, policy.dialogue):
+            sampling["grammar"] = grammar
         # Some templates end the prompt with <think>, which is at most 8 tokens with the line breaks after it.
         is_thinking = policy.dialogue.text(ids[-8:], truncated=True).rstrip().endswith(OPENING)
         tools = () if request.tool_choice == "none" else request.tools
@@ -379,20 +392,3 @@ class Session:
             return 0
         limits = (settings.max_tokens - prompt_tokens, settings.max_turn_tokens, request.max_tokens)
         return min(limit for limit in limits if limit is not None)
-
-    def _sampling_settings(self, request: ModelRequest, policy: Policy, capacity: int) -> dict[str, Any]:
-        # Return the fields of `forge.types.Sampling` for turns of at most `capacity` tokens.
-        sampling = {
-            **policy.sampling,
-            **self.settings.sampling,
-            "n": request.samples,
-            "max_tokens": capacity,
-            "stop_token_ids": policy.dialogue.stop_ids,
-            "seed": self._random.getrandbits(48),
-            "top_logprobs": request.logprobs or 0,
-        }
-        # In an episode the run decides how turns are sampled, not the agent.
-        if self.settings.is_served:
-            sampling |= client_sampling(request)
-        grammar = choose_grammar(request, policy.dialogue)
-        return sampling | ({"grammar": grammar} if grammar else {})

@@ -1,7 +1,5 @@
 """Other machines of a run, as `forge.runtime.controller` uses them by the entry point `forge.machines`."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import os
@@ -35,7 +33,7 @@ from .store_ref import share_across_hosts
 from .wire import LEASE, HostError, split_address
 
 
-async def attach_hosts(hosts: str | Sequence[str], wait: float = 600.0) -> PooledMachines:
+async def attach_hosts(hosts: str | Sequence[str], wait: float = 600.0) -> "PooledMachines":
     """Lease other machines for this run, before its first component starts.
 
     Each of them runs `forge worker` with the same FORGE_SECRET.
@@ -80,7 +78,7 @@ class PooledMachines:
         self._hosts: dict[tuple[str, int], PooledHosts] = {}
         self._shared: asyncio.Future[Any] | None = None
 
-    async def hosts_of(self, component: Component, index: int, service: Waiting) -> PooledHosts:
+    async def hosts_of(self, component: Component, index: int, service: Waiting) -> "PooledHosts":
         """Return the hosts of the replica number `index`, once the pool has room for it.
 
         Raises:

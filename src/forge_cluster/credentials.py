@@ -101,7 +101,11 @@ class Credentials:
         from cryptography.hazmat.primitives.asymmetric import ec
         from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-        authority = _derive_authority(secret)
+        # The private key of the authority is the same in every process that has the secret. scrypt makes guessing a
+        # short secret slow. Any number from 1 to the order of the curve is a private key.
+        order = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
+        derived = hashlib.scrypt(secret.encode(), salt=b"torchforge cluster", n=2**14, r=8, p=1, dklen=48)
+        authority = ec.derive_private_key(int.from_bytes(derived) % (order - 1) + 1, ec.SECP256R1())
         issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "forge run")])
 
         # The certificate of the authority: each process derives the same key, and signs a new one by it.
@@ -158,16 +162,6 @@ class Credentials:
         context.load_verify_locations(self.ca)
         context.load_cert_chain(self.certificate, self.key)
         return context
-
-
-def _derive_authority(secret: str) -> ec.EllipticCurvePrivateKey:
-    """Return the private key of the authority, which is the same in every process that has the secret."""
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    # scrypt makes guessing a short secret slow. Any number from 1 to the order of the curve is a private key.
-    order = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
-    derived = hashlib.scrypt(secret.encode(), salt=b"torchforge cluster", n=2**14, r=8, p=1, dklen=48)
-    return ec.derive_private_key(int.from_bytes(derived) % (order - 1) + 1, ec.SECP256R1())
 
 
 def _start_certificate(

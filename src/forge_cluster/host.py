@@ -107,17 +107,18 @@ class Daemon:
         # The name of the peer is unknown if it has already closed the connection.
         peer = join_address(*(writer.get_extra_info("peername") or ("?", 0))[:2])
         try:
-            message = await receive_message(reader)
-            match message and message.get("do"):
+            message = await receive_message(reader) or {}
+            match message.get("do"):
                 case "describe":
                     holder = self._lease.holder if self._lease else None
                     inventory = asdict(Inventory.of_this_machine(self.gpus))
                     send_message(writer, {"ok": {**inventory, "held_by": holder}})
                 case "hold":
-                    await self._serve_controller(message or {}, reader, writer)
+                    await self._serve_controller(message, reader, writer)
                 case "sees":
-                    assert message is not None
-                    has_content = await asyncio.to_thread(_file_has, message["path"], message["content"])
+                    has_content = False
+                    with suppress(OSError):
+                        has_content = await asyncio.to_thread(Path(message["path"]).read_text) == message["content"]
                     send_message(writer, {"ok": has_content})
                 case None:
                     pass
@@ -274,21 +275,19 @@ class HostLease:
         worker = self._spawn_worker(address)
         self.workers[address] = worker
         try:
-            await self._until_it_listens(worker, port)
+            async with asyncio.timeout(LISTEN_TIMEOUT):
+                while not is_listening(worker.pid, port):
+                    if worker.poll() is not None:
+                        raise HostError(
+                            f"the worker ended with {worker.returncode} before it listened; see its output on that "
+                            "machine"
+                        )
+                    await asyncio.sleep(0.05)
         except BaseException:
             self.workers.pop(address, None)
             worker.kill()
             raise
         return address
-
-    async def _until_it_listens(self, worker: subprocess.Popen, port: int) -> None:
-        async with asyncio.timeout(LISTEN_TIMEOUT):
-            while not is_listening(worker.pid, port):
-                if worker.poll() is not None:
-                    raise HostError(
-                        f"the worker ended with {worker.returncode} before it listened; see its output on that machine"
-                    )
-                await asyncio.sleep(0.05)
 
     def _spawn_worker(self, address: str) -> subprocess.Popen:
         settings = {
@@ -329,14 +328,6 @@ def free_port(host: str) -> int:
     """Return a TCP port at which nothing listens now, at the address `host` of this machine."""
     with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         return probe.getsockname()[1]
-
-
-def _file_has(path: str, content: str) -> bool:
-    """Return whether a file of this machine has this content."""
-    try:
-        return Path(path).read_text() == content
-    except OSError:
-        return False
 
 
 def routable_address() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import itertools
+import json
 import logging
 import os
 import re
@@ -16,6 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from forge.cli.recipes import RECIPES
 from forge.cli.subparsers import Subparsers, add_command
+from forge.system.masking import mask_secrets, without_secrets
+
+from .processes import run_as_child, submit_text
 
 if TYPE_CHECKING:
     from forge.config.arguments import Arguments
@@ -80,8 +84,8 @@ def run(args: argparse.Namespace) -> None:
     """Launch a run, or each run of a sweep; invalid input ends the program with one line."""
     from forge.config.arguments import Arguments
     from forge.config.sections import ConfigError
+    from forge.recipes.placement import RAISE, gpus_needed
     from forge.recipes.resume import read_config
-    from forge.system.masking import mask_secrets
 
     from .credentials import check_certificates
 
@@ -108,7 +112,18 @@ def run(args: argparse.Namespace) -> None:
             cfg = read_config(config_type, arguments)
             if not cfg.checkpoint.every:  # otherwise the job fails, after its time in the queue
                 raise ConfigError("a launched run resumes after a requeue: set checkpoint.every")
-            _report_gpus(cfg, options.nodes, options.gpus_per_node)
+
+            # None are reserved by ssh, or where a partition gives whole nodes.
+            needed, reserved = sum(gpus_needed(cfg).values()), options.nodes * options.gpus_per_node
+            if needed > reserved > 0:
+                raise ValueError(
+                    f"{cfg.run.name} needs {needed} GPUs, and --nodes {options.nodes} --gpus-per-node "
+                    f"{options.gpus_per_node} reserve {reserved}"
+                )
+            if needed < reserved:
+                counts = f"{needed} of the {reserved} GPUs that are reserved"
+                log.warning("%s uses %s: %s, or lower --nodes", cfg.run.name, counts, RAISE)
+
             name = f"{cfg.run.name}-{suffix}" if suffix else cfg.run.name
             recipe = [options.recipe, options.config, *overrides, *variant, "--run.name", name, "--resume", "auto"]
             runs.append((name, [sys.executable, "-m", "forge", *recipe]))
@@ -158,34 +173,12 @@ def list_variants(sweeps: Sequence[str], seeds: int | None) -> list[tuple[str, l
     return runs
 
 
-def _report_gpus(cfg: TrainingRecipe, nodes: int, each: int) -> None:
-    """Log a warning if a run uses another number of GPUs than the launcher reserves; none are reserved by ssh, or where
-    a partition gives whole nodes.
-
-    Raises:
-        ValueError: fewer are reserved than the run needs.
-    """
-    from forge.recipes.placement import RAISE, gpus_needed
-
-    needed, reserved = sum(gpus_needed(cfg).values()), nodes * each
-    if needed > reserved > 0:
-        raise ValueError(
-            f"{cfg.run.name} needs {needed} GPUs, and --nodes {nodes} --gpus-per-node {each} reserve {reserved}"
-        )
-    if needed < reserved:
-        log.warning(
-            "%s uses %d of the %d GPUs that are reserved: %s, or lower --nodes", cfg.run.name, needed, reserved, RAISE
-        )
-
-
 def _check_secrets(arguments: Arguments, options: argparse.Namespace) -> None:
     """Check that no secret would be in a script, a manifest or the list of processes, which other users can read.
 
     Raises:
         ValueError: one would be; the message names the option.
     """
-    from forge.system.masking import mask_secrets, without_secrets
-
     fix = f"which other users could read in the job: put it into {options.config}, or into the job's environment"
     for name, text in arguments.overrides:
         if without_secrets(text, name) != text:
@@ -196,14 +189,15 @@ def _check_secrets(arguments: Arguments, options: argparse.Namespace) -> None:
 
 
 def _launch_slurm(options: argparse.Namespace, cfg: TrainingRecipe, runs: Runs) -> None:
-    from .slurm import SlurmJob, quote_value
+    from .slurm import make_script, quote_value
 
     partition = [f"partition={quote_value(options.partition)}"] if options.partition else []
-    job = SlurmJob(
+    folder = Path(cfg.run.root).absolute()
+    script = make_script(
         cfg.run.name,
         [command for _, command in runs],
         Path.cwd(),
-        Path(cfg.run.root).absolute(),
+        folder,
         options.nodes,
         options.gpus_per_node,
         options.time,
@@ -212,11 +206,16 @@ def _launch_slurm(options: argparse.Namespace, cfg: TrainingRecipe, runs: Runs) 
         f"{shlex.quote(sys.executable)} -m forge",
         options.cpus_per_node,
     )
-    print(job.script() if options.dry_run else f"submitted job {job.submit()}, output in {job.runs}/slurm-*.out")
+    if options.dry_run:
+        print(script)
+        return
+
+    folder.mkdir(parents=True, exist_ok=True)
+    number = submit_text(["sbatch", "--parsable"], script).partition(";")[0]
+    print(f"submitted job {number}, output in {folder}/slurm-*.out")
 
 
 def _launch_ssh(options: argparse.Namespace, cfg: TrainingRecipe, runs: Runs) -> None:
-    from .processes import run_as_child
     from .ssh import check_words_of_ssh, start_workers
 
     hosts = options.hosts.split(",")
@@ -236,12 +235,13 @@ def _launch_ssh(options: argparse.Namespace, cfg: TrainingRecipe, runs: Runs) ->
 
 
 def _launch_kubernetes(options: argparse.Namespace, cfg: TrainingRecipe, runs: Runs) -> None:
-    from .kubernetes import KubernetesJob
+    from .kubernetes import make_manifests
 
     for name, command in runs:
         # Names of runs may contain characters that Kubernetes does not allow.
-        job = KubernetesJob(
-            name.lower().replace("_", "-").replace(".", "-"),
+        job_name = name.lower().replace("_", "-").replace(".", "-")
+        manifests = make_manifests(
+            job_name,
             [options.python, *command[1:]],
             options.image,
             options.nodes,
@@ -254,7 +254,10 @@ def _launch_kubernetes(options: argparse.Namespace, cfg: TrainingRecipe, runs: R
             options.python,
             options.namespace,
         )
-        print(job.text() if options.dry_run else f"{job.create()}\nkubectl logs -f job/{job.name}")
+        text = json.dumps({"apiVersion": "v1", "kind": "List", "items": manifests}, indent=2)
+        if not options.dry_run:
+            text = f"{submit_text(['kubectl', 'apply', '-f', '-'], text)}\nkubectl logs -f job/{job_name}"
+        print(text)
 
 
 # By launcher: a function that starts runs, and the options of an example.

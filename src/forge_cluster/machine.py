@@ -42,17 +42,6 @@ INHERITED_PREFIXES = ("FORGE_", "HYPERACTOR_", "MONARCH_", "NCCL_", "ATEN_", "ON
 NOT_INHERITED = ("FORGE_SECRET", "FORGE_HOSTS", "FORGE_HOST", "HYPERACTOR_TLS_CA", "HYPERACTOR_TLS_CERT")
 
 
-async def describe_host(address: str, credentials: Credentials) -> tuple[Inventory, str | None]:
-    """Return the inventory of a host, and a text on the controller that leases it, or None.
-
-    Raises:
-        OSError: it cannot be reached; the message has the fix.
-        HostError: it reported an error.
-    """
-    reply = await query_host(address, credentials, do="describe")
-    return Inventory.from_dict(reply), reply["held_by"]
-
-
 async def query_host(address: str, credentials: Credentials, **message: Json) -> Json:
     """Send one message to a host's daemon, on a new connection, and return its answer.
 
@@ -115,8 +104,6 @@ class Machine:
 
     def __init__(self, address: str, credentials: Credentials) -> None:
         self.address = address
-        self.inventory: Inventory
-        self.room: HostRoom  # what is free
         self.leased = False
         self.peer_address = address  # its address and port, as its processes and other hosts see it
         self._loop = asyncio.get_running_loop()
@@ -152,7 +139,7 @@ class Machine:
         request = {"do": "hold", "who": holder, "folder": os.getcwd(), "environment": inherited}
         leasing = asyncio.run_coroutine_threadsafe(self._lease_host(request), _hosts_loop())
         self.inventory = await asyncio.wrap_future(leasing)
-        self.room = HostRoom.of_host(self.inventory)
+        self.room = HostRoom.of_host(self.inventory)  # what is free
         self.leased = True
 
     async def _lease_host(self, request: Message) -> Inventory:
@@ -225,12 +212,11 @@ class Machine:
         watched, self.watched = self.watched, {}
         for on_end in watched.values():
             on_end()
-        _hosts_loop().call_soon_threadsafe(self._abort_connection)
 
-    def _abort_connection(self) -> None:
-        self._writer.transport.abort()  # without sending buffered messages
+        # Without sending buffered messages.
+        _hosts_loop().call_soon_threadsafe(self._writer.transport.abort)
         for task in self._tasks:
-            task.cancel()
+            _hosts_loop().call_soon_threadsafe(task.cancel)
 
     async def _send_beats(self) -> None:
         while True:

@@ -16,7 +16,7 @@ from forge_http.addresses import join_address
 
 from .credentials import Credentials
 from .inventory import Inventory
-from .machine import Machine, describe_host
+from .machine import Machine, query_host
 from .rooms import Demand, NoHostRoom, choose_rooms
 from .wire import LEASE, HostError, split_address
 
@@ -342,8 +342,9 @@ async def survey_hosts(hosts: str | Sequence[str], credentials: Credentials) -> 
 async def _inspect_host(address: str, credentials: Credentials) -> Inventory | str:
     """Return the inventory of a host that a run could use, or the reason why it could not."""
     try:
-        inventory, holder = await describe_host(address, credentials)
+        reply = await query_host(address, credentials, do="describe")
+        inventory = Inventory.from_dict(reply)
         check_versions(inventory)
     except (OSError, HostError, ValueError) as error:
         return str(error)
-    return inventory if holder is None else f"host {address} is held by {holder}"
+    return inventory if reply["held_by"] is None else f"host {address} is held by {reply['held_by']}"

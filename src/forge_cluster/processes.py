@@ -6,6 +6,7 @@ import subprocess
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from forge.runtime.process import end_with_parent
 
@@ -29,11 +30,11 @@ def start_workers(commands: Mapping[str, Sequence[str]], secret: str) -> Iterato
     Raises:
         NotStarted: one of them did not start.
     """
-    started: dict[str, subprocess.Popen] = {}
+    started: dict[str, Any] = {}  # processes
     try:
         for name, command in commands.items():
             # In a new session, which Ctrl-C does not reach, so that the controller ends first.
-            process = subprocess.Popen(
+            process: Any = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -43,14 +44,12 @@ def start_workers(commands: Mapping[str, Sequence[str]], secret: str) -> Iterato
             )
             started[name] = process
             # By standard input: other users can read the arguments of a process.
-            assert process.stdin is not None
             with suppress(BrokenPipeError):  # it ended, which `_read_address` reports
                 process.stdin.write(f"{secret}\n")
         yield [_read_address(name, process) for name, process in started.items()]
     finally:
         for process in started.values():
             with suppress(BrokenPipeError):  # it ended before it read the secret
-                assert process.stdin is not None
                 process.stdin.close()
         for process in started.values():
             try:

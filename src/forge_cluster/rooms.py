@@ -1,7 +1,5 @@
 """Which hosts have room for a replica: demands, free resources, and the choice between hosts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -53,7 +51,7 @@ class HostRoom:
     threads: int = 0
 
     @classmethod
-    def of_host(cls, inventory: Inventory) -> HostRoom:
+    def of_host(cls, inventory: Inventory) -> "HostRoom":
         """Return the free resources of an idle host."""
         return cls(inventory, list(inventory.gpus), inventory.memory)
 

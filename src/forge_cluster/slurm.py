@@ -2,12 +2,10 @@
 
 import re
 import shlex
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 from forge.runtime.names import REQUEUE
-
-from .processes import submit_text
 
 GRACE = 3600  # seconds that workers serve after SIGTERM; Slurm's own GraceTime is shorter
 BEFORE_END = 300  # seconds before the time limit at which Slurm sends SIGUSR1: time to write a checkpoint
@@ -59,9 +57,20 @@ def quote_value(value: str) -> str:
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-@dataclass(frozen=True)
-class SlurmJob:
-    """A job of one run, or an array of several.
+def make_script(
+    name: str,
+    commands: list[list[str]],
+    folder: Path,
+    runs: Path,
+    nodes: int = 1,
+    gpus_per_node: int = 0,
+    time: str | None = None,
+    extra_options: Sequence[str] = (),
+    setup: str = "",
+    forge: str = "forge",
+    cpus_per_node: int | None = None,
+) -> str:
+    """Return the batch script of a job with one run, or of an array of several.
 
     Args:
         name: of the job.
@@ -69,72 +78,51 @@ class SlurmJob:
         folder: the working directory of the run.
         runs: the folder of all runs, which all nodes see.
         time: limit of the job as sbatch takes it; None for the partition's limit.
-        options: additional options of sbatch without the dashes, such as "partition=gpu".
+        extra_options: of sbatch without the dashes, such as "partition=gpu".
         setup: shell lines before the run, to load modules or an environment.
         forge: the shell command that starts the program `forge` on the nodes.
         cpus_per_node: cores of each node; None for Slurm's default.
+
+    Raises:
+        ValueError: an option contains a line break or another control character, after which sbatch would read another
+            option or command.
     """
+    output = "slurm-%j.out" if len(commands) == 1 else "slurm-%A-%a.out"
+    lines = [
+        f"job-name={quote_value(name)}",
+        f"nodes={nodes}",
+        "ntasks-per-node=1",
+        *([f"gpus-per-node={gpus_per_node}"] if gpus_per_node else []),
+        *([f"cpus-per-task={cpus_per_node}"] if cpus_per_node else []),
+        *([f"time={quote_value(time)}"] if time else []),
+        "requeue",
+        "no-kill",
+        "open-mode=append",
+        f"signal=B:USR1@{BEFORE_END}",
+        f"output={quote_value(f'{runs}/{output}')}",
+        *([f"array=0-{len(commands) - 1}"] if len(commands) > 1 else []),
+        *extra_options,
+    ]
 
-    name: str
-    commands: list[list[str]]
-    folder: Path
-    runs: Path
-    nodes: int = 1
-    gpus_per_node: int = 0
-    time: str | None = None
-    options: tuple[str, ...] = ()
-    setup: str = ""
-    forge: str = "forge"
-    cpus_per_node: int | None = None
+    # The options are lines of the script: a line break in one would start a command.
+    for line in lines:
+        if not line.isprintable():
+            raise ValueError(f"sbatch cannot take {line!r}: it has a line break or another control character")
 
-    def script(self) -> str:
-        """Return the batch script.
+    # An array job runs the command that its task number selects.
+    command = shlex.join(commands[0])
+    if len(commands) > 1:
+        cases = "\n".join(f"    {n}) set -- {shlex.join(words)} ;;" for n, words in enumerate(commands))
+        command = f'case $SLURM_ARRAY_TASK_ID in\n{cases}\nesac\n"$@"'
 
-        Raises:
-            ValueError: an option contains a line break or another control character, after which sbatch would read
-                another option or command.
-        """
-        output = "slurm-%j.out" if len(self.commands) == 1 else "slurm-%A-%a.out"
-        lines = [
-            f"job-name={quote_value(self.name)}",
-            f"nodes={self.nodes}",
-            "ntasks-per-node=1",
-            *([f"gpus-per-node={self.gpus_per_node}"] if self.gpus_per_node else []),
-            *([f"cpus-per-task={self.cpus_per_node}"] if self.cpus_per_node else []),
-            *([f"time={quote_value(self.time)}"] if self.time else []),
-            "requeue",
-            "no-kill",
-            "open-mode=append",
-            f"signal=B:USR1@{BEFORE_END}",
-            f"output={quote_value(f'{self.runs}/{output}')}",
-            *([f"array=0-{len(self.commands) - 1}"] if len(self.commands) > 1 else []),
-            *self.options,
-        ]
-
-        # The options are lines of the script: a line break in one would start a command.
-        for line in lines:
-            if not line.isprintable():
-                raise ValueError(f"sbatch cannot take {line!r}: it has a line break or another control character")
-
-        # An array job runs the command that its task number selects.
-        command = shlex.join(self.commands[0])
-        if len(self.commands) > 1:
-            cases = "\n".join(f"    {n}) set -- {shlex.join(words)} ;;" for n, words in enumerate(self.commands))
-            command = f'case $SLURM_ARRAY_TASK_ID in\n{cases}\nesac\n"$@"'
-
-        return SCRIPT.format(
-            options="\n".join(f"#SBATCH --{line}" for line in lines),
-            folder=shlex.quote(str(self.folder)),
-            runs=shlex.quote(str(self.runs)),
-            setup=self.setup,
-            forge=self.forge,
-            cpus=f" --cpus-per-task={self.cpus_per_node}" if self.cpus_per_node else "",
-            command=command,
-            grace=GRACE,
-            requeue=REQUEUE,
-        )
-
-    def submit(self) -> str:
-        """Submit the script to sbatch, and return the job's number. RuntimeError: as of `submit_text`."""
-        self.runs.mkdir(parents=True, exist_ok=True)
-        return submit_text(["sbatch", "--parsable"], self.script()).partition(";")[0]
+    return SCRIPT.format(
+        options="\n".join(f"#SBATCH --{line}" for line in lines),
+        folder=shlex.quote(str(folder)),
+        runs=shlex.quote(str(runs)),
+        setup=setup,
+        forge=forge,
+        cpus=f" --cpus-per-task={cpus_per_node}" if cpus_per_node else "",
+        command=command,
+        grace=GRACE,
+        requeue=REQUEUE,
+    )

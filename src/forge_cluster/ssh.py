@@ -40,21 +40,16 @@ def start_workers(
 
 
 def check_words_of_ssh(hosts: Sequence[str], python: str) -> None:
-    """Check the arguments of `start_workers`. ValueError: a host or the Python is invalid."""
-    for host in hosts:
-        check_host(host)
-    if python.startswith("-"):
-        raise ValueError(f"--python {python[:80]!a} would be an option of the shell: give the path of a Python")
+    """Check the arguments of `start_workers`: each host is a name, user@name or an address.
 
-
-def check_host(host: str) -> None:
-    """Check that a host is a name, user@name or an address.
-
-    Others are dangerous: ssh may read them as options, and a ProxyCommand may pass them to a shell.
+    Other hosts are dangerous: ssh may read them as options, and a ProxyCommand may pass them to a shell.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: a host or the Python is invalid.
     """
-    allowed = re.fullmatch(r"(ssh://)?([\w.+][\w.+-]*@)?(\[[\w:.%]+\]|[\w.:%][\w.:%-]*)", host, re.ASCII)
-    if allowed is None or len(host) > 255:
-        raise ValueError(f"{host[:80]!a} cannot be a host of --hosts: write name, user@name or an address")
+    for host in hosts:
+        allowed = re.fullmatch(r"(ssh://)?([\w.+][\w.+-]*@)?(\[[\w:.%]+\]|[\w.:%][\w.:%-]*)", host, re.ASCII)
+        if allowed is None or len(host) > 255:
+            raise ValueError(f"{host[:80]!a} cannot be a host of --hosts: write name, user@name or an address")
+    if python.startswith("-"):
+        raise ValueError(f"--python {python[:80]!a} would be an option of the shell: give the path of a Python")

@@ -7,19 +7,13 @@ Every rank starts a worker, and rank 0 also the controller. The program reads RA
 MASTER_PORT. By torch.distributed's store the ranks exchange the addresses of their workers and the exit code.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import sys
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 from .credentials import SECRET, read_secret
 from .processes import NotStarted, run_as_child, start_workers
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
 
 MEETING_TIMEOUT = timedelta(minutes=10)  # machines of one job may boot minutes apart
 # Variables of the launcher, which the run must not see: it has its own ranks.
@@ -28,6 +22,8 @@ RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 def main() -> int:
     """Start the worker of this rank, and at rank 0 the run; return its exit code."""
+    import torch.distributed as dist
+
     try:
         rank, world, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
         address = os.environ["MASTER_ADDR"]
@@ -38,7 +34,14 @@ def main() -> int:
         secret = secrets.token_hex(32) if SECRET not in os.environ and world == 1 else read_secret()
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
-    store = _open_store(rank, world, address, port)
+
+    # The ranks exchange the addresses of their workers in a store, which torchrun may already serve at this address.
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        store = dist.TCPStore(address, port, world, is_master=serves, timeout=MEETING_TIMEOUT)
+    except dist.DistError as error:
+        action = "listen" if serves else "reach rank 0"
+        raise SystemExit(f"error: rank {rank} cannot {action} at MASTER_ADDR {address}:{port}: {error}") from None
 
     # After a restart by torchrun the ranks exchange under new keys.
     attempt = f"forge/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -62,19 +65,6 @@ def main() -> int:
             return code
     except NotStarted as error:
         raise SystemExit(f"error: {error}") from None
-
-
-def _open_store(rank: int, world: int, address: str, port: int) -> TCPStore:
-    """Return the store in which the ranks exchange the addresses of their workers."""
-    import torch.distributed as dist
-
-    # torchrun may already serve a store at this address.
-    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    try:
-        return dist.TCPStore(address, port, world, is_master=serves, timeout=MEETING_TIMEOUT)
-    except dist.DistError as error:
-        action = "listen" if serves else "reach rank 0"
-        raise SystemExit(f"error: rank {rank} cannot {action} at MASTER_ADDR {address}:{port}: {error}") from None
 
 
 if __name__ == "__main__":

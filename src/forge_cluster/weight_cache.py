@@ -139,15 +139,6 @@ class WeightCache(ForgeActor):
         return manifest, None
 
     @endpoint
-    async def fetch(self, key: str, version: int, timeout: float) -> str:
-        """Copy a version into this host's store unless it is there; return the manifest of the copy as JSON.
-
-        Raises:
-            MissingVersion, TimeoutError: no host has it any more, or it did not arrive within `timeout` seconds.
-        """
-        return await self._fetch_once(key, version, timeout)
-
-    @endpoint
     async def window(self, key: str, version: int, segment: str, size: int, timeout: float) -> RDMABuffer:
         """Return a window to the first `size` bytes of a version's segment, which was written here or is copied first.
 
@@ -159,7 +150,7 @@ class WeightCache(ForgeActor):
             MissingVersion, TimeoutError: it is no longer here, or its copy did not arrive in time.
         """
         if host_of(segment) != self.host and (key, version) not in self._copies:
-            await self._fetch_once(key, version, timeout)
+            await self.fetch(key, version, timeout)
         await self._release_before(key, version)
         windows = self._windows.setdefault((key, version), {})
         if segment not in windows:
@@ -175,7 +166,13 @@ class WeightCache(ForgeActor):
                 windows[segment] = RDMABuffer(memory[:size]), lock
         return windows[segment][0]
 
-    async def _fetch_once(self, key: str, version: int, timeout: float) -> str:
+    @endpoint
+    async def fetch(self, key: str, version: int, timeout: float) -> str:
+        """Copy a version into this host's store unless it is there; return the manifest of the copy as JSON.
+
+        Raises:
+            MissingVersion, TimeoutError: no host has it any more, or it did not arrive within `timeout` seconds.
+        """
         if (key, version) not in self._fetching:
             task = asyncio.get_running_loop().create_task(self._fetch_version(key, version, time.monotonic() + timeout))
             self._fetching[key, version] = task

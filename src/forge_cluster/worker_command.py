@@ -1,7 +1,5 @@
 """`forge worker`: make this machine a host for runs of other machines."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import logging
@@ -10,51 +8,51 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from forge.cli.subparsers import Option, Subparsers, add_command
+from forge.cli.subparsers import Subparsers, add_command
+from forge.system.files import write_atomic
+from forge_http.addresses import join_address, listening_error
 
-if TYPE_CHECKING:
-    from .host import Daemon
-
-TEXT = "let a run on another machine start processes here; both need the same FORGE_SECRET"
+from .credentials import SECRET, check_certificates, read_secret
+from .host import Daemon, routable_address
+from .inventory import count_gpus
+from .wire import PORT, split_address
 
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
-    options: list[Option] = [
-        (
-            "--listen",
-            {
-                "metavar": "ADDRESS[:PORT]",
-                "help": "default: the address of this machine, port 7070; port 0 is a free one, see --register",
-            },
-        ),
-        ("--gpus", {"help": "the GPUs that runs may use, 0,1,2; default: all that are visible"}),
-        (
-            "--grace",
-            {
-                **{"type": float, "default": 0.0, "metavar": "SECONDS"},
-                "help": "at SIGTERM, tell the run and serve for so long until it has saved itself; default: end at "
-                "once",
-            },
-        ),
-        # For programs that start workers: ssh, a job of a cluster, a launcher.
-        ("--stdin", {"action": "store_true", "help": "read the secret from standard input, end when it closes"}),
-        ("--register", {"metavar": "FOLDER", "help": "write the address to a file in this folder"}),
-    ]
-    add_command(commands, "worker", TEXT, "--listen 10.0.0.2:7070 --gpus 0,1", run, options)
+    add_command(
+        commands,
+        "worker",
+        "let a run on another machine start processes here; both need the same FORGE_SECRET",
+        "--listen 10.0.0.2:7070 --gpus 0,1",
+        run,
+        [
+            (
+                "--listen",
+                {
+                    "metavar": "ADDRESS[:PORT]",
+                    "help": "default: the address of this machine, port 7070; port 0 is a free one, see --register",
+                },
+            ),
+            ("--gpus", {"help": "the GPUs that runs may use, 0,1,2; default: all that are visible"}),
+            (
+                "--grace",
+                {
+                    **{"type": float, "default": 0.0, "metavar": "SECONDS"},
+                    "help": "at SIGTERM, tell the run and serve for so long until it has saved itself; default: end at "
+                    "once",
+                },
+            ),
+            # For programs that start workers: ssh, a job of a cluster, a launcher.
+            ("--stdin", {"action": "store_true", "help": "read the secret from standard input, end when it closes"}),
+            ("--register", {"metavar": "FOLDER", "help": "write the address to a file in this folder"}),
+        ],
+    )
 
 
 def run(args: argparse.Namespace) -> None:
     """Serve runs until a signal ends the worker; invalid input ends it with one line."""
-    from forge_http.addresses import join_address, listening_error
-
-    from .credentials import SECRET, check_certificates, read_secret
-    from .host import Daemon, routable_address
-    from .inventory import count_gpus
-    from .wire import PORT, split_address
-
     try:
         address, port = split_address(args.listen) if args.listen else ("", PORT)
         address = address or routable_address()
@@ -86,9 +84,6 @@ async def _serve_daemon(daemon: Daemon, args: argparse.Namespace) -> None:
 
     The address is written to the folder of --register while the daemon serves, and printed with --stdin.
     """
-    from forge.system.files import write_atomic
-    from forge_http.addresses import join_address
-
     log = logging.getLogger("forge.worker")
     file = Path(args.register) / socket.gethostname() if args.register else None
 

@@ -3,18 +3,22 @@
 import argparse
 from pathlib import Path
 
-from forge.cli.subparsers import Option, Subparsers, add_command
-
-TEXT = "a configuration file of another library, printed with the keys of this one"
+from forge.cli.subparsers import Subparsers, add_command
 
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
-    options: list[Option] = [
-        ("library", {"choices": ["upstream"], "help": "upstream: Meta's torchforge"}),
-        ("file", {"type": Path, "help": "its YAML file"}),
-    ]
-    add_command(commands, "convert", TEXT, "upstream TORCHFORGE/apps/grpo/qwen3_1_7b.yaml", run, options)
+    add_command(
+        commands,
+        "convert",
+        "a configuration file of another library, printed with the keys of this one",
+        "upstream TORCHFORGE/apps/grpo/qwen3_1_7b.yaml",
+        run,
+        [
+            ("library", {"choices": ["upstream"], "help": "upstream: Meta's torchforge"}),
+            ("file", {"type": Path, "help": "its YAML file"}),
+        ],
+    )
 
 
 def run(args: argparse.Namespace) -> None:

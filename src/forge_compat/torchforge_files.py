@@ -143,7 +143,17 @@ def read_upstream(path: Path, overrides: Sequence[str] = ()) -> dict[str, Json]:
         raise ValueError(f"{path} must be a mapping of keys to values, got {type(values).__name__}")
     # Before interpolations are resolved, as these may refer to overridden keys.
     for override in overrides:
-        _override_key(values, override)
+        key, is_set, text = override.removeprefix("~").partition("=")
+        *sections, name = key.split(".")
+        target: Json = values
+        for section in sections:
+            target = target.setdefault(section, {})
+        if is_set:
+            target[name] = yaml.safe_load(text)
+        elif not override.startswith("~"):
+            raise ValueError(f"an override is written as section.key=value, got {override}")
+        elif target.pop(name, None) is None:
+            raise ValueError(f"{override}: the file has no key {key!r}")
     return resolve_all(values)
 
 
@@ -184,21 +194,6 @@ def convert_config(values: Mapping[str, Json], name: str = "run") -> Converted:
         _finish_sft(converted, values)
 
     return converted
-
-
-def _override_key(values: dict[str, Json], override: str) -> None:
-    """Set or remove one key of nested values, as an override says; ValueError: it is invalid."""
-    path, is_set, text = override.partition("=")
-    *sections, name = path.removeprefix("~").split(".")
-    target: Json = values
-    for section in sections:
-        target = target.setdefault(section, {})
-    if is_set:
-        target[name] = yaml.safe_load(text)
-    elif not override.startswith("~"):
-        raise ValueError(f"an override is written as section.key=value, got {override}")
-    elif target.pop(name, None) is None:
-        raise ValueError(f"{override}: the file has no key {path.removeprefix('~')!r}")
 
 
 def place_key(recipe: str, key: str, value: Json) -> tuple[str, Json] | None:

@@ -40,8 +40,6 @@ except ImportError as error:
 
 log = logging.getLogger(f"forge.{__name__}")
 
-__all__ = ["HTTPTools", "StdioTools", "ToolError"]
-
 CLOSE_TIMEOUT = 30.0  # seconds, more than the SDK takes to end a program
 # Codes of errors of the connection or of the whole server, not of one tool.
 _FAILURES = (CONNECTION_CLOSED, INTERNAL_ERROR, INVALID_REQUEST, PARSE_ERROR)
@@ -112,9 +110,7 @@ class MCPTools(ABC):
             raise ToolError("the arguments hold a lone surrogate, which is not a character") from None
 
         await self.open()
-        session = self._session
-        assert session is not None
-
+        session: Any = self._session
         try:
             result: Any = await session.call_tool(name, dict(arguments), self._timeout)
             text = text_of(result.model_dump(by_alias=True, mode="json", exclude_none=True))
@@ -164,7 +160,15 @@ class MCPTools(ABC):
             async with self._open_connection() as (read, write), ClientSession(read, write) as session:
                 async with asyncio.timeout(self._start_timeout):
                     await session.initialize()
-                    self._schemas = await _list_tools(session)
+                    # A server may list its tools in several pages.
+                    page = await session.list_tools()
+                    tools = [*page.tools]
+                    while page.next_cursor:
+                        page = await session.list_tools(params=PaginatedRequestParams(cursor=page.next_cursor))
+                        tools += page.tools
+                    self._schemas = tuple(
+                        function_schema(tool.model_dump(by_alias=True, mode="json")) for tool in tools
+                    )
                 self._session = session
                 ready.set_result(None)
                 await stop.wait()
@@ -271,13 +275,3 @@ class HTTPTools(MCPTools):
             streamable_http_client(self.name, http_client=client, max_sse_event_size=MAX_BYTES) as streams,
         ):
             yield streams
-
-
-async def _list_tools(session: ClientSession) -> tuple[dict[str, Json], ...]:
-    """Return all tools of a server, which may list them in several pages, as function schemas in OpenAI's format."""
-    page = await session.list_tools()
-    tools = [*page.tools]
-    while page.next_cursor:
-        page = await session.list_tools(params=PaginatedRequestParams(cursor=page.next_cursor))
-        tools += page.tools
-    return tuple(function_schema(tool.model_dump(by_alias=True, mode="json")) for tool in tools)

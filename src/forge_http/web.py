@@ -33,7 +33,6 @@ SHORT = 1 << 16  # characters of JSON that are parsed in the event loop; longer 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Middleware = Any  # decorated by aiohttp, which types it as a function
 Json = Any
 
 
@@ -88,7 +87,7 @@ def guard_requests(
     key: str | None,
     key_of: Callable[[web.Request], str] = bearer_key,
     content_types: tuple[str, ...] = ("application/json",),
-) -> Middleware:
+) -> Any:
     """Return middleware that rejects requests of callers without the key or, without a key, of web pages.
 
     It responds with status 401 to a missing or wrong key, 403 to another Host or Origin, 415 to a body that is not

@@ -1,6 +1,6 @@
 """Alerts: sentences on suspicious metrics of a run, each with advice."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import nan
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from forge.observability.console import log
 from forge.observability.lines import parse_line
 from forge.system.files import is_plain
 
-from .reference import CAUSES, find_reference
+from .reference import CAUSES, Rows, find_reference
 from .runs import read_metric_rows, read_settings
 
 WINDOW = 20  # the last steps that an alert is about; a trend needs as many, since the mean of fewer varies too much
@@ -28,8 +28,6 @@ FAILURES = {
     "max_turns": "hit episode.max_turns",
     "max_tokens": "hit episode.max_tokens",
 }
-
-Rows = Sequence[Mapping[str, float]]
 
 
 class Alert(NamedTuple):

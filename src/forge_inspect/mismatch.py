@@ -273,7 +273,14 @@ def compare_batch(folder: Path, *, step: int | None = None) -> Mismatch:
     run = open_run(folder, step)
     outcome = Mismatch(str(folder), run.step, run.version, len(run.owners()))
     policy, tensors = read_policy(run)
-    model = plain_model(run, tensors)
+    # Transformers' own model shares no cache, attention or products with engine and trainer.
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        run.start, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False, use_safetensors=True
+    )
+    model.requires_grad_(False).eval()
+    parameters = dict(model.named_parameters())
+    for name, tensor in tensors.items():
+        parameters[name].copy_(tensor)
 
     # Log-probabilities of the compared tokens, [compared] in nats.
     values = {
@@ -356,19 +363,6 @@ def engine_logprobs(run: RecordedRun, tensors: Mapping[str, Tensor]) -> np.ndarr
             if position == starts[row] + step and sequence.mask[position + 1]:
                 logits[row].append(decoded[row])
     return _compute_logprobs(run, torch.stack([*chain.from_iterable(logits)]))
-
-
-def plain_model(run: RecordedRun, tensors: Mapping[str, Tensor]) -> Any:
-    """Return transformers' own model with these weights, in float32; it shares no cache, attention or products with
-    engine and trainer."""
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        run.start, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False, use_safetensors=True
-    )
-    model.requires_grad_(False).eval()
-    parameters = dict(model.named_parameters())
-    for name, tensor in tensors.items():
-        parameters[name].copy_(tensor)
-    return model
 
 
 @torch.no_grad()

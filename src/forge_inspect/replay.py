@@ -175,16 +175,7 @@ def replay_run(folder: Path, *, until: int | None = None, replicas: int | None =
     # The config.yaml of a run has every setting: other defaults in another version of forge change nothing.
     cfg = read(RLConfig, folder / CONFIG, overrides)
     cfg.run.root = str(folder.resolve().parent)
-    check_replayable(cfg, schedule)
-    if cfg.from_scratch is not None:
-        # The run built its model in a folder next to its own.
-        cfg.from_scratch, cfg.model = None, f"{folder.resolve()}-initial"
-    train = partial(train_by_schedule, schedule=schedule, until=until or last, mark=mark)
-    return run_recipe(update_wrapper(train, train_by_schedule), cfg)
-
-
-def check_replayable(cfg: RLConfig, schedule: Schedule) -> None:
-    """Check that the schedule determines all that the run computed. ConfigError: it does not; names the cause."""
+    # The schedule must determine all that the run computed.
     expected = f"{Loop.__module__}:{Loop.__qualname__}"
     for is_wrong, message in (
         (schedule.recipe != expected, f"it ran the loop {schedule.recipe}, and only {expected} can be replayed"),
@@ -196,6 +187,11 @@ def check_replayable(cfg: RLConfig, schedule: Schedule) -> None:
     ):
         if is_wrong:
             raise ConfigError(f"this run cannot be replayed: {message}")
+    if cfg.from_scratch is not None:
+        # The run built its model in a folder next to its own.
+        cfg.from_scratch, cfg.model = None, f"{folder.resolve()}-initial"
+    train = partial(train_by_schedule, schedule=schedule, until=until or last, mark=mark)
+    return run_recipe(update_wrapper(train, train_by_schedule), cfg)
 
 
 class ReplayDiffers(ForgeError):

@@ -1,7 +1,8 @@
 """Evaluate any model by the section `eval` of a recipe's configuration, without a run."""
 
-from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from forge.config.sections import ConfigError
 from forge.envs.group import GroupEnv, SingleTurnEnv
@@ -12,18 +13,6 @@ from forge.recipes.evaluation import load_sets, plan_evaluation
 from forge.recipes.prepare import check_data
 from forge.recipes.rl_config import RLConfig
 from forge.runtime.controller import run
-from forge.types import Episode, Sample
-
-
-class AnswerLines:
-    """Collects the answers of evaluations as lines of JSON, as bytes in `lines`."""
-
-    def __init__(self) -> None:
-        self.lines = b""
-
-    def keep_evaluation(self, samples: Sequence[Sample], episodes: Sequence[Episode], name: str = "") -> None:
-        """Add the answers `episodes` to the problems `samples` of the set `name`."""
-        self.lines += held_out_lines(0, samples, episodes, name)
 
 
 def evaluate_suite(cfg: RLConfig, answers: Path | None = None) -> dict[str, float]:
@@ -52,7 +41,10 @@ def evaluate_suite(cfg: RLConfig, answers: Path | None = None) -> dict[str, floa
     _, first = check_data(data, cfg.eval, model, cfg.seed)
     sets = load_sets(data, cfg.eval, model, cfg.seed)
 
-    keeper = AnswerLines()
+    lines: list[bytes] = []
+    keeper: Any = SimpleNamespace(
+        keep_evaluation=lambda samples, episodes, name="": lines.append(held_out_lines(0, samples, episodes, name))
+    )
 
     async def evaluate_sets() -> dict[str, float]:
         # As in a run, the settings of rollouts are the defaults of an evaluation.
@@ -64,9 +56,8 @@ def evaluate_suite(cfg: RLConfig, answers: Path | None = None) -> dict[str, floa
             max_tokens=rollouts.max_tokens,
             sampling=rollouts.sampling(),
         )
-        env: GroupEnv
         if cfg.multi_turn:
-            env = cfg.multi_turn_env(model)
+            env: GroupEnv = cfg.multi_turn_env(model)
         else:
             env = SingleTurnEnv(await start_reward(cfg), with_tokens=cfg.reward.reads_tokens)
 
@@ -74,5 +65,5 @@ def evaluate_suite(cfg: RLConfig, answers: Path | None = None) -> dict[str, floa
 
     metrics: dict[str, float] = run(evaluate_sets())
     if answers is not None:
-        answers.write_bytes(keeper.lines)
+        answers.write_bytes(b"".join(lines))
     return metrics

@@ -1,7 +1,5 @@
 """Parse answers to values: expressions with units, and tuples, intervals, sets, lists, matrices, equations of them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Sequence
 from functools import lru_cache
@@ -46,7 +44,7 @@ class Value(NamedTuple):
 
     kind: str
     parts: tuple[Token, ...]
-    items: tuple[Value, ...] = ()
+    items: tuple["Value", ...] = ()
     ends: tuple[str, ...] = ()
     tree: Tree | None = None
     unit: Unit = ()

@@ -5,7 +5,7 @@ import json
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 from forge.config.plugin import construct
 from forge.data.thoughts import after_thoughts
@@ -15,19 +15,6 @@ from forge_sandbox.code_blocks import python_block
 from .cases import NO_LITERAL, Case, Check, check_passable, checks_of, forgeable, parse_literal, read_cases
 from .harness import BEGUN, HARNESS, read_marked
 from .sandbox import Sandbox
-
-Json = Any  # plain data in a report of the harness
-
-
-@runtime_checkable
-class Runner(Protocol):
-    """An object that runs untrusted programs, such as a `forge_sandbox.Sandbox`."""
-
-    async def run(self, program: str, *, stdin: str = "", time_limit: float) -> Any:
-        """Run a program for at most `time_limit` seconds, and return an object with `status` and `stdout`.
-
-        An exception means that the runner has failed, not the program.
-        """
 
 
 def code_block(response: str) -> str | None:
@@ -47,8 +34,9 @@ class CodeVerifier:
     output limit. A program whose output exceeds the limit is wrong.
 
     Args:
-        sandbox: a `forge_sandbox.Sandbox`, its settings, or any `Runner`; None: a sandbox with default settings. It is
-            started by the first program.
+        sandbox: a `forge_sandbox.Sandbox`, its settings, or any object with its method `run`, an exception of which
+            means that it failed, not the program; None: a sandbox with default settings. It is started by the first
+            program.
         name: the name of the column.
         credit: "all" scores 1 if all tests pass, otherwise 0; "share" scores the share of tests that pass.
         cases: parses the tests in a target.
@@ -67,7 +55,7 @@ class CodeVerifier:
 
     def __init__(
         self,
-        sandbox: dict[str, object] | Runner | None = None,
+        sandbox: Any = None,
         name: str = "code",
         *,
         credit: Literal["all", "share"] = "all",
@@ -80,9 +68,9 @@ class CodeVerifier:
             raise ValueError(f"credit must be all or share, got {credit!r}")
         if time_limit <= 0 or concurrency < 1:
             raise ValueError(f"time_limit must be above 0, concurrency at least 1: got {time_limit}, {concurrency}")
-        runner: Runner = construct(Sandbox, sandbox or {}, "sandbox") if isinstance(sandbox, dict | None) else sandbox
         self.names: tuple[str, ...] = (name,)
-        self._sandbox = runner
+        is_plain = isinstance(sandbox, dict | None)
+        self._sandbox: Any = construct(Sandbox, sandbox or {}, "sandbox") if is_plain else sandbox
         self._credit = credit
         self._cases = cases
         self._program = program
@@ -191,7 +179,7 @@ class CodeVerifier:
             return result
 
 
-def _check_passes(check: Check, report: list[Json] | None) -> bool:
+def _check_passes(check: Check, report: list[Any] | None) -> bool:
     # Return whether a check passes by its report, see `read_marked`.
     if not report:
         return False

@@ -3,8 +3,6 @@
 import json
 from typing import Any
 
-Json = Any
-
 # The index of the report that is written before the first check, once the program has been executed.
 BEGUN = -1
 # Everything that the harness uses is bound before the program runs, since the program may replace any global. Values
@@ -129,7 +127,7 @@ def harness(program, checks, mark):
 """.replace("BEGUN", str(BEGUN))
 
 
-def read_marked(stdout: str, mark: str) -> dict[int, list[Json]]:
+def read_marked(stdout: str, mark: str) -> dict[int, list[Any]]:
     """Return the harness's reports in the output of a program, by the index of the check.
 
     A report is a list: empty if the check raised an error, otherwise with one value, which is None if the value has no
@@ -138,7 +136,7 @@ def read_marked(stdout: str, mark: str) -> dict[int, list[Json]]:
     Args:
         mark: a random text with which the lines of reports start.
     """
-    reports: dict[int, list[Json]] = {}
+    reports: dict[int, list[Any]] = {}
     for line in stdout.split("\n"):
         if line.startswith(mark):
             try:

@@ -1,7 +1,5 @@
 """A sandbox for untrusted Python programs."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os
@@ -155,7 +153,7 @@ class Sandbox:
 
         self._workers: set[Worker] = set()
 
-    async def __aenter__(self) -> Sandbox:
+    async def __aenter__(self) -> "Sandbox":
         await self.start()
         return self
 
@@ -185,7 +183,14 @@ class Sandbox:
             SandboxError: the sandbox failed, and failed again on a retry with a new process.
             RuntimeError: the sandbox is closed.
         """
-        bodies = _encode_request(time_limit, program, stdin)
+        if not 0 < time_limit <= 86_400:
+            raise ValueError(f"time_limit must be above 0 and at most 86400 seconds, got {time_limit}")
+        try:
+            bodies = [text.encode() for text in (program, stdin)]
+        except UnicodeEncodeError as error:
+            raise ValueError(f"a program and its input must be encodable as UTF-8: {error}") from None
+        if sum(map(len, bodies)) > MAX_BYTES:
+            raise ValueError(f"a program with its input may have {MAX_BYTES} bytes, got {sum(map(len, bodies))}")
         self._check_usable()
         pending = _Pending()
         future = self._threads.submit(self._run_program, bodies, time_limit, pending)
@@ -283,19 +288,6 @@ def _make_result(header: Header, bodies: list[bytes], cpu_seconds: int) -> Resul
         else:
             status = "memory" if _NO_MEMORY.match(last_line) else "error"
     return Result(status, stdout, stderr, header["seconds"], header["cpu_seconds"], code, status == "output")
-
-
-def _encode_request(time_limit: float, *texts: str) -> list[bytes]:
-    # Return the texts as UTF-8; ValueError if one cannot be encoded, they are too long, or the limit is invalid.
-    if not 0 < time_limit <= 86_400:
-        raise ValueError(f"time_limit must be above 0 and at most 86400 seconds, got {time_limit}")
-    try:
-        bodies = [text.encode() for text in texts]
-    except UnicodeEncodeError as error:
-        raise ValueError(f"a program and its input must be encodable as UTF-8: {error}") from None
-    if sum(map(len, bodies)) > MAX_BYTES:
-        raise ValueError(f"a program with its input may have {MAX_BYTES} bytes, got {sum(map(len, bodies))}")
-    return bodies
 
 
 # The canary, a program that tries what the level must prevent, and prints the names of what it could do and of the

@@ -11,6 +11,7 @@ from typing import Any
 from forge_envs.environment import InfrastructureError
 
 from .inside import wire
+from .inside.wire import Header, Settings
 
 START_TIMEOUT = 60.0  # seconds within which the process must have started, with all imports
 GRACE = 30.0  # seconds for a reply after a program's time limit: the machine may be busy
@@ -42,9 +43,6 @@ for name, text in header["modules"].items():
     exec(compile(text, "inside/" + name + ".py", "exec"), module.__dict__)
 package.zygote.main(source, header["settings"])
 """
-
-Header = dict[str, Any]  # of a message, see `inside.wire`
-Settings = dict[str, Any]  # of a sandbox, as plain data
 
 
 class SandboxError(InfrastructureError):

@@ -91,8 +91,9 @@ class Checkpoints:
 
     def remove_expired(self) -> None:
         """Delete the checkpoints whose time is over."""
-        for path in self.journal.expired_checkpoints():
-            self.remove(path)
+        for row in self.journal.select("checkpoints"):
+            if row["expires"] is not None and row["expires"] < time.time():
+                self.remove(row["path"])
 
 
 def describe_checkpoint(row: Any) -> dict[str, Any]:

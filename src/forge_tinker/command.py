@@ -6,19 +6,11 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from forge.cli.subparsers import Option, Subparsers, add_command
+from forge.cli.subparsers import Subparsers, add_command
 
 
 def add_to(commands: Subparsers) -> None:
     """Add the command `forge tinker` to the subparsers `commands`."""
-    options: list[Option] = [
-        ("--model", {"required": True, "help": "folder or hub id of the base model"}),
-        ("--name", {"help": "what clients call the model; by default --model"}),
-        ("--host", {"default": "127.0.0.1", "help": "address to listen at"}),
-        ("--port", {"type": int, "default": 8000, "help": "0 takes a free one"}),
-        ("--folder", {"default": "runs/tinker", "help": "where models, checkpoints and the journal are kept"}),
-        ("--config", {"help": "YAML file with `tenants` and `engine`, see docs/tinker.md"}),
-    ]
     add_command(
         commands,
         "tinker",
@@ -26,7 +18,14 @@ def add_to(commands: Subparsers) -> None:
         "--model runs/quickstart/model, then TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local python "
         "program.py",
         serve_protocol,
-        options,
+        [
+            ("--model", {"required": True, "help": "folder or hub id of the base model"}),
+            ("--name", {"help": "what clients call the model; by default --model"}),
+            ("--host", {"default": "127.0.0.1", "help": "address to listen at"}),
+            ("--port", {"type": int, "default": 8000, "help": "0 takes a free one"}),
+            ("--folder", {"default": "runs/tinker", "help": "where models, checkpoints and the journal are kept"}),
+            ("--config", {"help": "YAML file with `tenants` and `engine`, see docs/tinker.md"}),
+        ],
         description="Serve the Tinker protocol: programs of its SDK and cookbook train adapters of one model here. "
         "What clients have saved and asked for survives a kill of the server: start it again with the same folder.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

@@ -6,7 +6,6 @@ SQLite holds all of it: a request is written before it is accepted, its result b
 import json
 import sqlite3
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ CREATE INDEX IF NOT EXISTS requests_open ON requests (owner) WHERE result IS NUL
 CREATE TABLE IF NOT EXISTS sequences (id TEXT PRIMARY KEY, session TEXT, logprobs BLOB, created REAL);
 """
 PRAGMAS = "PRAGMA locking_mode=EXCLUSIVE; PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;"
+sqlite3.register_adapter(dict, json.dumps)  # mappings are columns of JSON
 KEPT = 24 * 3600.0  # seconds for which results and recorded sequences are kept
 
 
@@ -50,16 +50,14 @@ class Journal:
     def add(self, table: str, **columns: Any) -> bool:
         """Insert a row, and return whether it is new: a row of the same key stays as it is."""
         marks = ", ".join("?" * len(columns))
-        values = [to_column(value) for value in columns.values()]
         statement = f"INSERT OR IGNORE INTO {table} ({', '.join(columns)}) VALUES ({marks})"
-        return self._tables.execute(statement, values).rowcount == 1
+        return self._tables.execute(statement, list(columns.values())).rowcount == 1
 
     def change(self, table: str, key: str, **columns: Any) -> None:
         """Set columns of the row with this key."""
         name = "path" if table == "checkpoints" else "id"
         changes = ", ".join(f"{column} = ?" for column in columns)
-        values = [to_column(value) for value in columns.values()]
-        self._tables.execute(f"UPDATE {table} SET {changes} WHERE {name} = ?", [*values, key])
+        self._tables.execute(f"UPDATE {table} SET {changes} WHERE {name} = ?", [*columns.values(), key])
 
     def find(self, table: str, **columns: Any) -> Any:
         """Return the first row with these values; None if there is none."""
@@ -85,11 +83,6 @@ class Journal:
         self._tables.execute("UPDATE models SET applied = ? WHERE id = ?", [applied, model])
         self._tables.execute("UPDATE requests SET body = NULL WHERE subject = ? AND seq <= ?", [model, applied])
 
-    def expired_checkpoints(self) -> list[str]:
-        """Return the paths of the checkpoints whose time is over."""
-        statement = "SELECT path FROM checkpoints WHERE expires < ?"
-        return [row["path"] for row in self._tables.execute(statement, [time.time()])]
-
     def remove_old(self) -> None:
         """Delete results, recorded sequences and samplers' requests that are older than a day."""
         oldest = time.time() - KEPT
@@ -99,15 +92,6 @@ class Journal:
             [oldest],
         )
         self._tables.execute("DELETE FROM sequences WHERE created < ?", [oldest])
-
-
-def to_column(value: Any) -> Any:
-    """Return a value as SQLite stores it: mappings and lists as JSON.
-
-    >>> to_column({"rank": 8})
-    '{"rank": 8}'
-    """
-    return json.dumps(value) if isinstance(value, Mapping | list) else value
 
 
 def from_json(text: str | None) -> Any:

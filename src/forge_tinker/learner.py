@@ -19,7 +19,7 @@ from forge.types import Batch
 
 from .adapters import ALPHA, Adapter, read_factors
 from .losses import LOSSES, Tokens, check_loss
-from .wire import NO_LOGPROB, Datum, PassRequest, Scores, write_pass_result
+from .wire import NO_LOGPROB, Datum, Scores, write_pass_result
 
 MICRO_TOKENS = 8192  # most tokens of a forward pass, unless one datum has more
 ROWS = 256  # of logits at a time
@@ -107,24 +107,27 @@ class Learner:
             adapted.scaling = ALPHA / adapter.rank
         self._installed = adapter
 
-    def run_pass(self, adapter: Adapter, request: PassRequest) -> bytes:
+    def run_pass(
+        self, adapter: Adapter, loss: str, data: Sequence[Datum], config: Mapping[str, Any], *, forward_only: bool
+    ) -> bytes:
         """Compute a loss and, unless `forward_only`, add its gradient to the adapter's; return the result's bytes.
 
         Raises:
             ValueError: an invalid loss, setting or tensor.
         """
-        config = check_loss(request.loss_fn, request.config)
-        for number, datum in enumerate(request.data):
+        settings = check_loss(loss, config)
+        for number, datum in enumerate(data):
             self.check_tokens(datum.tokens, f"data[{number}].model_input")
             self.check_tokens(datum.inputs["target_tokens"].ravel(), f"data[{number}]: target_tokens")
-        names = set.intersection(*(set(datum.inputs) for datum in request.data)) - {"target_tokens"}
+        names = set.intersection(*(set(datum.inputs) for datum in data)) - {"target_tokens"}
 
         self.install(adapter)
         # A request that fails leaves the gradient as it was.
         gradients = [parameter.grad for parameter in adapter.parameters]
         adapter.optimizer.zero_grad()
         try:
-            return self._run_pass(request, names, config)
+            with torch.set_grad_enabled(not forward_only):
+                return self._add_gradients(loss, data, names, settings)
         except BaseException:
             adapter.optimizer.zero_grad()
             raise
@@ -133,22 +136,23 @@ class Learner:
                 if gradient is not None:
                     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
-    def _run_pass(self, request: PassRequest, names: set[str], config: Mapping[str, float]) -> bytes:
+    def _add_gradients(
+        self, loss_name: str, data: Sequence[Datum], names: set[str], settings: Mapping[str, float]
+    ) -> bytes:
         outputs, total = [], 0.0
-        with torch.set_grad_enabled(not request.forward_only):
-            for rows in split_data(request.data):
-                logprobs = self._score_targets(rows)
-                inputs = {name: to_tensor([row.inputs[name] for row in rows], logprobs.device) for name in names}
-                lengths = torch.tensor([len(row.tokens) for row in rows])
-                sequences = torch.arange(len(rows)).repeat_interleave(lengths).to(logprobs.device)
-                losses = LOSSES[request.loss_fn](Tokens(logprobs, inputs, config, sequences))
-                loss = losses.sum()
-                if not request.forward_only:
-                    loss.backward()
-                total += loss.item()
-                columns = (values.detach().cpu().split(lengths.tolist()) for values in (logprobs, losses))
-                for of_tokens, of_losses in zip(*columns, strict=True):
-                    outputs.append({"logprobs": of_tokens.numpy(), "elementwise_loss": of_losses.numpy()})
+        for rows in split_data(data):
+            logprobs = self._score_targets(rows)
+            inputs = {name: to_tensor([row.inputs[name] for row in rows], logprobs.device) for name in names}
+            lengths = torch.tensor([len(row.tokens) for row in rows])
+            sequences = torch.arange(len(rows)).repeat_interleave(lengths).to(logprobs.device)
+            losses = LOSSES[loss_name](Tokens(logprobs, inputs, settings, sequences))
+            loss = losses.sum()
+            if torch.is_grad_enabled():
+                loss.backward()
+            total += loss.item()
+            columns = (values.detach().cpu().split(lengths.tolist()) for values in (logprobs, losses))
+            for of_tokens, of_losses in zip(*columns, strict=True):
+                outputs.append({"logprobs": of_tokens.numpy(), "elementwise_loss": of_losses.numpy()})
         return write_pass_result(outputs, {"loss:sum": total})
 
     def _score_targets(self, rows: Sequence[Datum]) -> Tensor:
@@ -169,7 +173,7 @@ class Learner:
     @torch.no_grad()
     def score_prompt(
         self,
-        adapter: Adapter | None,
+        folder: Path | None,
         tokens: Sequence[int],
         *,
         logprobs: bool = False,
@@ -183,7 +187,7 @@ class Learner:
         """Return scores of a prompt's tokens.
 
         Args:
-            adapter: None: the base model's scores.
+            folder: of an adapter; None for the base model's scores.
             last: score only this many tokens; None: all but the first.
             top_k: most probable tokens of each position.
             targets: [length - 1, k], tokens to score at each position but the first; -1 for none.
@@ -191,7 +195,7 @@ class Learner:
         """
         if len(tokens) < 2:
             return Scores(np.full(1, np.nan) if logprobs else None)
-        self.install(adapter)
+        self.install(None if folder is None else self.open(folder))
         scores = Scores()
         if logprobs:
             scored = self.policy(make_batch([tokens[:-1]], np.asarray(tokens[1:]))).logprobs.cpu().numpy()

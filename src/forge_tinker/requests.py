@@ -7,7 +7,9 @@ import os
 import shutil
 import time
 import zlib
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from .checkpoints import Checkpoints
 from .journal import Journal, from_json
 from .learner import Learner
 from .sampler import Sampler
-from .wire import Datum, Scores, make_sampling, read_adam, read_pass_request, read_targets, write_samples
+from .wire import Datum, Scores, make_sampling, parse_pass, read_pass, read_targets, write_samples
 
 log = logging.getLogger(f"forge.{__name__}")
 STEPS = 8  # optimiser steps between two snapshots of a model: a restarted server computes the requests since again
@@ -99,18 +101,24 @@ class Requests:
             return None
         return self.journal.find("requests", id=name)
 
-    def _finish(self, name: str, result: bytes | None, error: BaseException | None = None) -> None:
-        if error is None:
-            self.journal.change("requests", name, result=result)
-        else:
+    async def _settle(self, row: Any, work: Awaitable[bytes]) -> None:
+        """Record the result of a request, or its error, unless it is known from before a restart."""
+        try:
+            changes: dict[str, Any] = {"result": await work}
+        except Exception as error:
             is_user = isinstance(error, ValueError | OSError)
             if not is_user:
-                log.error("request %s failed", name, exc_info=error)
+                log.error("request %s failed", row["id"], exc_info=error)
             text = " ".join(str(error).split()) if is_user else f"{type(error).__name__}: {error}"
-            failure = {"error": text, "category": "user" if is_user else "server"}
-            self.journal.change("requests", name, error=failure)
-        if event := self._finished.pop(name, None):
+            changes = {"error": {"error": text, "category": "user" if is_user else "server"}}
+
+        if row["result"] is None and row["error"] is None:
+            self.journal.change("requests", row["id"], **changes)
+        if event := self._finished.pop(row["id"], None):
             event.set()
+
+    async def _run_in_thread(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self.thread, partial(work, *args, **kwargs))
 
     def _start_model(self, model: str) -> None:
         if model not in self._running or self._running[model].done():
@@ -118,38 +126,27 @@ class Requests:
 
     async def _run_model(self, model: str) -> None:
         """Execute a model's requests in order, as far as they have arrived."""
-        loop = asyncio.get_running_loop()
         if model not in self._next:
-            snapshot = self._snapshot_of(model)
-            self._next[model] = snapshot[-1] + 1
+            known = self.journal.find("models", id=model)
+            self._next[model] = known["applied"] + 1
             try:
-                await loop.run_in_executor(self.thread, self._restore, *snapshot)
+                await self._run_in_thread(self._restore, known)
             except (OSError, ValueError) as fault:  # its requests fail, one by one
                 log.error("the snapshot of model %s cannot be read: %s", model, fault)
         while (row := self.journal.find("requests", subject=model, seq=self._next[model])) is not None:
             is_finished = row["result"] is not None or row["error"] is not None
             # What changed the model before a restart is computed again; its result is known.
             if not is_finished or row["kind"] in ("create", "load", "pass", "step"):
-                result, error = None, None
-                try:
-                    result = await self._execute(row)
-                except Exception as raised:
-                    error = raised
-                if not is_finished:
-                    self._finish(row["id"], result, error)
+                await self._settle(row, self._execute(row))
                 await self._take_snapshot(row)
             self._next[model] = row["seq"] + 1
 
-    def _snapshot_of(self, model: str) -> tuple[str, dict[str, Any], int]:
-        row = self.journal.find("models", id=model)
-        return model, from_json(row["config"]), row["applied"]
-
-    def _restore(self, model: str, config: dict[str, Any], applied: int) -> None:
+    def _restore(self, known: Any) -> None:
         """Read a model's snapshot, which has the requests up to number `applied`; -1: there is none."""
-        if applied >= 0:
-            adapter = self.learner.create(config)
-            adapter.load(self._snapshot_folder(model, applied), optimizer=True)
-            self.adapters[model] = adapter
+        if known["applied"] >= 0:
+            adapter = self.learner.create(from_json(known["config"]))
+            adapter.load(self._snapshot_folder(known["id"], known["applied"]), optimizer=True)
+            self.adapters[known["id"]] = adapter
 
     def _snapshot_folder(self, model: str, seq: int) -> Path:
         return self.folder / "models" / model.replace(":", "-") / f"snapshot-{seq}"
@@ -164,9 +161,7 @@ class Requests:
             return
 
         folder = self._snapshot_folder(model, seq)
-        adapter = self.adapters[model]
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self.thread, lambda: adapter.save(folder, self.name, optimizer=True))
+        await self._run_in_thread(self.adapters[model].save, folder, self.name, optimizer=True)
         self.journal.forget_bodies(model, seq)
         self._steps[model] = 0
         for other in folder.parent.glob("snapshot-*"):
@@ -176,23 +171,28 @@ class Requests:
     async def _execute(self, row: Any) -> bytes:
         """Execute a request of a model, and return the result's bytes."""
         model, owner = row["subject"], row["owner"]
-        loop = asyncio.get_running_loop()
         if row["kind"] == "pass":
-            request = read_pass_request(row["body"])
-            if request.loss_fn == "stable_reinforce":
-                for datum in request.data:
+            message = parse_pass(row["body"])
+            data, config = read_pass(message)
+            if message.loss_fn == "stable_reinforce":
+                for datum in data:
                     self._add_recorded(datum, model.partition(":")[0])
             adapter = self._adapter_of(model)
-            return await loop.run_in_executor(self.thread, self.learner.run_pass, adapter, request)
+            return await self._run_in_thread(
+                self.learner.run_pass, adapter, message.loss_fn, data, config, forward_only=message.forward_only
+            )
 
         body = json.loads(row["body"])
         if row["kind"] == "create":
-            _, config, _ = self._snapshot_of(model)
-            self.adapters[model] = await loop.run_in_executor(self.thread, self.learner.create, config)
+            config = from_json(self.journal.find("models", id=model)["config"])
+            self.adapters[model] = await self._run_in_thread(self.learner.create, config)
             return dump(types.CreateModelResponse(model_id=model))
         if row["kind"] == "step":
             adapter = self._adapter_of(model)
-            metrics = await loop.run_in_executor(self.thread, adapter.step, read_adam(body))
+            if "adam_params" not in body:
+                raise ValueError("only AdamW is served: pass AdamParams to optim_step")
+            settings = types.AdamParams.model_validate(body["adam_params"]).model_dump()
+            metrics = await self._run_in_thread(adapter.step, settings)
             return dump(types.OptimStepResponse(metrics=metrics))
         if row["kind"] == "load":
             return await self._load(model, owner, body)
@@ -210,22 +210,19 @@ class Requests:
             config = from_json(checkpoint["config"])
             self.journal.change("models", model, config=config)
             self.adapters[model] = self.learner.create(config)
-        adapter = self.adapters[model]
         folder = self.checkpoints.folder_of(request.path)
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self.thread, lambda: adapter.load(folder, optimizer=request.optimizer))
+        await self._run_in_thread(self.adapters[model].load, folder, optimizer=request.optimizer)
         return dump(types.LoadWeightsResponse(path=request.path, model_id=model))
 
     async def _save(self, kind: str, model: str, owner: str, body: dict[str, Any]) -> bytes:
         adapter = self._adapter_of(model)
-        _, config, _ = self._snapshot_of(model)
-        loop = asyncio.get_running_loop()
+        config = from_json(self.journal.find("models", id=model)["config"])
         name = body.get("path")
         # A sampler without a name has a separate folder, and no path.
         if kind == "sampler" and name is None:
             sampler = f"{model.partition(':')[0]}:sample:{body['sampling_session_seq_id']}"
             folder = self.folder / "samplers" / sampler.replace(":", "-")
-            await loop.run_in_executor(self.thread, lambda: adapter.save(folder, self.name, optimizer=False))
+            await self._run_in_thread(adapter.save, folder, self.name, optimizer=False)
             session = model.partition(":")[0]
             # Of a session's samplers without a name only the weights of those that were used last are kept.
             folders = (self.folder / "samplers").glob(f"{session}-*")
@@ -240,9 +237,7 @@ class Requests:
 
         path = self.checkpoints.make_path(model, kind, str(name), overwrite=bool(body.get("overwrite")))
         folder = self.checkpoints.folder_of(path)
-        size = await loop.run_in_executor(
-            self.thread, lambda: adapter.save(folder, self.name, optimizer=kind == "save")
-        )
+        size = await self._run_in_thread(adapter.save, folder, self.name, optimizer=kind == "save")
         self.checkpoints.record(path, model, owner, config, size, body)
         self.learner.forget(folder)
         self.sampler.forget(folder)
@@ -278,18 +273,9 @@ class Requests:
         datum.inputs["logprobs"], datum.inputs["sampled"] = np.concatenate(logprobs), np.concatenate(sampled)
 
     def _start_sample(self, name: str) -> None:
-        task = asyncio.get_running_loop().create_task(self._run_sample(name))
-        self._running[name] = task
-        task.add_done_callback(lambda _: self._running.pop(name, None))
-
-    async def _run_sample(self, name: str) -> None:
         row = self.journal.find("requests", id=name)
-        try:
-            result = await self._sample(row)
-        except Exception as error:
-            self._finish(name, None, error)
-        else:
-            self._finish(name, result)
+        self._running[name] = asyncio.get_running_loop().create_task(self._settle(row, self._sample(row)))
+        self._running[name].add_done_callback(lambda _: self._running.pop(name, None))
 
     async def _sample(self, row: Any) -> bytes:
         request = types.SampleRequest.model_validate_json(row["body"])
@@ -318,19 +304,17 @@ class Requests:
         top_k, draws = request.topk_prompt_logprobs, request.prompt_alt_tokens_k
         if not (request.prompt_logprobs or top_k or draws or targets is not None):
             return write_samples(completions, Scores(), request.topk_sample_logprobs)
-        scores = await asyncio.get_running_loop().run_in_executor(
-            self.thread,
-            lambda: self.learner.score_prompt(
-                None if folder is None else self.learner.open(folder),
-                prompt,
-                logprobs=bool(request.prompt_logprobs),
-                last=request.prompt_logprobs_last_n,
-                top_k=top_k,
-                targets=targets,
-                draws=draws,
-                temperature=request.sampling_params.temperature,
-                seed=seed,
-            ),
+        scores = await self._run_in_thread(
+            self.learner.score_prompt,
+            folder,
+            prompt,
+            logprobs=bool(request.prompt_logprobs),
+            last=request.prompt_logprobs_last_n,
+            top_k=top_k,
+            targets=targets,
+            draws=draws,
+            temperature=request.sampling_params.temperature,
+            seed=seed,
         )
 
         return write_samples(completions, scores, request.topk_sample_logprobs)

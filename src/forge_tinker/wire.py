@@ -9,7 +9,6 @@ import numpy as np
 from forge.types import Sampling
 
 try:
-    from tinker import types
     from tinker.proto import tinker_public_pb2 as protocol
 except ImportError as error:
     raise ImportError("forge tinker needs the protocol's package: pip install 'torchforge-rl[agents]'") from error
@@ -37,18 +36,6 @@ class Datum:
     spans: list[tuple[str, int, int]] = field(default_factory=list)
 
 
-@dataclass
-class PassRequest:
-    """A request of `forward_backward`, or of `forward` if `forward_only`."""
-
-    model_id: str
-    seq_id: int
-    data: list[Datum]
-    loss_fn: str
-    config: dict[str, float | str]
-    forward_only: bool
-
-
 def parse_pass(body: bytes) -> Any:
     """Return the message of a `forward_backward` request.
 
@@ -63,13 +50,12 @@ def parse_pass(body: bytes) -> Any:
     return message
 
 
-def read_pass_request(body: bytes) -> PassRequest:
-    """Parse the body of a `forward_backward` request.
+def read_pass(message: Any) -> tuple[list[Datum], dict[str, float | str]]:
+    """Return the data and the loss's settings of a `forward_backward` request.
 
     Raises:
         ValueError: it is malformed, has parts that are not text, or tensors of the wrong length; names the datum.
     """
-    message = parse_pass(body)
     data = []
     for number, row in enumerate(message.data):
         try:
@@ -82,7 +68,7 @@ def read_pass_request(body: bytes) -> PassRequest:
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         config[name] = value.text if value.WhichOneof("value") == "text" else value.number
-    return PassRequest(message.model_id, message.seq_id, data, message.loss_fn, config, message.forward_only)
+    return data, config
 
 
 def _read_datum(row: Any) -> Datum:
@@ -219,17 +205,6 @@ def _pad_top(top_logprobs: Sequence[Mapping[int, float]], k: int) -> tuple[np.nd
         for column, (token, logprob) in enumerate(ranked):
             tokens[row, column], logprobs[row, column] = token, logprob
     return tokens, logprobs
-
-
-def read_adam(body: dict[str, Any]) -> dict[str, float]:
-    """Return the settings of AdamW in an `optim_step` request.
-
-    Raises:
-        ValueError: they are of another optimiser.
-    """
-    if "adam_params" not in body:
-        raise ValueError("only AdamW is served: pass AdamParams to optim_step")
-    return types.AdamParams.model_validate(body["adam_params"]).model_dump()
 
 
 def read_targets(tensor: Any, length: int) -> np.ndarray:

@@ -143,7 +143,6 @@ STARTS: dict[str, Callable[[Any, TrackedRun], Tracker]] = {
     "wandb": Wandb,
     "tracker": lambda name, run: resolve(name, "metrics.tracker")(run),
 }
-Step = tuple[int, dict[str, float], list[Row]]  # its number, its row and its rollouts
 
 log = logging.getLogger(f"forge.{__name__}")
 
@@ -216,8 +215,8 @@ class Delivery:
             text = mask_secrets(" ".join(str(error).split()))[:200]
             log.warning("metrics.%s failed with %s: %s. Training continues", name, type(error).__name__, text)
 
-    def _read_steps(self) -> Iterator[Step]:
-        """Yield each step as it is written; stop at the end of the files once the run has ended."""
+    def _read_steps(self) -> Iterator[tuple[int, dict[str, float], list[Row]]]:
+        """Yield number, row and rollouts of each step as it is written, to the end of the files of a run that ended."""
         metrics = Lines(self._run.folder / "metrics.jsonl")
         waiting: list[Row] = []
         position = 0

@@ -1,7 +1,5 @@
 """A panel of verifiers as a service."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,11 +50,6 @@ class RemotePanel:
 
     service: Service
     names: tuple[str, ...]
-
-    @classmethod
-    async def from_service(cls, service: Service) -> RemotePanel:
-        """Return a verifier for a service of `VerifierActor`, which is asked for its columns."""
-        return cls(service, await service.names.route())
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """Return scores [responses, names] of the responses to one prompt, all by the same replica."""

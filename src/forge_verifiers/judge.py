@@ -74,7 +74,19 @@ class LMJudge:
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """Return scores [responses, 1] of the responses to one prompt; NaN with a reason where one is unscored."""
-        client, slots = self._connect_client()
+        # Neither the client nor the semaphore of an event loop can be used in another one.
+        loop = asyncio.get_running_loop()
+        if self._connection is None or self._connection[0] is not loop or self._connection[1].is_closed():
+            # Redirects could lead the prompt and the key to another server.
+            connected = AsyncOpenAI(
+                api_key=self._api_key,
+                base_url=self._base,
+                max_retries=self._settings.retries,
+                timeout=self._settings.request_timeout,
+                http_client=DefaultAsyncHttpxClient(transport=_TRANSPORT(), follow_redirects=False),
+            )
+            self._connection = (loop, connected, asyncio.Semaphore(self._settings.concurrency))
+        _, client, slots = self._connection
 
         async def score_response(response: str) -> float:
             async with slots:
@@ -171,21 +183,6 @@ class LMJudge:
 
         tries = self._settings.retries + 1
         raise Unscored(f"{url} gave an invalid answer: {str(reply)[:120]!r}, tried {tries} times")
-
-    def _connect_client(self) -> tuple[AsyncOpenAI, asyncio.Semaphore]:
-        """Return the client and the semaphore of the running event loop; neither can be used in another one."""
-        loop = asyncio.get_running_loop()
-        if self._connection is None or self._connection[0] is not loop or self._connection[1].is_closed():
-            # Redirects could lead the prompt and the key to another server.
-            client = AsyncOpenAI(
-                api_key=self._api_key,
-                base_url=self._base,
-                max_retries=self._settings.retries,
-                timeout=self._settings.request_timeout,
-                http_client=DefaultAsyncHttpxClient(transport=_TRANSPORT(), follow_redirects=False),
-            )
-            self._connection = (loop, client, asyncio.Semaphore(self._settings.concurrency))
-        return self._connection[1:]
 
 
 def _text_of(choice: Json) -> str:

@@ -72,10 +72,6 @@ class RewardModel(ModelVerifier[float]):
         """Return scores [responses, 1] of the responses to one prompt; NaN with a reason where one is unscored."""
         return Scores.from_outcomes(await self.read(prompt, responses), 1)
 
-    def tokens(self, prompt: str, response: str) -> list[int]:
-        """Return the token ids that the model reads; ValueError if the texts cannot be encoded."""
-        return self.row(prompt, response).ids
-
     def row(self, prompt: str, response: str) -> TokenRow:
         """Return the tokens that the model reads, in one of the forms that the class describes.
 

@@ -1,7 +1,5 @@
 """The interface of all aggregators, the report of a fit, and their files."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json
@@ -77,7 +75,7 @@ class FitReport:
         lines += [f"label first: {problem}" for problem in self.ask]
         return "\n".join(lines)
 
-    def grow(self, data: Data) -> None:
+    def grow(self, data: "Data") -> None:
         """Add the responses of another table to the counts and to the coverage of each verifier."""
         self.problems += len(data.table)
         scored = ~np.isnan(data.table.flat)
@@ -131,7 +129,7 @@ class Data:
         """Return how many responses to each of the table's problems are left out, [problems]: those without a score."""
         return self.table.present.sum(1) - np.bincount(self.problem, minlength=len(self.table))
 
-    def take(self, mask: np.ndarray) -> Data:
+    def take(self, mask: np.ndarray) -> Self:
         """Return the data of the responses where `mask` [responses] is True."""
         return dataclasses.replace(
             self, x=self.x[mask], problem=self.problem[mask], labels=self.labels[mask], rows=self.rows[mask]

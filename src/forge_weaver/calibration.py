@@ -7,8 +7,6 @@ Raises:
     ValueError: the shapes differ, or nothing is left.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np
@@ -96,7 +94,7 @@ class Recalibration:
     intercept: float = 0.0
 
     @classmethod
-    def fit(cls, p: np.ndarray, labels: np.ndarray) -> Recalibration:
+    def fit(cls, p: np.ndarray, labels: np.ndarray) -> "Recalibration":
         """Return the scaling with the highest likelihood of the labels.
 
         A weak penalty of any difference from the identity ensures that separable labels have a solution.

@@ -1,9 +1,7 @@
 """Expectation maximisation (Dawid & Skene 1979) on binned scores with missing values."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from scipy.optimize import brentq, isotonic_regression
@@ -37,7 +35,7 @@ class Prior:
     counts: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0))
 
     @classmethod
-    def start(cls, balance: float) -> Prior:
+    def start(cls, balance: float) -> Self:
         """Return a prior before any data: a grid of rates, with weights near equal whose mean rate is `balance`."""
         rates = RATES
         if not rates[0] <= balance <= rates[-1]:
@@ -59,7 +57,7 @@ class Prior:
         """
         return self._infer_rates(evidence, problem)[0]
 
-    def step(self, evidence: np.ndarray, problem: np.ndarray, balance: float | None) -> tuple[np.ndarray, Prior]:
+    def step(self, evidence: np.ndarray, problem: np.ndarray, balance: float | None) -> tuple[np.ndarray, "Prior"]:
         """Do one step of expectation maximisation; `evidence` and `problem` are as in `posterior`.
 
         Args:

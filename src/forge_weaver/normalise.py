@@ -1,7 +1,5 @@
 """Scores on a common scale. Scales learned from one table are frozen and applied to later scores."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Sequence
 
@@ -27,7 +25,7 @@ class NormalScores:
         self.values, self.heights = values, heights
 
     @classmethod
-    def fit(cls, x: np.ndarray) -> NormalScores:
+    def fit(cls, x: np.ndarray) -> "NormalScores":
         """Return the mapping of the scores x [responses, verifiers], NaN for missing; each column needs a score."""
         points = []
         for column in x.T:

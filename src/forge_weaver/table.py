@@ -1,7 +1,5 @@
 """The score table: problems x responses x verifiers, and its files."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import lzma
@@ -12,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -123,7 +121,7 @@ class ScoreTable:
         """Return the indices of the problems with at least one known label."""
         return np.flatnonzero([] if self.labels is None else ~np.isnan(self.labels).all(1))
 
-    def take(self, problems: Sequence[int] | np.ndarray) -> ScoreTable:
+    def take(self, problems: Sequence[int] | np.ndarray) -> Self:
         """Return a table of the problems selected by indices (in that order) or by a mask."""
         indices = np.arange(len(self))[np.asarray(problems)]
         columns: dict[str, Any] = {"scores": self.scores[indices], "present": self.present[indices]}
@@ -133,7 +131,7 @@ class ScoreTable:
         columns |= {name: [rows[i] for i in indices] for name, rows in texts.items() if rows is not None}
         return dataclasses.replace(self, **columns)
 
-    def with_labels_of(self, problems: Sequence[int] | np.ndarray) -> ScoreTable:
+    def with_labels_of(self, problems: Sequence[int] | np.ndarray) -> Self:
         """Return the same table with the labels of these problems (indices or a mask); all others become NaN.
 
         Raises:
@@ -147,7 +145,7 @@ class ScoreTable:
         labels[indices] = self.labels[indices]
         return dataclasses.replace(self, labels=labels)
 
-    def select(self, verifiers: Sequence[str]) -> ScoreTable:
+    def select(self, verifiers: Sequence[str]) -> Self:
         """Return a table with the columns of these verifiers, in this order. ValueError: the table has not all."""
         missing = [name for name in verifiers if name not in self.verifiers]
         if missing:
@@ -158,7 +156,7 @@ class ScoreTable:
             self, scores=self.scores[:, :, columns], verifiers=tuple(verifiers), families=families
         )
 
-    def with_verifier(self, name: str, scores: np.ndarray) -> ScoreTable:
+    def with_verifier(self, name: str, scores: np.ndarray) -> Self:
         """Return a table with one more verifier, in a new family, whose scores are [problems, responses]."""
         return dataclasses.replace(
             self,
@@ -180,7 +178,7 @@ class ScoreTable:
             write_npz(aside, {"texts": texts}, arrays)
 
     @staticmethod
-    def load(path: str | Path) -> ScoreTable:
+    def load(path: str | Path) -> "ScoreTable":
         """Return the table in a file that `save` wrote.
 
         Raises:

@@ -1,13 +1,11 @@
 """Weaver as verifiers: the ensemble, which scores by one probability, and the model distilled from it."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 import numpy as np
 import yaml
@@ -111,10 +109,9 @@ class Ensemble:
         self._learning = asyncio.Lock()
         self.panel: Panel | None = None
         self._logged: dict[str, set[str]] = {}
-        self.aggregator: Aggregator
 
     @classmethod
-    def over(cls, panel: Panel, aggregator: Aggregator, **settings: Any) -> Ensemble:
+    def over(cls, panel: Panel, aggregator: Aggregator, **settings: Any) -> Self:
         """Return an ensemble of a panel and a fitted aggregator in memory, which needs no `setup`.
 
         Raises:
@@ -196,7 +193,15 @@ class Ensemble:
 
         ensemble_scores = scores.values[:, self._columns]
         if self.learns and not np.isnan(ensemble_scores).all():
-            await self._learn_values(ensemble_scores)
+            self._seen.append(ensemble_scores)
+            async with self._learning:
+                while len(self._seen) >= self._follow:
+                    # Update a copy: concurrent calls must not see a partial update.
+                    learned, groups = copy.deepcopy(self.aggregator), self._seen[: self._follow]
+                    assert isinstance(learned, Online)
+                    await asyncio.to_thread(learned.partial_fit, self._pad_table(groups))
+                    self.aggregator, self._seen = learned, self._seen[len(groups) :]
+                    record_metric("reward/alarms", len(learned.report.alarms), Reduce.MAX)
 
         # In reverse, so that the first reason of each response is kept.
         first_reason = {i: reason for (i, _), reason in reversed(scores.reasons.items())}
@@ -237,17 +242,6 @@ class Ensemble:
                 f"{', '.join(self.aggregator.verifiers)}: resume with the ensemble that the run started with"
             )
         self.aggregator, self._seen = learned, list(state["seen"])
-
-    async def _learn_values(self, values: np.ndarray) -> None:
-        self._seen.append(values)
-        async with self._learning:
-            while len(self._seen) >= self._follow:
-                # Update a copy: concurrent calls must not see a partial update.
-                learned, groups = copy.deepcopy(self.aggregator), self._seen[: self._follow]
-                assert isinstance(learned, Online)
-                await asyncio.to_thread(learned.partial_fit, self._pad_table(groups))
-                self.aggregator, self._seen = learned, self._seen[len(groups) :]
-                record_metric("reward/alarms", len(learned.report.alarms), Reduce.MAX)
 
     def _pad_table(self, groups: Sequence[np.ndarray]) -> ScoreTable:
         """Return a table of groups, each the scores [responses, verifiers] of one prompt.
@@ -301,7 +295,7 @@ class Distilled:
         if not (self.path / DISTILLED).is_file():
             raise FileNotFoundError(f"{self.path} holds no distilled verifier: it has no {DISTILLED}")
 
-    def setup(self) -> Distilled:
+    def setup(self) -> Self:
         """Load the model. FileNotFoundError: not the folder of a distilled verifier."""
         from forge_verifiers import RewardModel
 

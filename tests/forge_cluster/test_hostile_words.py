@@ -14,9 +14,9 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 from forge.cli import main
-from forge_cluster.kubernetes import KubernetesJob
-from forge_cluster.slurm import SlurmJob
-from forge_cluster.ssh import check_host, start_workers
+from forge_cluster.kubernetes import make_manifests
+from forge_cluster.slurm import make_script
+from forge_cluster.ssh import check_words_of_ssh, start_workers
 from tests.forge_cluster.kube import expanded
 
 HOSTILE = [
@@ -102,21 +102,21 @@ def recorded(script: str, folder: Path, **variables: str) -> list[list[str]]:
 def test_slurm_script_preserves_hostile_arguments(text: str, tmp_path: Path):
     place = tmp_path / (re.sub(r"/", "", text)[:80] or "x")
     place.mkdir()
-    job = SlurmJob("run", [["forge", "train", text]], place, tmp_path / "runs")
+    script = make_script("run", [["forge", "train", text]], place, tmp_path / "runs")
     if text.isprintable() and len(text) < 200:
-        job = SlurmJob(text, [["forge", "train", text]], place, tmp_path / "runs" / text, time=text)
-    found = recorded(job.script(), tmp_path, SLURM_JOB_ID="1", SLURM_JOB_NUM_NODES="1")
+        script = make_script(text, [["forge", "train", text]], place, tmp_path / "runs" / text, time=text)
+    found = recorded(script, tmp_path, SLURM_JOB_ID="1", SLURM_JOB_NUM_NODES="1")
     assert found == [["train", text, str(place)]]
-    several = SlurmJob("run", [["forge", "no"], ["forge", "train", text]], place, tmp_path / "runs")
-    found = recorded(several.script(), tmp_path, SLURM_JOB_ID="1", SLURM_JOB_NUM_NODES="1", SLURM_ARRAY_TASK_ID="1")
+    several = make_script("run", [["forge", "no"], ["forge", "train", text]], place, tmp_path / "runs")
+    found = recorded(several, tmp_path, SLURM_JOB_ID="1", SLURM_JOB_NUM_NODES="1", SLURM_ARRAY_TASK_ID="1")
     assert found == [["train", text, str(place)]]
 
 
 @examples
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")))
 def test_kubernetes_manifest_preserves_hostile_arguments(text: str):
-    job = KubernetesJob("run", ["python", "-m", "forge", text], "registry.example/forge:1", claim="shared")
-    [container] = job.manifests("s")[-1]["spec"]["template"]["spec"]["containers"]
+    manifests = make_manifests("run", ["python", "-m", "forge", text], "r/forge:1", claim="shared", secret="s")
+    [container] = manifests[-1]["spec"]["template"]["spec"]["containers"]
     variables = {variable["name"]: variable.get("value", "SEKRET") for variable in container["env"]}
     assert expanded(container["command"], variables) == ["python", "-m", "forge", text]
 
@@ -124,11 +124,11 @@ def test_kubernetes_manifest_preserves_hostile_arguments(text: str):
 @pytest.mark.parametrize("name", ["Run", "9run", "a_b", "a.b", "-a", "a-", "", "a" * 45, "é", "a\n", "a b", "a/../b"])
 def test_invalid_kubernetes_name_raises_one_line(name: str):
     with pytest.raises(ValueError, match=r"\A[^\n]*set run\.name to at most 44[^\n]*\Z"):
-        KubernetesJob(name, ["forge"], "r/forge:1").manifests()
+        make_manifests(name, ["forge"], "r/forge:1")
 
 
 def test_kubernetes_pods_drop_privileges():
-    manifests = KubernetesJob("run", ["forge"], "r/forge:1", claim="shared").manifests("of-the-run")
+    manifests = make_manifests("run", ["forge"], "r/forge:1", claim="shared", secret="of-the-run")
     pods = [m["spec"]["template"]["spec"] for m in manifests if m["kind"] in ("Job", "StatefulSet")]
     assert len(pods) == 2
     for pod in pods:
@@ -151,7 +151,7 @@ def test_kubernetes_pods_drop_privileges():
 @examples
 @given(st.text())
 def test_host_is_not_read_as_ssh_option(text: str):
-    _, fault = attempted(check_host, text)
+    _, fault = attempted(check_words_of_ssh, [text], "python")
     if fault:
         assert re.search(ONE_LINE, fault)
     else:

@@ -10,12 +10,13 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given, strategies as st
 
-from forge_cluster.kubernetes import KubernetesJob
-from forge_cluster.slurm import SlurmJob
+from forge_cluster.kubernetes import make_manifests
+from forge_cluster.slurm import make_script
 from tests.forge_cluster.kube import VERSION, Cluster
 from tests.forge_cluster.machines import ROOT, Machines, environment, inside, wait_until
 
@@ -25,15 +26,15 @@ FORGE = [sys.executable, "-m", "forge"]
 
 def test_kubernetes_manifests_match_schema():
     validate = pytest.importorskip("kubernetes_validate")
-    job = KubernetesJob("x", ["python", "-m", "forge"], "registry.example/forge:1", 2, 8, claim="shared")
-    for manifest in job.manifests():
+    manifests = make_manifests("x", ["python", "-m", "forge"], "registry.example/forge:1", 2, 8, claim="shared")
+    for manifest in manifests:
         validate.validate(manifest, VERSION, strict=True)
-    kinds = [manifest["kind"] for manifest in job.manifests()]
+    kinds = [manifest["kind"] for manifest in manifests]
     assert kinds == ["Secret", "Service", "StatefulSet", "Job"]
-    worker = job.manifests()[2]["spec"]["template"]["spec"]["containers"][0]
+    worker = manifests[2]["spec"]["template"]["spec"]["containers"][0]
     assert worker["resources"]["limits"]["nvidia.com/gpu"] == "8"
     with pytest.raises(validate.ValidationError):
-        validate.validate(job.manifests()[1] | {"spec": {"clusterIp": "None"}}, VERSION, strict=True)
+        validate.validate(manifests[1] | {"spec": {"clusterIp": "None"}}, VERSION, strict=True)
 
 
 @pytest.mark.slow
@@ -192,19 +193,18 @@ def test_slurm_dry_run_prints_valid_script():
 @example("x" * 10_000)
 @given(st.text(min_size=1))
 def test_slurm_script_quotes_names_and_folders(text: str):
-    def options(job: SlurmJob) -> list[list[str]]:
-        lines = [line for line in job.script().split("\n") if line.startswith("#SBATCH ")]
+    def options(*job: Any, time: str) -> list[list[str]]:
+        lines = [line for line in make_script(*job, time=time).split("\n") if line.startswith("#SBATCH ")]
         return [shlex.split(line.removeprefix("#SBATCH ")) for line in lines]
 
-    plain = SlurmJob("run", [["forge", "train"]], Path("/work"), Path("/runs"), time="1:00")
-    hostile = SlurmJob(text, [["forge", "train", text]], Path("/work", text), Path("/runs", text), time=text)
+    hostile = (text, [["forge", "train", text]], Path("/work", text), Path("/runs", text))
     if not text.isprintable():
         with pytest.raises(ValueError, match=r"\A[^\n]*control character\Z"):
-            options(hostile)
+            options(*hostile, time=text)
         return
-    lines = options(hostile)
+    lines = options(*hostile, time=text)
     given_values = {"job-name": text, "time": text, "output": f"{Path('/runs', text)}/slurm-%j.out"}
-    assert len(lines) == len(options(plain))
+    assert len(lines) == len(options("run", [["forge", "train"]], Path("/work"), Path("/runs"), time="1:00"))
     for words in lines:
         assert len(words) == 1
         name, _, value = words[0].removeprefix("--").partition("=")

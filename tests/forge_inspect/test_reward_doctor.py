@@ -1,5 +1,7 @@
 """The reward doctor finds what a reward does wrong, and leaves a good one only."""
 
+from contextlib import closing
+
 import pytest
 
 from forge.cli import main
@@ -118,7 +120,7 @@ def test_reward_doctor_finds_nothing_in_good_reward(rewards):
 
 
 def test_hung_reward_process_is_replaced(rewards):
-    with RewardProcess(f"{rewards}:hangs", limit=0.5) as process:
+    with closing(RewardProcess(f"{rewards}:hangs", limit=0.5)) as process:
         assert process.call(CASES[0], ["#### 7"]).rewards == (1.0,)
         assert "no answer within" in process.call(CASES[0], ["9" * 200_000]).error
         assert process.call(CASES[0], ["#### 7", "#### 8"]).rewards == (1.0, 0.0)

@@ -104,7 +104,7 @@ def test_reward_model_scores_match_training_head(reward_model, tmp_path):
     for row in rows:
         verifier = RewardModel(reward_model, prompt_template="{question}q")
         ours += scored(verifier, row["question"], [row["chosen"], row["rejected"]]).values[:, 0].tolist()
-    assert verifier.tokens(row["question"], row["rejected"]) == episodes[-1].tokens
+    assert verifier.row(row["question"], row["rejected"]).ids == episodes[-1].tokens
     assert episodes[-1].tokens[-1] == TOKENIZER.eos_token_id
     np.testing.assert_allclose(ours, expected, atol=1e-5)
 
@@ -122,7 +122,7 @@ def test_batched_reward_model_scores_match_transformers(reward_model, pad, dtype
     plain.config.pad_token_id = None  # only, transformers then reads the last token
     verifier = RewardModel(tmp_path, dtype=dtype, batch_tokens=100)
     found = scored(verifier)
-    expected = [plain(torch.tensor([verifier.tokens(PROMPT, r)])).logits.item() for r in RESPONSES]
+    expected = [plain(torch.tensor([verifier.row(PROMPT, r).ids])).logits.item() for r in RESPONSES]
     np.testing.assert_allclose(found.values[:, 0], expected, atol=1e-5 if dtype == "float32" else 0.3)
     assert not found.reasons
 
@@ -153,8 +153,8 @@ def test_reward_model_chat_text_ends_with_end_of_turn(reward_model, tmp_path):
     text = "<|im_start|>system\nbe<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyo<|im_end|>\n"
     settings = {"chat_template": True, "system_prompt": "be"}
     ours, published = RewardModel(tmp_path, **settings), RewardModel(tmp_path, append_eos=False, **settings)
-    assert words.decode(ours.tokens("hi", "yo")) == text.removesuffix("\n")
-    assert words.decode(published.tokens("hi", "yo")) == text
+    assert words.decode(ours.row("hi", "yo").ids) == text.removesuffix("\n")
+    assert words.decode(published.row("hi", "yo").ids) == text
     assert np.isfinite(scored(ours, "hi", ["yo", ""]).values).all()
 
 
@@ -168,11 +168,13 @@ def test_response_beyond_reward_model_length_is_unscored(reward_model):
 def test_special_tokens_in_response_are_plain_text_to_reward_model(reward_model):
     verifier = RewardModel(reward_model)
     tokenizer = verifier.model.tokenizer
-    tokens = verifier.tokens("ab", f"zzz{tokenizer.eos_token}cba{tokenizer.pad_token}")
+    tokens = verifier.row("ab", f"zzz{tokenizer.eos_token}cba{tokenizer.pad_token}").ids
     assert (tokens.count(tokenizer.eos_token_id), tokens[-1]) == (1, tokenizer.eos_token_id)
     assert tokenizer.pad_token_id not in tokens
-    as_text = RewardModel(reward_model, append_eos=False).tokens("ab", f"zzz{tokenizer.eos_token}cba")
-    assert tokenizer.eos_token_id not in as_text
+    assert (
+        tokenizer.eos_token_id
+        not in RewardModel(reward_model, append_eos=False).row("ab", f"zzz{tokenizer.eos_token}cba").ids
+    )
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,12 @@ class AnthropicDialect(Dialect):
             details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
             raise BadRequest("thread is not supported: send the whole history", "thread", details=details)
 
-        _check_edits(body.get("context_management"))
+        # An edit that keeps all thoughts removes nothing, and is accepted.
+        edits = fields.read_object(body.get("context_management"), "context_management").get("edits")
+        for _, edit in fields.read_objects(edits, "context_management.edits"):
+            if edit.get("keep") != "all":
+                kind = fields.shorten_value(edit.get("type"))
+                raise BadRequest(f"context_management: the edit {kind} is not supported", "context_management")
         tools = tuple(_read_tool(tool, path) for path, tool in fields.read_objects(body.get("tools"), "tools"))
         choice = fields.read_object(body.get("tool_choice"), "tool_choice")
         output = fields.read_object(body.get("output_config"), "output_config")
@@ -310,13 +315,3 @@ def _read_choice(choice: Mapping[str, Json]) -> str:
     if not isinstance(kind, str) or kind not in CHOICES:
         raise BadRequest(f"tool_choice of type {fields.shorten_value(kind)} is not supported", "tool_choice")
     return CHOICES[kind]
-
-
-def _check_edits(management: Json) -> None:
-    """Raise BadRequest if the client asks the server to remove parts of the context. An edit that keeps all thoughts
-    removes nothing, and is accepted."""
-    edits = fields.read_object(management, "context_management").get("edits")
-    for _, edit in fields.read_objects(edits, "context_management.edits"):
-        if edit.get("keep") != "all":
-            kind = fields.shorten_value(edit.get("type"))
-            raise BadRequest(f"context_management: the edit {kind} is not supported", "context_management")

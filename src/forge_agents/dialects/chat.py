@@ -123,6 +123,10 @@ class ChatDialect(Dialect):
             _read_message(message, path) for path, message in fields.read_objects(body.get("messages"), "messages")
         ]
         options = fields.read_object(body.get("stream_options"), "stream_options")
+        top = fields.read_integer(body, "top_logprobs", 0, fields.MAX_TOP_LOGPROBS)
+        has_logprobs = fields.read_boolean(body, "logprobs")
+        if top and not has_logprobs:
+            raise BadRequest("top_logprobs needs logprobs: true", "top_logprobs")
 
         return ModelRequest(
             body["model"],
@@ -137,7 +141,7 @@ class ChatDialect(Dialect):
             schema=fields.answer_schema(body.get("response_format"), "response_format"),
             stream=fields.read_boolean(body, "stream"),
             stream_usage=fields.read_boolean(options, "include_usage"),
-            logprobs=_read_logprobs(body),
+            logprobs=(top or 0) if has_logprobs else None,
             overridden=fields.overridden_settings(body, SAMPLING),
         )
 
@@ -221,15 +225,6 @@ def _read_tool(tool: Mapping[str, Json], path: str) -> Schema:
         function.get("parameters"),
         f"{path}.function",
     )
-
-
-def _read_logprobs(body: Mapping[str, Json]) -> int | None:
-    top = fields.read_integer(body, "top_logprobs", 0, fields.MAX_TOP_LOGPROBS)
-    if fields.read_boolean(body, "logprobs"):
-        return top or 0
-    if top:
-        raise BadRequest("top_logprobs needs logprobs: true", "top_logprobs")
-    return None
 
 
 def _answer_message(turn: ModelTurn) -> ChatCompletionMessage:

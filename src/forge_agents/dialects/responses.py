@@ -60,18 +60,6 @@ ID_PREFIX = "resp_"
 SEPARATOR = "."
 
 
-def output_items(turn: ModelTurn) -> list[Item]:
-    """Return the items of a complete answer: a thought if it has one, a text if it has one, and its tool calls."""
-    items: list[Item] = []
-    if turn.thought:
-        items.append(reasoning_item(turn.id, turn.thought))
-    if turn.content:
-        # With calls after it, the text is complete: the limit of tokens has cut the last call.
-        is_cut = turn.finish == "length" and not turn.calls
-        items.append(message_item(turn.id, turn.content, "incomplete" if is_cut else "completed"))
-    return [*items, *(call_item(call) for call in turn.calls)]
-
-
 def reasoning_item(turn_id: str, thought: str) -> api.ResponseReasoningItem:
     """Return a reasoning item whose summary is the whole thought; "" gives an item without a summary.
 
@@ -310,7 +298,15 @@ class ResponsesDialect(Dialect):
     def complete(self, request: ModelRequest, turns: Sequence[ModelTurn]) -> Mapping[str, Json]:
         """Return the JSON body of an answer that is not streamed."""
         turn = turns[0]
-        return make_response(request, turn.id, output_items(turn), time.time(), turn).model_dump(exclude_unset=True)
+        items: list[Item] = []
+        if turn.thought:
+            items.append(reasoning_item(turn.id, turn.thought))
+        if turn.content:
+            # With calls after it, the text is complete: the limit of tokens has cut the last call.
+            is_cut = turn.finish == "length" and not turn.calls
+            items.append(message_item(turn.id, turn.content, "incomplete" if is_cut else "completed"))
+        items += map(call_item, turn.calls)
+        return make_response(request, turn.id, items, time.time(), turn).model_dump(exclude_unset=True)
 
 
 def _read_messages(body: Mapping[str, Json]) -> list[Message]:
@@ -351,23 +347,19 @@ def _add_item(messages: list[Message], item: Mapping[str, Json], path: str) -> N
             {"role": "tool", "content": content, "call_id": fields.read_string(item, "call_id", path), "name": ""}
         )
     elif kind == "message":
-        _add_message(messages, item, path)
+        role = item.get("role")
+        joint = "" if role == "assistant" else "\n"
+        content = fields.text_of(item.get("content"), f"{path}.content", PARTS, joint)
+        if role == "assistant":
+            fields.append_assistant(messages, fields.assistant_message(content=content))
+        elif role in ("user", "system", "developer"):
+            messages.append({"role": "user" if role == "user" else "system", "content": content})
+        else:
+            raise BadRequest(
+                f"{path}.role {fields.shorten_value(role)} is none of user, system, developer, assistant", path
+            )
     else:
         raise BadRequest(f"{path}: an item of type {fields.shorten_value(kind)} is not supported", path)
-
-
-def _add_message(messages: list[Message], item: Mapping[str, Json], path: str) -> None:
-    role = item.get("role")
-    joint = "" if role == "assistant" else "\n"
-    content = fields.text_of(item.get("content"), f"{path}.content", PARTS, joint)
-    if role == "assistant":
-        fields.append_assistant(messages, fields.assistant_message(content=content))
-    elif role in ("user", "system", "developer"):
-        messages.append({"role": "user" if role == "user" else "system", "content": content})
-    else:
-        raise BadRequest(
-            f"{path}.role {fields.shorten_value(role)} is none of user, system, developer, assistant", path
-        )
 
 
 def _read_tools(tools: Json, list_path: str, namespace: str = "") -> Iterator[Schema]:

@@ -14,8 +14,8 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, Protocol, TextIO
+from collections.abc import Awaitable, Callable
+from typing import Any, TextIO
 
 Values = dict[str, Any]  # plain JSON
 MAX_LINE = 1 << 30  # bytes of a message; the rows of a collection are sent in one message
@@ -30,33 +30,14 @@ class EpisodeError(Exception):
     """The environment failed in one episode; the message is the environment's."""
 
 
-class Collection(Protocol):
-    """An opened environment of a collection."""
-
-    def rows(self) -> Iterable[tuple[str, Values]]:
-        """Return the tasks as pairs of the split, "train" or "eval", and the row {"question": text, "answer": task}."""
-
-    async def play(self, task: Values, url: str, model: str) -> Values:
-        """Play and score one episode, and return {"reward", "stop", "metrics"}.
-
-        Args:
-            task: the `answer` of a row.
-            url: the address of the episode's model without /v1.
-            model: the name by which requests ask for the policy.
-        """
-
-    async def close(self) -> None:
-        """End the environment's processes, and free its other resources."""
-
-
-Opener = Callable[[str, Values], Awaitable[Collection]]
-
-
-def serve_collection(opener: Opener) -> None:
+def serve_collection(opener: Callable[[str, Values], Awaitable[Any]]) -> None:
     """Answer requests on standard input by standard output until the input ends.
 
     Args:
-        opener: returns the opened environment for a name and arguments.
+        opener: returns the opened environment of a collection for a name and arguments. Its method `rows` returns pairs
+            of the split, "train" or "eval", and the row {"question": text, "answer": task}; its coroutine
+            `play(task, url, model)` plays and scores one episode at the address of the model without /v1, and returns
+            {"reward", "stop", "metrics"}; its coroutine `close` ends its processes.
     """
     # What the collection prints must not be read as an answer: its standard output becomes standard error, and its
     # standard input is empty.
@@ -79,9 +60,9 @@ def _end_after_parent(parent: int) -> None:
 class _Server:
     """Answers requests, several at once, by one opened collection."""
 
-    def __init__(self, opener: Opener, answers: TextIO) -> None:
+    def __init__(self, opener: Callable[[str, Values], Awaitable[Any]], answers: TextIO) -> None:
         self.opener, self.answers = opener, answers
-        self.collection: Collection | None = None
+        self.collection: Any = None
 
     async def run(self, requests: TextIO) -> None:
         """Answer requests until the input ends, then cancel the unfinished ones and close the collection."""
@@ -102,10 +83,9 @@ class _Server:
                 await self.collection.close()
 
     async def _answer_request(self, id: int, timeout: float, **request: Any) -> None:
-        answer: Values
         try:
             async with asyncio.timeout(timeout):
-                answer = {"result": await self._compute_result(**request)}
+                answer: Values = {"result": await self._compute_result(**request)}
         except TimeoutError:
             answer = {"error": f"no result of {request['op']!r} within {timeout:g} s", "setting": False}
         except (SettingError, EpisodeError) as error:

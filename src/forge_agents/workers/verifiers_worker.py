@@ -1,7 +1,5 @@
 """The worker for environments of the package verifiers, version 0.4, whose harness and rewards are used unchanged."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
@@ -26,7 +24,7 @@ else:
     PROBLEM = ""
 
 
-async def open_environment(environment: str, args: Values) -> Environment:
+async def open_environment(environment: str, args: Values) -> "Environment":
     """Load, check and start an environment.
 
     Args:

@@ -9,7 +9,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from forge.cli.subparsers import Option, Subparsers, add_command
+from forge.cli.subparsers import Subparsers, add_command
 from forge.runtime.inventory import (
     OPEN_FILES,
     SHARED_MEMORY,
@@ -20,31 +20,41 @@ from forge.runtime.inventory import (
     visible_gpus,
 )
 
-TEXT = "examine this machine, the hosts of a run, or a reward"
 DRIVER_TIMEOUT = 30.0  # seconds; the driver may have to wake its GPUs
 
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
-    options: list[Option] = [
-        ("target", {"nargs": "?", "choices": ["machine", "cluster", "reward"], "default": "machine"}),
-        ("reward", {"nargs": "?", "help": "of doctor reward: package.module:name"}),
-        ("--hosts", {"help": "as cluster.hosts; default: FORGE_HOSTS"}),
-        ("--folder", {"type": Path, "help": "that all hosts should see, such as runs"}),
-        ("--data", {"help": "of doctor reward: rows for it, a file, folder or hub id"}),
-        ("--prompt-field", {"help": "the column of the prompt; default: as dataset.prompt_field"}),
-        ("--target-field", {"default": "answer", "help": "the column of the target, default: answer"}),
-        ("--target-pattern", {"help": "as dataset.target_pattern, such as '#### (.*)'"}),
-        ("--timeout", {"type": float, "default": 10.0, "help": "seconds of a call"}),
-    ]
-    add_command(commands, "doctor", TEXT, "cluster --hosts node1,node2 --folder runs", run, options)
+    add_command(
+        commands,
+        "doctor",
+        "examine this machine, the hosts of a run, or a reward",
+        "cluster --hosts node1,node2 --folder runs",
+        run,
+        [
+            ("target", {"nargs": "?", "choices": ["machine", "cluster", "reward"], "default": "machine"}),
+            ("reward", {"nargs": "?", "help": "of doctor reward: package.module:name"}),
+            ("--hosts", {"help": "as cluster.hosts; default: FORGE_HOSTS"}),
+            ("--folder", {"type": Path, "help": "that all hosts should see, such as runs"}),
+            ("--data", {"help": "of doctor reward: rows for it, a file, folder or hub id"}),
+            ("--prompt-field", {"help": "the column of the prompt; default: as dataset.prompt_field"}),
+            ("--target-field", {"default": "answer", "help": "the column of the target, default: answer"}),
+            ("--target-pattern", {"help": "as dataset.target_pattern, such as '#### (.*)'"}),
+            ("--timeout", {"type": float, "default": 10.0, "help": "seconds of a call"}),
+        ],
+    )
 
 
 def run(args: argparse.Namespace) -> None:
     """Examine the target and print a report; exit code 1 if there is a problem."""
     # Imports are local: `forge doctor machine` must also work where torch does not.
     if args.target == "machine":
-        examine_machine()
+        count = 0
+        for name, value, problem in list_findings():
+            count += bool(problem)
+            print(f"{name:24} {value}" + (f"\n{'':24} PROBLEM: {problem}" if problem else ""))
+        if count:
+            raise SystemExit(1)
     elif args.target == "reward":
         from ..reward_doctor.examine import examine_reward
 
@@ -60,16 +70,6 @@ def run(args: argparse.Namespace) -> None:
         print("\n".join([*lines, *(f"problem: {problem}" for problem in problems)]))
         if problems:
             raise SystemExit(1)
-
-
-def examine_machine() -> None:
-    """Print a line for each finding about this machine; exit code 1 if there is a problem."""
-    problems = 0
-    for name, value, problem in list_findings():
-        problems += bool(problem)
-        print(f"{name:24} {value}" + (f"\n{'':24} PROBLEM: {problem}" if problem else ""))
-    if problems:
-        raise SystemExit(1)
 
 
 def list_findings() -> Iterator[tuple[str, str, str]]:

@@ -4,21 +4,25 @@ import argparse
 import json
 from pathlib import Path
 
-from forge.cli.subparsers import Option, Subparsers, add_command
-
-TEXT = "evaluate a model on the held-out problems of a recipe's configuration, eval and eval.sets"
+from forge.cli.subparsers import Subparsers, add_command
 
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
-    options: list[Option] = [
-        ("model", {"help": "folder or hub id"}),
-        ("--suite", {"required": True, "help": "YAML file of an RL recipe, or config.yaml of a run"}),
-        ("--answers", {"type": Path, "help": "write the answers to this file, as JSON lines"}),
-        ("--json", {"action": "store_true", "help": "print the metrics as JSON"}),
-        ("overrides", {"nargs": "*", "help": "-- --section.key VALUE"}),
-    ]
-    add_command(commands, "eval", TEXT, "runs/x/model --suite runs/x/config.yaml", run, options)
+    add_command(
+        commands,
+        "eval",
+        "evaluate a model on the held-out problems of a recipe's configuration, eval and eval.sets",
+        "runs/x/model --suite runs/x/config.yaml",
+        run,
+        [
+            ("model", {"help": "folder or hub id"}),
+            ("--suite", {"required": True, "help": "YAML file of an RL recipe, or config.yaml of a run"}),
+            ("--answers", {"type": Path, "help": "write the answers to this file, as JSON lines"}),
+            ("--json", {"action": "store_true", "help": "print the metrics as JSON"}),
+            ("overrides", {"nargs": "*", "help": "-- --section.key VALUE"}),
+        ],
+    )
 
 
 def run(args: argparse.Namespace) -> None:

@@ -1,29 +1,28 @@
 """`forge mismatch RUN`: why the log-probabilities of engine and trainer differ."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from forge.cli.subparsers import Option, Subparsers, add_command
+from forge.cli.subparsers import Subparsers, add_command
 
-if TYPE_CHECKING:
-    from ..mismatch import Mismatch
-
-TEXT = "name the component in which engine and trainer differ, on a recorded batch of a run"
 BAD_INPUT = 2  # exit code; 1 is a fault of the run
 
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
-    options: list[Option] = [
-        ("folder", {"type": Path, "metavar": "RUN", "help": "the folder of a run"}),
-        ("--step", {"type": int, "help": "whose batch; default: the newest that can be compared"}),
-        ("--json", {"action": "store_true", "help": "print JSON"}),
-    ]
-    add_command(commands, "mismatch", TEXT, "runs/x", run, options)
+    add_command(
+        commands,
+        "mismatch",
+        "name the component in which engine and trainer differ, on a recorded batch of a run",
+        "runs/x",
+        run,
+        [
+            ("folder", {"type": Path, "metavar": "RUN", "help": "the folder of a run"}),
+            ("--step", {"type": int, "help": "whose batch; default: the newest that can be compared"}),
+            ("--json", {"action": "store_true", "help": "print JSON"}),
+        ],
+    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -43,20 +42,15 @@ def run(args: argparse.Namespace) -> None:
 
     # `forge watch` and `forge runs` show the result from this file.
     write_atomic(args.folder / MISMATCH, result.json() + "\n")
-    print(result.json() if args.json else "\n".join(_format_lines(result)))
+    if args.json:
+        print(result.json())
+    else:
+        print(f"{result.tokens} tokens of step {result.step}, sampled by version {result.version}")
+        width = max(len(f"{link.first} | {link.second}") for link in result.links)
+        for link in result.links:
+            mark = "" if link.agrees else "  <- differs"
+            print(f"{f'{link.first} | {link.second}':<{width}}  {link.mean:.1e} nats{mark}")
+        remarks = [*(f"fault: {fault}" for fault in result.faults), *(f"note: {note}" for note in result.notes)]
+        print("\n".join([*remarks, *([f"no fault: {result.sentence}"] if result.is_sound else [])]))
     if not result.is_sound:
         raise SystemExit(1)
-
-
-def _format_lines(result: Mismatch) -> list[str]:
-    """Return the lines of a comparison for a terminal: one for each pair of neighbours, then faults and notes."""
-    lines = [f"{result.tokens} tokens of step {result.step}, sampled by version {result.version}"]
-    width = max(len(f"{link.first} | {link.second}") for link in result.links)
-    for link in result.links:
-        mark = "" if link.agrees else "  <- differs"
-        lines.append(f"{f'{link.first} | {link.second}':<{width}}  {link.mean:.1e} nats{mark}")
-    lines += [f"fault: {fault}" for fault in result.faults]
-    lines += [f"note: {note}" for note in result.notes]
-    if result.is_sound:
-        lines.append(f"no fault: {result.sentence}")
-    return lines

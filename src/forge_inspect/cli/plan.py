@@ -8,20 +8,25 @@ from pathlib import Path
 from typing import Any
 
 from forge.cli.recipes import RECIPES
-from forge.cli.subparsers import Option, Subparsers, add_command
+from forge.cli.subparsers import Subparsers, add_command
 
-TEXT = "what a configuration needs: memory of each process; without a GPU and without weights"
 # The recipe of a configuration, by a section that no other recipe has.
 SECTIONS = {"grpo": "train", "algorithm": "train", "dpo": "dpo", "reward_model": "reward-model"}
 
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
-    options: list[Option] = [
-        ("config", {"help": "YAML file of a recipe; apps/... names an installed recipe"}),
-        ("overrides", {"nargs": argparse.REMAINDER, "help": "--gpus 8xH100 (64xH200, cpu); --section.key VALUE"}),
-    ]
-    add_command(commands, "plan", TEXT, "apps/grpo/qwen3_1_7b.yaml --gpus 2xH100", run, options)
+    add_command(
+        commands,
+        "plan",
+        "what a configuration needs: memory of each process; without a GPU and without weights",
+        "apps/grpo/qwen3_1_7b.yaml --gpus 2xH100",
+        run,
+        [
+            ("config", {"help": "YAML file of a recipe; apps/... names an installed recipe"}),
+            ("overrides", {"nargs": argparse.REMAINDER, "help": "--gpus 8xH100 (64xH200, cpu); --section.key VALUE"}),
+        ],
+    )
 
 
 def run(args: argparse.Namespace) -> None:

@@ -3,19 +3,23 @@
 import argparse
 from pathlib import Path
 
-from forge.cli.subparsers import Option, Subparsers, add_command
-
-TEXT = "compute a run again by its schedule, and compare each step with it, bit for bit"
+from forge.cli.subparsers import Subparsers, add_command
 
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
-    options: list[Option] = [
-        ("folder", {"type": Path, "help": "the folder of a run"}),
-        ("--until", {"type": int, "metavar": "STEP", "help": "the last step; default: the run's"}),
-        ("--replicas", {"type": int, "help": "generators; by default as many as the run had"}),
-    ]
-    add_command(commands, "replay", TEXT, "runs/x --replicas 3", run, options)
+    add_command(
+        commands,
+        "replay",
+        "compute a run again by its schedule, and compare each step with it, bit for bit",
+        "runs/x --replicas 3",
+        run,
+        [
+            ("folder", {"type": Path, "help": "the folder of a run"}),
+            ("--until", {"type": int, "metavar": "STEP", "help": "the last step; default: the run's"}),
+            ("--replicas", {"type": int, "help": "generators; by default as many as the run had"}),
+        ],
+    )
 
 
 def run(args: argparse.Namespace) -> None:

@@ -4,11 +4,9 @@ import argparse
 import time
 from pathlib import Path
 
-from forge.cli.subparsers import Option, Subparsers, add_command
+from forge.cli.subparsers import Subparsers, add_command
 from forge.system.files import escape_controls
 
-LIST = "list runs with their state and last values; of a single run, also its alerts"
-COMPARE = "compare a run with the reference seeds of its recipe, or runs with each other: settings and metrics"
 MAX_DEPARTURES = 3  # that are explained: later ones follow from them
 MAX_REASON = 60  # characters of the reason why a run ended, in a list
 METRICS = [
@@ -20,21 +18,37 @@ METRICS = [
 def add_to(commands: Subparsers) -> None:
     """Add the commands to the parser."""
     runs = {"nargs": "*", "type": Path, "default": [Path("runs")], "help": "runs, or folders with runs: runs/"}
-    add_command(commands, "runs", LIST, "runs/", list_runs, [("folders", runs)])
-    options: list[Option] = [
-        (
-            "folders",
-            {
-                "nargs": "+",
-                "type": Path,
-                "metavar": "RUN",
-                "help": "runs; or one, and a reference: a file or a name such as grpo/tiny; default: of its recipe",
-            },
-        ),
-        ("--save", {"type": Path, "metavar": "FILE", "help": "write the runs, one a seed, to a file as a reference"}),
-        ("--metrics", {"nargs": "+", "default": METRICS, "metavar": "NAME", "help": "columns of metrics.jsonl"}),
-    ]
-    add_command(commands, "compare", COMPARE, "runs/quickstart", compare_runs, options)
+    add_command(
+        commands,
+        "runs",
+        "list runs with their state and last values; of a single run, also its alerts",
+        "runs/",
+        list_runs,
+        [("folders", runs)],
+    )
+    add_command(
+        commands,
+        "compare",
+        "compare a run with the reference seeds of its recipe, or runs with each other: settings and metrics",
+        "runs/quickstart",
+        compare_runs,
+        [
+            (
+                "folders",
+                {
+                    "nargs": "+",
+                    "type": Path,
+                    "metavar": "RUN",
+                    "help": "runs; or one, and a reference: a file or a name such as grpo/tiny; default: of its recipe",
+                },
+            ),
+            (
+                "--save",
+                {"type": Path, "metavar": "FILE", "help": "write the runs, one a seed, to a file as a reference"},
+            ),
+            ("--metrics", {"nargs": "+", "default": METRICS, "metavar": "NAME", "help": "columns of metrics.jsonl"}),
+        ],
+    )
 
 
 def list_runs(args: argparse.Namespace) -> None:

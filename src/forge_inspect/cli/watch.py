@@ -5,23 +5,32 @@ import asyncio
 from contextlib import suppress
 from pathlib import Path
 
-from forge.cli.subparsers import Option, Subparsers, add_command
+from forge.cli.subparsers import Subparsers, add_command
 
-WATCH = "show runs in a browser, also while they run: curves, time, every token of rollouts"
-REPORT = "write report.html of a run: the page of `forge watch` as one file"
 PORT = 8420
 
 
 def add_to(commands: Subparsers) -> None:
     """Add the commands to the parser."""
-    options: list[Option] = [
-        ("folder", {"nargs": "?", "type": Path, "default": Path("runs"), "help": "of runs, or a run: runs/"}),
-        ("--port", {"type": int, "default": PORT, "help": f"default: {PORT}; 0 takes a free one"}),
-        ("--host", {"default": "127.0.0.1", "help": "others than this machine need FORGE_API_KEY"}),
-    ]
-    add_command(commands, "watch", WATCH, "runs/", run_watch, options)
     add_command(
-        commands, "report", REPORT, "runs/quickstart", run_report, [("folder", {"type": Path, "metavar": "RUN"})]
+        commands,
+        "watch",
+        "show runs in a browser, also while they run: curves, time, every token of rollouts",
+        "runs/",
+        run_watch,
+        [
+            ("folder", {"nargs": "?", "type": Path, "default": Path("runs"), "help": "of runs, or a run: runs/"}),
+            ("--port", {"type": int, "default": PORT, "help": f"default: {PORT}; 0 takes a free one"}),
+            ("--host", {"default": "127.0.0.1", "help": "others than this machine need FORGE_API_KEY"}),
+        ],
+    )
+    add_command(
+        commands,
+        "report",
+        "write report.html of a run: the page of `forge watch` as one file",
+        "runs/quickstart",
+        run_report,
+        [("folder", {"type": Path, "metavar": "RUN"})],
     )
 
 

@@ -100,9 +100,7 @@ class Meter(TorchDispatchMode):
 
     def _note_gradient(self, weight: nn.Parameter, is_inner: bool) -> None:
         # Called when a gradient of a weight is complete: the first time it is counted, later ones are added to it.
-        gradient = weight.grad
-        assert gradient is not None
-        key = _storage_key(gradient)
+        key = _storage_key(weight.grad)  # type: ignore[arg-type]
         if key in self._sizes and key not in self._gradients:
             self._gradients[key] = is_inner
             self.held -= self._sizes[key]

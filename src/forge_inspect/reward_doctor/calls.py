@@ -1,7 +1,5 @@
 """Calls of a reward in a separate process with a time limit: if it hangs or crashes, the caller continues."""
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import os
@@ -46,8 +44,6 @@ class Outcome:
 class RewardProcess:
     """Calls a reward in a separate process, which is killed if a call takes too long.
 
-    A context manager: on exit the process is ended.
-
     Args:
         name: of the reward, `package.module:name`.
         limit: seconds that a call may take.
@@ -56,12 +52,6 @@ class RewardProcess:
     def __init__(self, name: str, limit: float) -> None:
         self.name, self.limit = name, limit
         self._process: Any = None
-
-    def __enter__(self) -> RewardProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
 
     def call(self, case: Case, responses: Sequence[str], target: str | None = None) -> Outcome:
         """Score a group of responses to a prompt, in a new process if there is none.
@@ -82,15 +72,15 @@ class RewardProcess:
             if self._pipe.poll(self.limit):
                 rewards, error = self._pipe.recv()
             else:
-                self.end()
+                self.close()
         except (BrokenPipeError, EOFError):
             self._process.join()
             error = f"its process ended with {self._process.exitcode}"
-            self.end()
+            self.close()
 
         return Outcome(rewards, error, time.monotonic() - start)
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Kill the process and all processes that it has started; the next call starts a new one."""
         if self._process is not None:
             with suppress(ProcessLookupError):

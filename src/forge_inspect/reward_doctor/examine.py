@@ -4,6 +4,7 @@ import argparse
 import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice
 from statistics import mean, median
@@ -102,7 +103,7 @@ def examine(name: str, cases: Sequence[Case], *, limit: float = 10.0) -> Examina
     """
     if len(cases) < 2:
         raise ValueError(f"an examination needs two rows or more, got {len(cases)}")
-    with RewardProcess(name, limit) as process:
+    with closing(RewardProcess(name, limit)) as process:
         return _Examiner(cases[:ROWS], process).run()
 
 
@@ -247,11 +248,11 @@ class _Examiner:
 
     def try_unearned(self) -> None:
         """Find answers that many rows pay as right and should not: lists, copies of the prompt, orders to a judge."""
-        for kind, answers in probes.UNEARNED.items():
+        for kind in probes.UNEARNED:
 
-            def unearned_answers(case: Case, answers: probes.Answers = answers) -> dict[str, str]:
+            def unearned_answers(case: Case, kind: str = kind) -> dict[str, str]:
                 others = self._other_answers(case)
-                return answers(case, others) if case.target and others else {}
+                return probes.make_unearned(case, others)[kind] if case.target and others else {}
 
             for name, rows in self.earn(unearned_answers).items():
                 paid = [earned for earned in rows if self._is_paid(earned.reward)]

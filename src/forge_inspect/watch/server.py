@@ -46,8 +46,6 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 
-Query = Any  # aiohttp's multi-dict of the parameters
-
 
 class Watch:
     """The server of a page that shows the runs below the folder `root`.
@@ -114,7 +112,7 @@ class Watch:
             self._views.pop(next(iter(self._views)))
         return view
 
-    def _list_runs(self, _: Query) -> list[Fields]:
+    def _list_runs(self, _: Any) -> list[Fields]:
         """Return an entry for each run below `root`; links are not followed."""
         folders = []
         for folder, subfolders, files in os.walk(self.root):
@@ -145,7 +143,7 @@ class Watch:
         self._summaries[path] = version, entry
         return entry
 
-    async def _answer_request(self, method: Callable[[Query], Json], request: web.Request) -> web.Response:
+    async def _answer_request(self, method: Callable[[Any], Json], request: web.Request) -> web.Response:
         body = await asyncio.get_running_loop().run_in_executor(
             self._thread, lambda: json.dumps(method(request.query), allow_nan=False).encode()
         )

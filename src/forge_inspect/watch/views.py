@@ -3,8 +3,6 @@
 The contents of the files are not trusted: a damaged line or batch is skipped.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Mapping
@@ -56,7 +54,7 @@ class RunView:
             self.rows: list[dict[str, float]] = []
             self.events: list[Fields] = []
             self.answers = Answers(self.folder / HELD_OUT)
-            self._table: pa.Table | None = None
+            self._table: Any = None  # a pyarrow.Table, once there are rollouts
             self._ends: list[int] = [0]  # of the batches in the file
             self._firsts: list[int] = [0]  # number of the first row of each batch
             self._read: dict[int, pa.RecordBatch] = {}
@@ -201,7 +199,6 @@ class RunView:
     def group(self, row: int) -> list[Fields]:
         """Return the rollouts with the same prompt and step as the one with this index, this one included."""
         rollout = self.rollout(row)
-        assert self._table is not None
         same_step = self._table["step"].to_numpy() == rollout["step"]
         same_prompt = self._table["group"].to_numpy() == rollout["group"]
         return [self.rollout(int(number)) for number in np.flatnonzero(same_step & same_prompt)]
@@ -220,7 +217,6 @@ class RunView:
 
     def _search_text(self, text: str) -> np.ndarray:
         """Return whether each row contains a text, ignoring case, [rows] bool."""
-        assert self._table is not None
         parts = []
         for _, batch in read_batches(self.folder / ROLLOUTS, TEXT):
             columns = [check_array(batch[name]) for name in TEXT]

@@ -5,7 +5,7 @@ import errno
 import struct
 from collections.abc import Sequence
 
-from .syscalls import MACHINE, check_result, find_number, libc
+from .syscalls import MACHINE, find_number, make_call
 
 _KERNEL = (
     # mounts and namespaces
@@ -73,7 +73,15 @@ def filter_program(*, forks: bool, network: bool) -> bytes:
         network: whether the program is a command that may use sockets, such as an agent. Then only those calls are
             denied that change mounts, namespaces or the machine, or create memory that belongs to no process.
     """
-    code = _check_architecture()
+    # The numbers of the rules hold for one architecture: calls by those of another, or of x32, end the process. Calls
+    # that are newer than _NEWEST fail with ENOSYS.
+    code: list[Instruction] = [
+        *((_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _ARCHITECTURE[MACHINE]), (_RETURN, 0, 0, _KILL)),
+        (_LOAD, 0, 0, 0),
+    ]
+    if MACHINE == "x86_64":
+        code += [(_ABOVE, 0, 1, _X32), (_RETURN, 0, 0, _KILL)]
+    code += [(_ABOVE, 0, 1, _NEWEST + 1), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
 
     def add_rule(name: str, *then: Instruction) -> None:
         # For a call of this name run the instructions `then`, the last of which must return; otherwise skip them.
@@ -113,25 +121,8 @@ def filter_program(*, forks: bool, network: bool) -> bytes:
     return b"".join(struct.pack("HBBI", *instruction) for instruction in [*code, _PERMIT])
 
 
-def _check_architecture() -> list[Instruction]:
-    # The numbers of the rules hold for one architecture: calls by those of another, or of x32, end the process. Calls
-    # that are newer than _NEWEST fail with ENOSYS.
-    code: list[Instruction] = [
-        *((_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _ARCHITECTURE[MACHINE]), (_RETURN, 0, 0, _KILL)),
-        (_LOAD, 0, 0, 0),
-    ]
-    if MACHINE == "x86_64":
-        code += [(_ABOVE, 0, 1, _X32), (_RETURN, 0, 0, _KILL)]
-    return [*code, (_ABOVE, 0, 1, _NEWEST + 1), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
-
-
-class _Filter(ctypes.Structure):
-    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p))
-
-
 def install_filter(code: bytes) -> None:
     """Apply a filter to this process and its future children, irreversibly; OSError if the kernel rejects it."""
     buffer = ctypes.create_string_buffer(code, len(code))
-    filter_code = _Filter(len(code) // 8, ctypes.addressof(buffer))
-    # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
-    check_result(libc.prctl(22, ctypes.c_long(2), ctypes.byref(filter_code), 0, 0), "seccomp")
+    # PR_SET_SECCOMP, SECCOMP_MODE_FILTER, and the number of instructions with their address.
+    make_call("prctl", 22, 2, struct.pack("HP", len(code) // 8, ctypes.addressof(buffer)), 0, 0)
