@@ -76,32 +76,17 @@ def train_kind(kind: str, folder: Path) -> str:
     # Nemotron-H's engine computes all tokens again for each one.
     batch = ["--training.batch_size", "32"] if kind == "nemotron_h" else []
     warm_up = folder / f"{kind}-warmup"
-    run_recipe(
-        *(
-            "sft",
-            warm_up,
-            "--model",
-            str(own),
-            "--from_scratch",
-            "null",
-            "--training.steps",
-            "160",
-            "--eval.every",
-            "5",
-        ),
-        *("--eval.stop_at", "0.3", *(["--eval.problems", "64"] if batch else [])),  # room is left to learn
-    )
+    few = ["--eval.problems", "64"] if batch else []
+    start = ["--model", str(own), "--from_scratch", "null", "--training.steps", "160"]
+    run_recipe("sft", warm_up, *start, "--eval.every", "5", "--eval.stop_at", "0.3", *few)  # with room to learn
     columns: dict[str, list[float]] = {}
     for seed in SEEDS:
         run = folder / f"{kind}-{seed}"
-        run_recipe(
-            *("grpo", run, "--model", str(warm_up / "model"), "--training.steps", str(STEPS), "--seed", str(seed)),
-            *("--eval.every", str(STEPS), "--eval.stop_at", "1.0", *batch),
-            *(["--eval.problems", "64"] if batch else []),
-        )
+        options = ["--model", str(warm_up / "model"), "--training.steps", str(STEPS), "--seed", str(seed), *few, *batch]
+        run_recipe("grpo", run, *options, "--eval.every", str(STEPS), "--eval.stop_at", "1.0")
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         evaluated = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
-        sampled = [row["reward/accuracy"] for row in rows if "reward/accuracy" in row]
+        sampled = [row["accuracy"] for row in rows if "accuracy" in row]
         differences = [row["train/engine_difference"] for row in rows if "train/engine_difference" in row]
         for name, value in (
             *(("before", evaluated[0]), ("after", evaluated[-1])),

@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
+from ..config.plugin import resolve
 from ..system.devices import type_of
 from .distributed import ALONE, RankGroup
-from .exact import attend_exactly
 from .flex import Runs, TreeMask, tree_attention
 
 NAME = "forge_packed"
@@ -191,6 +191,7 @@ def _attend_rectangles(
         length = context + width
         if exact:
             window_mask = causal_mask(width, context, window or length, q.device)
+            attend_exactly = resolve("forge_families.exact:attend_exactly", "training.exact")
             attended = attend_exactly(q, k, v, window_mask, scale or q.shape[-1] ** -0.5)
         elif window is not None and length > window:
             attended = _attend_window(q, k, v, window, scale)

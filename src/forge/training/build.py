@@ -12,7 +12,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from ..config.plugin import resolve
 from ..system.devices import has_bfloat16
 from .distributed import Ranks, sum_gradients
-from .exact import replace_modules
 from .loading import fill_model
 from .lora import add_adapters
 from .policy import Policy, ScalarModel
@@ -112,6 +111,7 @@ def build_policy(
             resolve("forge_families.four_bits:quantize_base", "lora.quantize")(policy, path)
 
     if exact and head == "policy":
+        replace_modules = resolve("forge_families.exact:replace_modules", "training.exact")
         replace_modules(policy.model, ranks.device, dtype)
         policy.use_exact()
     if ranks.tensor.size > 1:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..config.plugin import resolve
 from ..data.packing import split_batch
 from ..models.tokenizer import model_config
 from ..models.weight_layouts import merge_adapters, read_adapters
@@ -23,7 +24,6 @@ from ..system.devices import repeat_bits
 from ..types import Batch
 from .build import build_policy, precision_context, resolve_dtype
 from .distributed import Ranks, move_state, reduce_over_copies, reshard_model, to_device
-from .exact import EngineCheck
 from .experts import balance_loss, load_metrics
 from .optimizers import build_optimizer, clip_gradients
 from .policy import TokenScores, TokenValues
@@ -106,7 +106,8 @@ class PolicyTrainer:
         self.step = 0  # complete steps, not updates: it is the version of the weights
         self.recorded: dict[str, np.ndarray] | None = None  # of the last step, see `TokenRecord`
         is_checked = passes.exact and head == "policy"
-        self.engine_check = EngineCheck(self.policy, self.logprobs) if is_checked else None
+        make_check = resolve("forge_families.exact:EngineCheck", "training.exact") if is_checked else None
+        self.engine_check = make_check and make_check(self.policy, self.logprobs)
 
     def train_step(self, batch: Batch, loss: Loss, *, same_step: bool = False) -> dict[str, float]:
         """Train on a batch, which every rank gets whole, by `mini_batches * epochs` updates; return metrics.

@@ -12,8 +12,8 @@ import torch
 from forge.algorithms import GRPO
 from forge.data.packing import pack
 from forge.engines import EmbeddedEngine
-from forge.training.exact import EngineDifference
 from forge.types import Batch, Episode, Sampling
+from forge_families.exact import EngineDifference
 from tests.training.cases import FAMILIES, VOCAB, example, make_trainer, weights_of, write_model
 
 

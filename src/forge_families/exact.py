@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..models.exact import ACTIVATIONS, attend_by_query, attention_granule, bias_of, rms_norm_wide
-from ..types import Batch
-from .linear import AVAILABLE, multiply_transposed
-from .lora import LoraLinear
+from forge.models.exact import ACTIVATIONS, attend_by_query, attention_granule, bias_of, rms_norm_wide
+from forge.training.linear import AVAILABLE, multiply_transposed
+from forge.training.lora import LoraLinear
+from forge.types import Batch
 
 KEPT = 8  # earlier versions of the weights that a trainer keeps at most, by which it checks what they sampled
 CHECKED = 16  # sequences of each of them that a step checks: their forward pass is in addition to the step's
