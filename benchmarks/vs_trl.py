@@ -39,7 +39,7 @@ def prepare(folder: Path, args: argparse.Namespace) -> None:
     """The model, its tokenizer and the prompts, as both sides read them."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
     core = Tokenizer(models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -61,7 +61,9 @@ def prepare(folder: Path, args: argparse.Namespace) -> None:
         eos_token_id=None,
         pad_token_id=tokenizer.pad_token_id,
     )
-    model = Qwen3ForCausalLM(config)
+    if args.config:
+        config = AutoConfig.from_pretrained(args.config, vocab_size=len(tokenizer), eos_token_id=None)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     rng = random.Random(args.seed)
@@ -174,6 +176,7 @@ def main() -> None:
     parser.add_argument("--trl-python", help="interpreter of an environment with TRL; without it, only our side")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--config", default="", help="folder with the config of another class, instead of both")
     parser.add_argument("--prompts", type=int, default=4, help="prompts a step")
     parser.add_argument("--group", type=int, default=8, help="samples of a prompt")
     parser.add_argument("--prompt", type=int, default=16, help="tokens of a prompt, at least 16 to hold all of it")

@@ -134,8 +134,9 @@ def test_engine_and_trainer_compute_what_transformers_does_for_images(kind: str,
     folder = Path(mark_model(str(source), str(tmp_path / "marked")))
     model = AutoModelForImageTextToText.from_pretrained(source).eval()
     mark = KINDS[kind][1]
-    prompts = [(draw_picture("red"),), (draw_picture("blue"),), (draw_picture("green"), draw_picture("black"))]
-    ids = [expand_tokens(folder, mark * len(images) + "what ?", images) for images in prompts]
+    prompts = [(draw_picture("red"),), (draw_picture("blue"),), (draw_picture("green"), draw_picture("black")), ()]
+    ids = [expand_tokens(folder, mark * len(images) + "what ?", images) for images in prompts[:3]]
+    ids.append(AutoTokenizer.from_pretrained(folder)("what ?", add_special_tokens=False)["input_ids"])
     processor = open_processor(str(folder))
 
     with EmbeddedEngine(folder, slots=4, prefill_tokens=7 if kind == "gemma3" else None) as engine:
@@ -149,7 +150,8 @@ def test_engine_and_trainer_compute_what_transformers_does_for_images(kind: str,
     for episode, (images, completion) in zip(episodes, completions, strict=True):
         episode.images, episode.advantage = images, 1.0
         pictures = [Image.open(io.BytesIO(file)) for file in images]
-        inputs = processor(text=[mark * len(images) + "what ?"], images=[pictures], return_tensors="pt")
+        text = [mark * len(images) + "what ?"]
+        inputs = processor(text=text, images=[pictures] if images else None, return_tensors="pt")
         answer = torch.tensor([completion.token_ids])
         for name in inputs.keys() & {"token_type_ids", "mm_token_type_ids"}:
             inputs[name] = torch.cat([inputs[name], torch.zeros_like(answer)], 1)
@@ -160,7 +162,7 @@ def test_engine_and_trainer_compute_what_transformers_does_for_images(kind: str,
         logits[:, model.config.image_token_id] = -1e9
         expected = logits.log_softmax(-1).gather(1, answer.T)[:, 0]
         np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=2e-5)
-    assert len({tuple(images) for images, _ in completions}) == 3
+    assert len({tuple(images) for images, _ in completions}) == 4
 
     batch = pack(episodes)
     scores = Policy.from_pretrained(folder)(batch).logprobs.detach().numpy()
