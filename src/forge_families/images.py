@@ -28,7 +28,7 @@ def read_images(value: object) -> tuple[bytes, ...]:
         value: one or a list of paths, bytes, pictures of Pillow, or mappings with `bytes` or `path` (`datasets.Image`).
 
     Raises:
-        ValueError: one of them is no image.
+        ValueError: one of them is not an image.
     """
     values = [] if value is None else value if isinstance(value, list | tuple) else [value]
     return tuple(_read_image(number, item) for number, item in enumerate(values, 1))
