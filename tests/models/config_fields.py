@@ -1,18 +1,14 @@
 """Every field of every family's configuration: does trainer and engine compute what transformers computes?
 
-    python -m tests.models.config_fields [FAMILY ...] [--fields NAME ...]
-
-prints a table. A field is tried on every family, also those whose class does not have it: a config.json may have any
+A field is tried on every family, also those whose class does not have it: a config.json may have any
 key. What transformers itself computes is the oracle: its eager attention, one sequence at a time.
 """
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +20,6 @@ from transformers.utils import logging
 
 from forge.data.packing import pack
 from forge.engines import EmbeddedEngine
-from forge.models import FAMILIES
 from forge.training.policy import Policy
 from forge.types import Episode, Sampling
 
@@ -168,12 +163,11 @@ OTHERS: dict[str, list[Any]] = {
 
 class Cell(NamedTuple):
     """What one value gave: `trainer` and `engine` are "equal", "rejected", or what is wrong with them; both are empty
-    where transformers itself raises. `effect`: whether the value changes what transformers computes."""
+    where transformers itself raises."""
 
     family: str
     field: str
     value: str
-    effect: bool
     trainer: str
     engine: str
 
@@ -203,12 +197,6 @@ def model_of(config: PreTrainedConfig) -> PreTrainedModel:
             parameter.normal_(0, 0.25) if parameter.dim() > 1 else parameter.uniform_(0.5, 1.5)
     model.tie_weights()
     return model.eval()
-
-
-@cache
-def plain(family: str) -> PreTrainedModel:
-    """The model without any other value; its weights may be replaced."""
-    return model_of(config_of(family))
 
 
 @torch.no_grad()
@@ -260,16 +248,6 @@ def verdict(difference: float) -> str:
     return "equal" if difference <= TOLERANCE else f"different by {difference:.2g}"
 
 
-def effect(oracle: PreTrainedModel, base: PreTrainedModel) -> bool:
-    """Whether a configuration computes something else than the plain one with the same weights."""
-    shapes = [{name: tensor.shape for name, tensor in model.state_dict().items()} for model in (oracle, base)]
-    if shapes[0] != shapes[1]:
-        return True
-    base.load_state_dict(oracle.state_dict())
-    differences = (expected(oracle, tokens) - expected(base, tokens) for tokens in SEQUENCES)
-    return any(bool(difference.abs().max() > 1e-6) for difference in differences)
-
-
 def cell(family: str, field: str, settings: dict[str, Any]) -> Cell:
     """Try one value."""
     value = ", ".join(f"{name}={setting!r}" for name, setting in settings.items())
@@ -279,9 +257,8 @@ def cell(family: str, field: str, settings: dict[str, Any]) -> Cell:
             oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
             expected(oracle.eval(), SEQUENCES[1])
         except Exception:  # of any kind: transformers does not have this value
-            return Cell(family, field, value, False, "", "")
-        parts = (trained(Path(folder), oracle), generated(Path(folder), oracle))
-        return Cell(family, field, value, effect(oracle, plain(family)), *parts)
+            return Cell(family, field, value, "", "")
+        return Cell(family, field, value, trained(Path(folder), oracle), generated(Path(folder), oracle))
 
 
 def sweep(families: Sequence[str], fields: Sequence[str] | None = None) -> Iterator[Cell]:
@@ -291,55 +268,3 @@ def sweep(families: Sequence[str], fields: Sequence[str] | None = None) -> Itera
     for family in families:
         for field, settings in cases(family, fields):
             yield cell(family, field, settings)
-
-
-def summary(cells: Sequence[Cell]) -> str:
-    """What the values of a field gave in a family, in one mark each: see `LEGEND`."""
-    marks = []
-    for result in cells:
-        if not result.trainer:
-            marks.append("!")
-        elif result.trainer == "rejected":
-            marks.append("x")
-        elif result.engine == "rejected":
-            marks.append("t")
-        elif (result.trainer, result.engine) == ("equal", "equal"):
-            marks.append("=" if result.effect else "·")
-        else:
-            marks.append("FAULT")
-    return " ".join(sorted(set(marks), key="FAULT=tx·!".index))
-
-
-LEGEND = (
-    f"`=`: trainer and engine equal transformers within {TOLERANCE:g}; `t`: the trainer does, the embedded engine "
-    "rejects the model; `x`: both reject it; `·`: both equal transformers, where the value does nothing; "
-    "`!`: transformers itself raises. Several marks: of several values."
-)
-
-
-def table(cells: Sequence[Cell]) -> Iterator[str]:
-    """Markdown: a row for each field, a column for each family."""
-    families = list(dict.fromkeys(result.family for result in cells))
-    yield from (LEGEND, "", f"| field | {' | '.join(families)} |", "|---" * (len(families) + 1) + "|")
-    for field in dict.fromkeys(result.field for result in cells):
-        parts = (
-            [result for result in cells if (result.field, result.family) == (field, family)] for family in families
-        )
-        yield f"| `{field}` | {' | '.join(summary(part) for part in parts)} |"
-
-
-def main() -> None:
-    """Print what every value gave, and the table of fields by family."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("families", nargs="*", default=FAMILIES)
-    parser.add_argument("--fields", nargs="*")
-    args = parser.parse_args()
-    cells = []
-    for result in sweep(args.families, args.fields):
-        print(*result, sep=" | ", flush=True)
-        cells.append(result)
-    print(*table(cells), sep="\n")
-
-
-if __name__ == "__main__":
-    main()
