@@ -65,7 +65,8 @@ class Tracer:
             raise ValueError(f"tracer {self.prefix} must be started before calling stop")
         self._record_seconds(f"{self.prefix}/total_duration", self._now() - self.began)
         if self.track_memory:
-            record_metric(f"{self.prefix}/memory_peak_max_gb", torch.cuda.max_memory_allocated() / GIGABYTE, Reduce.MAX)
+            name = f"{self.prefix}/memory_peak_max_gb"
+            record_metric(name, torch.cuda.max_memory_allocated() / GIGABYTE, Reduce.MAX)
         self.began = None
 
     def _now(self) -> float:
