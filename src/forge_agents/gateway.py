@@ -175,8 +175,15 @@ class Gateway:
             | {"display_name": name, "created_at": "1970-01-01T00:00:00Z"}
             for name in self._session_of(request).policies
         ]
-        ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"]}
-        return web.json_response({"object": "list", "data": models, "has_more": False, **ends})
+        return web.json_response(
+            {
+                "object": "list",
+                "data": models,
+                "has_more": False,
+                "first_id": models[0]["id"],
+                "last_id": models[-1]["id"],
+            }
+        )
 
     def _mark_sent(self, request: web.Request, session: Session, generation: Generation) -> None:
         """Record that the client has received an answer, unless its connection was closed while it was written."""

@@ -51,8 +51,7 @@ async def agent_env(cfg: RLConfig, job: Job, policy: Handle) -> AgentEnv:
     agent = agent_config(cfg.episode.agent)
     learners = await start_learners(cfg, job, cfg.load_algorithm())
     policies = {POLICY: policy, **{name: learner.policy for name, learner in learners.items()}}
-    settings = await policy_settings(cfg, job, policies)
-    gateway = await GatewayActor.options(num_replicas=1).as_service(settings)
+    gateway = await GatewayActor.options(num_replicas=1).as_service(await policy_settings(cfg, job, policies))
 
     # `play` runs an agent; `player` is the object behind it that must be closed at the end of the run, if there is one.
     play: Play
@@ -243,8 +242,12 @@ def function_play(agent: AgentConfig) -> Play:
         options = {"evaluation": evaluation} if "evaluation" in parameters else {}
         # The gateway is on loopback with plain http: proxies are not used, and to load certificates would take 20 ms
         # for each client.
-        http = DefaultAsyncHttpxClient(verify=False, trust_env=False)
-        client = AsyncOpenAI(base_url=f"{access.url}/v1", api_key=access.key, max_retries=RETRIES, http_client=http)
+        client = AsyncOpenAI(
+            base_url=f"{access.url}/v1",
+            api_key=access.key,
+            max_retries=RETRIES,
+            http_client=DefaultAsyncHttpxClient(verify=False, trust_env=False),
+        )
 
         try:
             async with client, asyncio.timeout(agent.timeout) as limit:

@@ -59,8 +59,7 @@ class Daemon:
         sweep_folders()
         scratch = Scratch("forge-run-")
         self._resources.callback(scratch.close)
-        names = {socket.gethostname(), address}
-        self.credentials = Credentials.make(secret, scratch.path, names)
+        self.credentials = Credentials.make(secret, scratch.path, {socket.gethostname(), address})
 
     def leave(self) -> bool:
         """Tell the run that this machine will be taken away; return whether there is a run."""

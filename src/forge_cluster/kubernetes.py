@@ -156,8 +156,11 @@ def make_manifests(
     ]
 
     def make_header(kind: str, version: str, name: str) -> Manifest:
-        metadata = {"name": name, "namespace": namespace, "labels": labels}
-        return {"apiVersion": version, "kind": kind, "metadata": metadata}
+        return {
+            "apiVersion": version,
+            "kind": kind,
+            "metadata": {"name": name, "namespace": namespace, "labels": labels},
+        }
 
     worker_labels = labels | {"forge/role": "worker"}
     return [

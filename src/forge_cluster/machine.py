@@ -190,8 +190,7 @@ class Machine:
 
     def send(self, action: str, **values: Json) -> None:
         """Send a request without waiting for its answer."""
-        message = {"do": action, "id": next(self._ids), **values}
-        _hosts_loop().call_soon_threadsafe(send_message, self._writer, message)
+        _hosts_loop().call_soon_threadsafe(send_message, self._writer, {"do": action, "id": next(self._ids), **values})
 
     def end(self, level: int = logging.INFO, reason: str = "it was given back") -> None:
         """End the lease: close the connection, and tell all who wait for the host or watch its processes.

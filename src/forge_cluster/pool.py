@@ -293,8 +293,9 @@ def check_versions(inventory: Inventory) -> None:
     if inventory.versions.get("python", "").split(".")[:2] != versions["python"].split(".")[:2]:
         differences.insert(0, f"Python {inventory.versions.get('python')}, here {versions['python']}")
     if differences:
-        host = socket.gethostname()
-        raise ValueError(f"host {inventory.name} has other versions than {host}: {'; '.join(differences)}")
+        raise ValueError(
+            f"host {inventory.name} has other versions than {socket.gethostname()}: {'; '.join(differences)}"
+        )
 
 
 def _admits(machine: Machine, demand: Demand) -> bool:

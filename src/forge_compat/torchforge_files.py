@@ -362,8 +362,13 @@ def _finish_sft(converted: Converted, values: Mapping[str, Json]) -> None:
     local = _value_at(values, "training.local_batch_size")
     if local is not None:
         # Ranks of tensor, pipeline and context parallelism have the same rows.
-        shared = ("tensor_parallel", "pipeline_parallel", "context_parallel")
-        copies = _remaining_ranks(values, "training.local_batch_size", "processes.procs", "parallelism", shared)
+        copies = _remaining_ranks(
+            values,
+            "training.local_batch_size",
+            "processes.procs",
+            "parallelism",
+            ("tensor_parallel", "pipeline_parallel", "context_parallel"),
+        )
         converted.put("training.batch_size", check_whole(local, "training.local_batch_size") * copies)
     if _value_at(converted.values, "dataset.path") is None:
         converted.put("dataset.path", ALPACA)

@@ -254,8 +254,7 @@ def read_reference(path: Path) -> Reference:
 @cache
 def shipped_references() -> list[Reference]:
     """Return the references of the recipes in apps/."""
-    folder = Path(__file__).with_name("references")
-    return [read_reference(path) for path in sorted(folder.glob("*.json"))]
+    return [read_reference(path) for path in sorted(Path(__file__).with_name("references").glob("*.json"))]
 
 
 def find_reference(settings: Mapping[str, Any], most: int = MAX_DIFFERENCES) -> Reference | None:

@@ -357,8 +357,7 @@ def _try_level(settings: Settings, python: str, user: int | None) -> str:
             os.chmod(file, 0o644)
 
         # Four times its limit. The canary only allocates the memory, so that level "none" does not fill the machine.
-        memory = (settings["memory_mb"] << 20) * 4
-        canary = _CANARY.format(parent=os.getpid(), file=file, memory=memory)
+        canary = _CANARY.format(parent=os.getpid(), file=file, memory=(settings["memory_mb"] << 20) * 4)
         worker = Worker(settings, python, user)
         try:
             header, (out, error) = worker.request({"time_limit": 10.0}, canary.encode(), b"", limit=10.0)

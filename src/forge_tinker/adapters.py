@@ -111,8 +111,7 @@ class Adapter:
         for key, value in load_file(folder / OPTIMIZER).items():
             index, name = key.split(".")
             state.setdefault(int(index), {})[name] = value
-        groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+        self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
 
 
 def read_factors(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:

@@ -111,8 +111,7 @@ class Listing:
         return web.json_response(None)
 
     async def _publish(self, request: web.Request) -> web.Response:
-        path = self._own_checkpoint(request)["path"]
-        self.journal.change("checkpoints", path, public=int(request.method == "POST"))
+        self.journal.change("checkpoints", self._own_checkpoint(request)["path"], public=int(request.method == "POST"))
         return web.json_response(None)
 
     async def _set_ttl(self, request: web.Request) -> web.Response:
@@ -165,9 +164,16 @@ class Listing:
             folder = self.checkpoints.folder_of(path)
             shutil.copytree(self.checkpoints.folder_of(source["path"]), folder, dirs_exist_ok=True)
             now, config = time.time(), from_json(source["config"])
-            project = body.destination_project_id or owner
-            row = {"session": session, "owner": owner, "project": project, "config": config}
-            self.journal.add("models", id=model, **row, created=now, touched=now)
+            self.journal.add(
+                "models",
+                id=model,
+                session=session,
+                owner=owner,
+                project=body.destination_project_id or owner,
+                config=config,
+                created=now,
+                touched=now,
+            )
             settings = {"ttl_seconds": body.ttl_seconds, "user_metadata": from_json(source["metadata"])}
             self.checkpoints.record(path, model, owner, config, source["bytes"], settings)
         return web.json_response({"tinker_path": path})

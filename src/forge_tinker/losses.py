@@ -82,8 +82,7 @@ def _gspo(tokens: Tokens) -> Tensor:
 
 
 def _dro(tokens: Tokens) -> Tensor:
-    loss = DRO(penalty=tokens.config["beta"])
-    return loss.token_loss(tokens.ratio, tokens.logprobs, tokens.read("advantages"))
+    return DRO(penalty=tokens.config["beta"]).token_loss(tokens.ratio, tokens.logprobs, tokens.read("advantages"))
 
 
 def _stable_reinforce(tokens: Tokens) -> Tensor:

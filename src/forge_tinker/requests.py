@@ -192,8 +192,7 @@ class Requests:
             if "adam_params" not in body:
                 raise ValueError("only AdamW is served: pass AdamParams to optim_step")
             settings = types.AdamParams.model_validate(body["adam_params"]).model_dump()
-            metrics = await self._run_in_thread(adapter.step, settings)
-            return dump(types.OptimStepResponse(metrics=metrics))
+            return dump(types.OptimStepResponse(metrics=await self._run_in_thread(adapter.step, settings)))
         if row["kind"] == "load":
             return await self._load(model, owner, body)
         return await self._save(row["kind"], model, owner, body)
@@ -296,8 +295,13 @@ class Requests:
         if request.record_stability_info:
             for number, completion in enumerate(completions):
                 recorded = np.asarray(completion.logprobs, np.float32).tobytes()
-                key = {"id": f"{row['id']}:{number}", "session": sampler["session"]}
-                self.journal.add("sequences", **key, logprobs=recorded, created=time.time())
+                self.journal.add(
+                    "sequences",
+                    id=f"{row['id']}:{number}",
+                    session=sampler["session"],
+                    logprobs=recorded,
+                    created=time.time(),
+                )
         wanted = request.target_prompt_logprobs
         targets = None if wanted is None else read_targets(wanted, len(prompt))
         # Only what the learner's thread computes waits for it.

@@ -108,10 +108,15 @@ class TinkerServer:
         body = await read_body(request, types.CreateSessionRequest)
         self.journal.remove_old()
         session = uuid.uuid4().hex
-        project = body.project_id or self.tenants.owner_of(request)
-        row = {"owner": self.tenants.owner_of(request), "project": project, "name": body.display_name}
         self.journal.add(
-            "sessions", id=session, **row, metadata=body.user_metadata, created=time.time(), status={"type": "active"}
+            "sessions",
+            id=session,
+            owner=self.tenants.owner_of(request),
+            project=body.project_id or self.tenants.owner_of(request),
+            name=body.display_name,
+            metadata=body.user_metadata,
+            created=time.time(),
+            status={"type": "active"},
         )
         return reply(types.CreateSessionResponse(session_id=session))
 

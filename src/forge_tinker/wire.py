@@ -106,8 +106,7 @@ def read_tensor(message: Any) -> np.ndarray:
         raise ValueError(f"a tensor has data type {message.dtype}: float32 and int64 are served")
     shape = tuple(message.shape)
     if message.WhichOneof("encoding") != "sparse_csr":
-        values = np.frombuffer(message.dense, dtype)
-        return values.reshape(shape or -1)
+        return np.frombuffer(message.dense, dtype).reshape(shape or -1)
 
     sparse = message.sparse_csr
     starts, columns = (np.frombuffer(part, np.int64) for part in (sparse.crow_indices, sparse.col_indices))

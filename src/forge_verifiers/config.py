@@ -246,8 +246,9 @@ class VerifiersConfig(Section):
         if not names:
             raise ConfigError(f"{location} has none: set rules, reward_models, judges, math or another")
         if repeated := sorted({name for name in names if names.count(name) > 1}):
-            rename = "give one another name (a rule has its function's)"
-            raise ConfigError(f"{location}: two are called {', '.join(repeated)}: {rename}")
+            raise ConfigError(
+                f"{location}: two are called {', '.join(repeated)}: give one another name (a rule has its function's)"
+            )
 
     @property
     def names(self) -> list[str]:

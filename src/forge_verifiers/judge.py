@@ -148,8 +148,10 @@ class LMJudge:
         verdicts_or_none = [read_verdict(answer, self._yes, self._no) for answer in answers]
         verdicts = [verdict for verdict in verdicts_or_none if verdict is not None]
         if 2 * len(verdicts) <= self._settings.votes:
-            count = f"{len(verdicts)} of {self._settings.votes} verdicts could be read"
-            raise Unscored(f"{count}; the last answer was {answers[-1][-80:]!r}")
+            raise Unscored(
+                f"{len(verdicts)} of {self._settings.votes} verdicts could be read; "
+                f"the last answer was {answers[-1][-80:]!r}"
+            )
 
         return sum(verdicts) / len(verdicts)
 
@@ -163,14 +165,12 @@ class LMJudge:
             except ValueError as error:
                 reply = str(error)  # not JSON
             except APITimeoutError:
-                limit = self._settings.request_timeout
-                raise Unscored(f"{url} gave no answer within {limit:g} s") from None
+                raise Unscored(f"{url} gave no answer within {self._settings.request_timeout:g} s") from None
             except APIConnectionError as error:
                 cause = error.__cause__ or error
                 raise Unscored(f"no connection to {url} ({type(cause).__name__}: {cause})") from None
             except APIStatusError as error:
-                text = error.response.text[:200]
-                raise Unscored(f"{url} answered {error.status_code}: {text!r}") from None
+                raise Unscored(f"{url} answered {error.status_code}: {error.response.text[:200]!r}") from None
 
             try:
                 if not [_text_of(choice) for choice in reply["choices"]]:
@@ -181,8 +181,7 @@ class LMJudge:
             self.progress += 1
             return reply["choices"]
 
-        tries = self._settings.retries + 1
-        raise Unscored(f"{url} gave an invalid answer: {str(reply)[:120]!r}, tried {tries} times")
+        raise Unscored(f"{url} gave an invalid answer: {str(reply)[:120]!r}, tried {self._settings.retries + 1} times")
 
 
 def _text_of(choice: Json) -> str:

@@ -258,8 +258,10 @@ class Online(BinnedDawidSkene):
         if ran[v] >= fell[v]:
             message = f"its scores are {excess[v]:.2f} standard deviations above what the other verifiers explain"
         else:
-            change = f"from {then.slope[v]:.2f} to {now.slope[v]:.2f} standard deviations"
-            message = f"it agrees less with the others: its separation of right from wrong fell {change}"
+            message = (
+                "it agrees less with the others: its separation of right from wrong fell from "
+                f"{then.slope[v]:.2f} to {now.slope[v]:.2f} standard deviations"
+            )
 
         if self.mute and (~self.muted).sum() <= MIN_VERIFIERS:
             message += f"; not muted, {MIN_VERIFIERS} verifiers or fewer are left"

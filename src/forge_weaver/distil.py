@@ -210,8 +210,9 @@ def _divide_responses(prompts: list[str], seed: int) -> list[np.ndarray]:
     drawn = np.random.default_rng(seed).permutation(count)
     half = int(count * HELD_OUT / 2)
     if half < 1:
-        minimum = math.ceil(2 / HELD_OUT)
-        raise ValueError(f"{count} prompts with a probability and texts that fit are too few: at least {minimum}")
+        raise ValueError(
+            f"{count} prompts with a probability and texts that fit are too few: at least {math.ceil(2 / HELD_OUT)}"
+        )
     calibration, test, training = drawn[:half], drawn[half : 2 * half], drawn[2 * half :]
     return [np.flatnonzero(np.isin(prompt_of, subset)) for subset in (training, calibration, test)]
 

@@ -57,9 +57,7 @@ class NaiveMean(Aggregator):
         """Return each response's mean score, [responses], each verifier's scaled from its range to [0, 1]."""
         return mean_of_known(np.clip((data.x - self.low) / (self.high - self.low), 0, 1))
 
-    def posterior(self, data: Data) -> np.ndarray:
-        """Return the means, [responses], which are no probabilities."""
-        return self.means(data)
+    posterior = means  # which are no probabilities
 
 
 @dataclasses.dataclass

@@ -86,8 +86,7 @@ class PublishedWeaver(Aggregator):
 
         names = [name for name, used in zip(data.names, self.used, strict=True) if used]
         if_rejects, if_accepts = self._log_ratios()
-        rates = {"tpr": self.mu[1::2, 1], "tnr": self.mu[0::2, 0]}
-        self.report.describe(names, weight=if_accepts - if_rejects, **rates)
+        self.report.describe(names, weight=if_accepts - if_rejects, tpr=self.mu[1::2, 1], tnr=self.mu[0::2, 0])
 
     def posterior(self, data: Data) -> np.ndarray:
         """Return each response's probability of being right, [responses], by Bayes' rule from its verdicts."""

@@ -196,8 +196,9 @@ class ScoreTable:
             fields = {field.name for field in dataclasses.fields(ScoreTable)}
             if surplus := columns.keys() - fields:
                 raise ValueError(f"it also has {', '.join(sorted(surplus))}")
-            present = columns.pop("present")
-            return ScoreTable(columns.pop("scores"), columns.pop("verifiers"), present=present, **columns)
+            return ScoreTable(
+                columns.pop("scores"), columns.pop("verifiers"), present=columns.pop("present"), **columns
+            )
 
 
 def families_by_name(verifiers: Sequence[str]) -> tuple[str, ...]:

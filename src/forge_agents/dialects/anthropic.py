@@ -132,8 +132,10 @@ class AnthropicDialect(Dialect):
         edits = fields.read_object(body.get("context_management"), "context_management").get("edits")
         for _, edit in fields.read_objects(edits, "context_management.edits"):
             if edit.get("keep") != "all":
-                kind = fields.shorten_value(edit.get("type"))
-                raise BadRequest(f"context_management: the edit {kind} is not supported", "context_management")
+                raise BadRequest(
+                    f"context_management: the edit {fields.shorten_value(edit.get('type'))} is not supported",
+                    "context_management",
+                )
         tools = tuple(_read_tool(tool, path) for path, tool in fields.read_objects(body.get("tools"), "tools"))
         choice = fields.read_object(body.get("tool_choice"), "tool_choice")
         output = fields.read_object(body.get("output_config"), "output_config")

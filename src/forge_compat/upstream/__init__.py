@@ -113,5 +113,4 @@ def compute_logprobs(
     if align:
         logits = logits[:, -count - 1 : -1].to(input_ids.device)
     # In float32 before the sum over the vocabulary, which bfloat16 would round to three digits.
-    scores = (logits / temperature).float().log_softmax(-1)
-    return scores.gather(-1, input_ids.long().unsqueeze(-1)).squeeze(-1)
+    return (logits / temperature).float().log_softmax(-1).gather(-1, input_ids.long().unsqueeze(-1)).squeeze(-1)

@@ -91,8 +91,7 @@ def filter_program(*, forks: bool, network: bool) -> bytes:
     def match_values(name: str, index: int, values: Sequence[int], found: Instruction, other: Instruction) -> None:
         # Return `found` if argument `index` is one of the values, `other` if not. Each test jumps to the last
         # instruction if it is true: over the tests after it and `other`.
-        jumps = range(len(values), 0, -1)
-        tests = [(_EQUAL, jump, 0, value) for jump, value in zip(jumps, values, strict=True)]
+        tests = [(_EQUAL, jump, 0, value) for jump, value in zip(range(len(values), 0, -1), values, strict=True)]
         add_rule(name, _load_argument(index), *tests, other, found)
 
     denied = (*_KERNEL, *_UNOWNED_MEMORY)
