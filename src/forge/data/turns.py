@@ -360,6 +360,7 @@ class Turns:
         # The words follow the generation prompt, or start with a thought that the prompt opened.
         written = rendered[: len(rendered) - len(closer + suffix)]
         thought, _ = thought_of(conversation[turn])
+
         if written.startswith(context):
             answer = written[len(context) :]
             if thought and thought.strip() not in answer:
@@ -370,7 +371,8 @@ class Turns:
                 raise Rewritten(f"message {turn + 1}: the chat template renders its context differently")
             thought += "\n" if thought else ""
             # The template may have left the thought out, or have written it once without the tag that opens it.
-            answer = f"{thought}</think>\n\n{thought_of({'content': written[len(before_thought) :]})[1].lstrip()}"
+            _, words = thought_of({"content": written[len(before_thought) :]})
+            answer = f"{thought}</think>\n\n{words.lstrip()}"
         else:
             raise Rewritten(f"message {turn + 1}: the generation prompt is not how its answers start")
 

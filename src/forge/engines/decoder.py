@@ -219,15 +219,18 @@ class Decoder:
         each block is one call of `attend` for all its prompts, with queries in rows of one length."""
         attended = q.new_zeros(q.shape).flatten(1, -2)
         for block in blocks:
-            # The tokens of a prompt fill slots of its row: queries are (prompts, H, size, D).
+            # A prompt has a row of `size` slots, one for each position of the block; slots without a token stay 0.
             size, length = block.masks[kind].shape
-            by_slot = q.new_zeros(block.prompts * size, *attended.shape[1:])
-            by_slot.index_copy_(0, block.slots, q[block.tokens].flatten(1, -2))
-            queries = by_slot.unflatten(0, (block.prompts, size)).transpose(1, 2)
+            slot_queries = q.new_zeros(block.prompts * size, *attended.shape[1:])
+            slot_queries.index_copy_(0, block.slots, q[block.tokens].flatten(1, -2))
+            queries = slot_queries.unflatten(0, (block.prompts, size)).transpose(1, 2)  # (prompts, H, size, D)
             keys, values = (store[layer, :, :, :length][block.rows] for store in (self.cache.keys, self.cache.values))
 
+            # Back from slots to tokens.
             by_head = attend(queries, keys, values, attn_mask=block.masks[kind])
-            attended.index_copy_(0, block.tokens, by_head.transpose(1, 2).flatten(0, 1)[block.slots])
+            by_slot = by_head.transpose(1, 2).flatten(0, 1)  # (prompts * size, H, D)
+            attended.index_copy_(0, block.tokens, by_slot[block.slots])
+
         return attended
 
     def _split_blocks(

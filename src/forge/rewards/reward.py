@@ -62,7 +62,7 @@ class FunctionVerifier:
     async def score_answers(self, answers: Answers) -> Scores:
         """Return [responses, 1] scores of answers, from which the function takes what its parameters name."""
         # The number of each response that the function is called for; None stands for all responses at once.
-        numbers = [None] if self.call.is_group else range(len(answers.responses))
+        indices = [None] if self.call.is_group else range(len(answers.responses))
         loop = asyncio.get_running_loop()
         started = loop.time()
         timer = loop.call_later(REPORT_INTERVAL, lambda: report())
@@ -73,15 +73,15 @@ class FunctionVerifier:
             timer = loop.call_later(REPORT_INTERVAL, report)
             if loop.time() - self._reported >= REPORT_INTERVAL:
                 self._reported = loop.time()
-                took = loop.time() - started
-                log.warning("the reward %s has scored prompt %.100r for %.0f s", self.names[0], answers.prompt, took)
+                elapsed = loop.time() - started
+                log.warning("the reward %s has scored prompt %.100r for %.0f s", self.names[0], answers.prompt, elapsed)
 
         try:
             # Async functions run concurrently, plain ones one after the other in a thread.
             if self._is_async:
-                returned: Any = await asyncio.gather(*(self._awaited(answers, number) for number in numbers))
+                returned: Any = await asyncio.gather(*(self._awaited(answers, index) for index in indices))
             else:
-                returned = await asyncio.to_thread(lambda: [self._called(answers, number) for number in numbers])
+                returned = await asyncio.to_thread(lambda: [self._called(answers, index) for index in indices])
         finally:
             timer.cancel()
         return self._read_scores(returned[0] if self.call.is_group else returned, answers)

@@ -73,7 +73,11 @@ _RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ"  # superscripts
 
 def _find_boxes(text: str) -> list[tuple[int, int, int]]:
     """Return (start, start of the content, end of the content) of each closed `\\boxed{...}` in a text, in the order of
-    their starts. Braces may nest."""
+    their starts. Braces may nest.
+
+    >>> _find_boxes(r"so \\boxed{42}.")
+    [(3, 10, 12)]
+    """
     boxes: list[tuple[int, int, int]] = []
     if (first := _OPEN.search(text)) is None:
         return boxes
@@ -164,6 +168,9 @@ def _find_stated(text: str, *, whole_line: bool = False) -> str | None:
 
     Args:
         whole_line: return the text up to the end of the line in any case.
+
+    >>> _find_stated("The answer is 4, as shown above.")
+    '4'
     """
     openings = list(_PHRASE.finditer(text))
     if not openings:
@@ -184,7 +191,12 @@ def _find_stated(text: str, *, whole_line: bool = False) -> str | None:
 
 def _last_number(text: str) -> str | None:
     """Return the last number of a text; None if there is none, or it is only one of the numbers or a part of the
-    expression that answers, as in "4 or 5" and "2^10"."""
+    expression that answers, as in "4 or 5" and "2^10".
+
+    >>> _last_number("There are 3 boxes of 14 apples")
+    '14'
+    >>> _last_number("It is 4 or 5")
+    """
     numbers = list(_NUMBERS.finditer(text))
 
     # A number in a box that is not closed may be cut off, too.

@@ -159,7 +159,7 @@ class RankPart:
 
         # Blocks are laid out one after the other, each at an aligned offset.
         blocks: list[tuple[Shard, Tensor | None]] = []
-        size = 0
+        part_size = 0
         for name, tensor in tensors.items():
             target_dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
             shard = Shard(
@@ -168,8 +168,8 @@ class RankPart:
             if is_dtensor(tensor) and tensor.numel():
                 # Of the ranks along a mesh dimension that replicates the tensor, only the first one writes.
                 coordinate = tensor.device_mesh.get_coordinate() or ()
-                axes = zip(tensor.placements, coordinate, strict=False)
-                is_writer = all(rank == 0 for placement, rank in axes if placement.is_replicate())
+                mesh_axes = zip(tensor.placements, coordinate, strict=False)
+                is_writer = all(rank == 0 for placement, rank in mesh_axes if placement.is_replicate())
             else:
                 is_writer = ranks.rank == 0
 
@@ -177,10 +177,10 @@ class RankPart:
                 blocks.append((shard, None))
             elif is_writer:
                 for box, values in local_boxes(tensor):
-                    blocks.append((replace(shard, box=box, start=size), values.detach()))
-                    size += -(-values.numel() * target_dtype.itemsize // ALIGNMENT) * ALIGNMENT  # rounded up
+                    blocks.append((replace(shard, box=box, start=part_size), values.detach()))
+                    part_size += -(-values.numel() * target_dtype.itemsize // ALIGNMENT) * ALIGNMENT  # rounded up
 
-        return cls(key, version, single, ranks, tuple(blocks), size)
+        return cls(key, version, single, ranks, tuple(blocks), part_size)
 
     def write(self, segment: str, memory: Tensor) -> Manifest:
         """Write the blocks into the bytes of a segment (`memory`, uint8), and return their manifest."""
