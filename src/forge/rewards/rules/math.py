@@ -108,8 +108,8 @@ def find_boxed(text: str) -> str | None:
 
     # Directly after another box, with at most "or" or "and" between them.
     if len(boxes) > 1 and boxes[-2][2] < box_start:
-        between = text[boxes[-2][2] + 1 : box_start]
-        if len(between) <= 20 and re.fullmatch(r"[^\w\n]*(?:(?:or|and)\b|或者?|[和及、])?[^\w\n]*", between):
+        text_between = text[boxes[-2][2] + 1 : box_start]
+        if len(text_between) <= 20 and re.fullmatch(r"[^\w\n]*(?:(?:or|and)\b|或者?|[和及、])?[^\w\n]*", text_between):
             return text[boxes[-2][0] : end + 1]
 
     if _TAKEN_BACK.search(text[max(0, box_start - 30) : box_start]):
@@ -135,8 +135,8 @@ def final_answer(response: str) -> str | None:
         return in_box
 
     # Without a regular expression, which would take quadratic time over tags that are never closed.
-    before, closing, _ = response.rpartition("</answer>")
-    _, opening, tagged = before.rpartition("<answer>")
+    text_before, closing, _ = response.rpartition("</answer>")
+    _, opening, tagged = text_before.rpartition("<answer>")
     if opening and closing:
         return _find_stated(tagged) or tagged.strip()
 
@@ -147,9 +147,9 @@ def final_answer(response: str) -> str | None:
     if chosen_letters := _CHOSEN.findall(response):
         return chosen_letters[-1]
 
-    before, _, last_line = response.rpartition("\n")
+    text_before, _, last_line = response.rpartition("\n")
     parse_number = load_comparison().parse_number
-    if load_comparison().split_choice(last_line)[0] and not _LABELLED.search(before):
+    if load_comparison().split_choice(last_line)[0] and not _LABELLED.search(text_before):
         return last_line.strip()
     if formula := _LAST_FORMULA.search(response):
         return formula[1].strip()

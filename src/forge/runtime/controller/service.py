@@ -116,7 +116,7 @@ class Service(Handle):
         for supervisor in self._supervisors:
             replica = supervisor.replica
             answers = list(replica.answers) if replica else []  # (time, latency), times of a monotonic clock
-            latencies = sorted(latency for _, latency in answers)
+            latencies = sorted(latency for _, latency in answers) or [float("nan")]
             now = time.monotonic()
             recent_count = sum(max(0.0, now - answered_at) <= RATE_WINDOW for answered_at, _ in answers)
 
@@ -131,9 +131,9 @@ class Service(Handle):
                     rate=recent_count / RATE_WINDOW,
                     sessions=sum(assigned is replica for assigned in self._balancer.sessions.values()),
                     restarts=supervisor.restarts,
-                    latency_mean=1e3 * statistics.fmean(latencies) if latencies else float("nan"),
-                    latency_p50=1e3 * statistics.median(latencies) if latencies else float("nan"),
-                    latency_p99=1e3 * latencies[int(0.99 * len(latencies))] if latencies else float("nan"),
+                    latency_mean=1e3 * statistics.fmean(latencies),
+                    latency_p50=1e3 * statistics.median(latencies),
+                    latency_p99=1e3 * latencies[int(0.99 * len(latencies))],
                     error=str(supervisor.error or ""),
                 )
             )

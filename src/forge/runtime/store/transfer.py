@@ -60,17 +60,17 @@ def flatten_state(value: object) -> tuple[dict[str, Tensor], bool]:
 
     tensors: dict[str, Tensor] = {}
 
-    def visit_part(path: str, part: object) -> None:
-        if isinstance(part, Mapping):
-            for name, child in part.items():
+    def visit_part(path: str, child_value: object) -> None:
+        if isinstance(child_value, Mapping):
+            for name, child in child_value.items():
                 visit_part(f"{path}.{name}" if path else str(name), child)
-        elif not isinstance(part, Tensor):
-            raise TypeError(f"only tensors can be stored; {path or 'the value'!r} is a {type(part).__name__}")
+        elif not isinstance(child_value, Tensor):
+            raise TypeError(f"only tensors can be stored; {path or 'the value'!r} is a {type(child_value).__name__}")
         # {"a.b": x, "a": {"b": y}} would be one name for two tensors.
         elif path in tensors:
             raise ValueError(f"two tensors have the name {path!r}")
         else:
-            tensors[path] = part
+            tensors[path] = child_value
 
     visit_part("", value)
     if not tensors:
