@@ -66,13 +66,13 @@ class ReplayBuffer(ForgeActor):
         check_whole(capacity, "capacity")
         for name, value in (("replace", replace), ("start", start), ("keep_dropped", keep_dropped)):
             check_whole(value, name, 0)
-        for name, optional, least in (
+        for name, optional, minimum in (
             ("batch_size", batch_size, 1),
             ("steps", steps, 0),
             ("max_policy_age", max_policy_age, 0),
         ):
             if optional is not None:
-                check_whole(optional, name, least)
+                check_whole(optional, name, minimum)
 
         if order not in ("fifo", "random"):
             raise ValueError(f"order must be fifo or random, got {order!r}")

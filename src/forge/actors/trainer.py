@@ -269,8 +269,8 @@ class Trainer(ForgeActor):
         if self.store is None:
             raise ValueError("this trainer has no weight store to publish to: give it store=VersionStore.create()")
         with phase("push_weights") if self.context.rank == 0 else nullcontext():
-            casts = self.trainer.lora is None and self.trainer.ranks.device.type != "cpu"
-            dtype = getattr(torch, self.publish_dtype) if casts and self.publish_dtype else None
+            is_cast = self.trainer.lora is None and self.trainer.ranks.device.type != "cpu"
+            dtype = getattr(torch, self.publish_dtype) if is_cast and self.publish_dtype else None
             self.store.put(self.weights_key, self.trainer.weights(), version, dtype=dtype)
 
     @endpoint

@@ -28,6 +28,9 @@ def gae(
 
     Returns:
         (advantages [batch, seq], returns [batch, seq]), 0 where `mask` is 0.
+
+    >>> gae(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.25, 0.5]]), torch.ones(1, 2))
+    (tensor([[0.7500, 0.5000]]), tensor([[1., 1.]]))
     """
     is_trained = mask.bool()
     rewards, values = (torch.where(is_trained, x, torch.zeros_like(x)) for x in (rewards, values))

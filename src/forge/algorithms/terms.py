@@ -48,6 +48,9 @@ def clipped_surrogate(
         min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A), and where A < 0 not below dual_clip * A
 
     `dual_clip` bounds what a token with a negative advantage and a huge ratio can do (Ye et al. 2020, eq. 5).
+
+    >>> clipped_surrogate(torch.tensor([1.5]), torch.tensor([1.0]), clip_low=0.25, clip_high=0.25)
+    tensor([1.2500])
     """
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages)
     if dual_clip is None:

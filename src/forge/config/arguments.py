@@ -125,6 +125,9 @@ def _parse_override(text: str, hint: Type) -> Json:
 
     Args:
         hint: the type of the setting; Any if unknown.
+
+    >>> _parse_override("[1, 2]", list[int]), _parse_override("1", str)
+    ([1, 2], '1')
     """
     accepted_types = plain_types(hint)
     is_quoted = len(text) > 1 and text.strip()[:1] + text.strip()[-1:] in ("''", '""', "[]", "{}")

@@ -164,9 +164,9 @@ class ChatFormat:
             ValueError: the template raises an error, or writes no tool calls.
         """
         self._check_roles(conversation)
-        return self._render_text(self._written(conversation), add_generation_prompt=add_generation_prompt)
+        return self._render_text(self._write_messages(conversation), add_generation_prompt=add_generation_prompt)
 
-    def _written(self, conversation: Sequence[Message]) -> list[Message]:
+    def _write_messages(self, conversation: Sequence[Message]) -> list[Message]:
         """Return the messages as the template gets them."""
         # Special tokens in messages of others become plain text, so that they start or end no turn. An assistant's
         # stay: it may write them, as around a tool call.
@@ -185,7 +185,7 @@ class ChatFormat:
         marker_words = {i: f"qz{i}said" for i, role in enumerate(roles) if role not in ("", "assistant")}
         trial = [{**m, "content": marker_words[i]} if i in marker_words else m for i, m in enumerate(conversation)]
         try:
-            text = self._render_text(self._written(trial))
+            text = self._render_text(self._write_messages(trial))
         except ValueError:  # the same error, or one about the words, follows from the conversation itself
             return
 
@@ -344,7 +344,10 @@ class ChatFormat:
         options = {**self.tokenizer.special_tokens_map, **self.options, "add_generation_prompt": False}
         rendered: Any = self._call_template(
             lambda: render_jinja_template(
-                [self._written(conversation)], chat_template=self.template, return_assistant_tokens_mask=True, **options
+                [self._write_messages(conversation)],
+                chat_template=self.template,
+                return_assistant_tokens_mask=True,
+                **options,
             )
         )
         _, spans = rendered

@@ -90,12 +90,12 @@ class RowsConfig(Section):
         from .chat import ChatFormat
 
         sections = [{**self, **source} for source in self.sources or [{}]]
-        chosen = {
+        templates = {
             ChatFormat(tokenizer, section["chat_template"] or True, section["chat_options"]).exported
             for section in sections
             if isinstance(section["chat_template"], str) or section["chat_options"]
         }
-        return chosen.pop() if len(chosen) == 1 else None
+        return templates.pop() if len(templates) == 1 else None
 
     @property
     def files(self) -> list[str]:

@@ -277,7 +277,7 @@ def _local_path(path: str) -> Path | None:
     if file.exists():
         raise ValueError(f"{file} is neither a file nor a folder, but a pipe or a device: write its rows to a file")
     if file.suffix in _FILE_SUFFIXES or path.startswith(("/", ".", "~")) or path.count("/") > 1 or not path:
-        siblings = [entry.name for entry in file.parent.iterdir()] if file.parent.is_dir() else []
+        siblings = [sibling.name for sibling in file.parent.iterdir()] if file.parent.is_dir() else []
         similar = difflib.get_close_matches(file.name, siblings, n=1)
         hint = f"; did you mean {file.parent / similar[0]}?" if similar else ""
         raise FileNotFoundError(f"no such file: {file} (in {Path.cwd()}){hint}")
@@ -352,6 +352,7 @@ def _load_dataset(path: str, folder: Path | None, *, split: str, subset: str | N
             dataset = dataset[split]
         else:
             check_split(path, split)
+
         return dataset.to_iterable_dataset() if streaming else dataset
 
     # A folder of data files, or a hub id.
@@ -361,6 +362,7 @@ def _load_dataset(path: str, folder: Path | None, *, split: str, subset: str | N
             # Some datasets require a configuration; "main" is the usual name of the default.
             config_names = datasets.get_dataset_config_names(source)
             subset = "main" if len(config_names) > 1 and "main" in config_names else None
+
         if folder:
             # Files of text are read here, as datasets would guess types: of 1 and 10**23 it makes 1.0 and 1e23.
             files = datasets.load_dataset_builder(source, subset).config.data_files or {}
@@ -368,6 +370,7 @@ def _load_dataset(path: str, folder: Path | None, *, split: str, subset: str | N
             # A .json file of datasets may also have one object a line.
             if split_files and all(file.suffix in _TEXTS or file.read_bytes()[:1] == b"[" for file in split_files):
                 return FileStream(*split_files)
+
         return datasets.load_dataset(source, subset, split=split, streaming=streaming, trust_remote_code=False)
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
         message = " ".join(str(error).split())

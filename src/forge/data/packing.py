@@ -103,6 +103,10 @@ def _advantages_of_tokens(
         advantages: of each sequence either one number for all its trained tokens, or one number for each of them.
         lengths: [sequences].
         mask: [tokens].
+
+    >>> mask = np.array([False, True, True, False, True])
+    >>> _advantages_of_tokens([2.0, [3.0, 4.0]], lengths=np.array([2, 3]), mask=mask).tolist()
+    [0.0, 2.0, 3.0, 0.0, 4.0]
     """
     # Most sequences have one number, which one call repeats for all their tokens.
     sequence_advantages = [0.0 if isinstance(advantage, Sequence) else advantage for advantage in advantages]

@@ -81,6 +81,10 @@ def find_prefixes(tokens: np.ndarray, lengths: np.ndarray, saved: int = SAVED) -
         tokens: [tokens], ids of all sequences, which lie back to back.
         lengths: [sequences], numbers of tokens.
         saved: minimum number of tokens that each shared run must save; shorter common prefixes are not shared.
+
+    >>> tree = find_prefixes(np.array([5, 6, 7, 5, 6, 8, 9]), lengths=np.array([3, 4]), saved=1)
+    >>> tree.lengths, tree.parents  # the run [5, 6], continued by [7] and by [8, 9]
+    ([2, 1, 2], [-1, 0, 0])
     """
     ends = np.cumsum(lengths)
     starts = ends - lengths
@@ -150,7 +154,11 @@ def prefix_ids(batch: Batch) -> np.ndarray:
 
 
 def _common_length(a: np.ndarray, b: np.ndarray) -> int:
-    """Return the length of the common prefix of two sequences."""
+    """Return the length of the common prefix of two sequences.
+
+    >>> _common_length(np.array([1, 2, 3]), np.array([1, 2, 4, 5]))
+    2
+    """
     shorter = min(len(a), len(b))
     differ = a[:shorter] != b[:shorter]
     return int(differ.argmax()) if differ.any() else shorter

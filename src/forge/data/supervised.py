@@ -122,14 +122,16 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
         # A prompt with its answer: messages, or texts.
         if self._format is not None:
             name = str(self._format.target_field)
-            listed = isinstance(row.get(name), list) and self._format.is_conversation(row)
-            return self._format.answered(row, read_messages(row, name) if listed else self._format.render(row)[1])
+            has_messages = isinstance(row.get(name), list) and self._format.is_conversation(row)
+            answer = read_messages(row, name) if has_messages else self._format.render(row)[1]
+            return self._format.answered(row, answer)
 
         # A whole conversation, or plain text.
         if self._chat is not None:
             messages = read_messages(row, str(self._messages_field))
             messages, chat = self._chat.with_row(row, messages)
             return chat.encode(messages, train_on=self.settings.train_on)
+
         tokens = encode_document(read_text_field(row, str(self._text_field)), self.tokenizer)
         return tokens, [False] + [True] * (len(tokens) - 1)
 

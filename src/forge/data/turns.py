@@ -170,10 +170,10 @@ def after_mark(text: str, mark: str = MARK) -> str:
     >>> after_mark("user: ask assistant: MARK<end>", "MARK")
     '<end>'
     """
-    _, present, after = text.rpartition(mark)
+    _, present, text_after = text.rpartition(mark)
     if not present:
         raise Rewritten("the chat template leaves out or changes what the assistant wrote")
-    return after
+    return text_after
 
 
 class Turns:
@@ -216,21 +216,21 @@ class Turns:
         answer = {"role": "assistant", "content": MARK}
         try:
             opening_text = self._render([question])
-            between = self._render([question, answer, question]).split(MARK)[2]  # from the answer to the next question
+            after_answer = self._render([question, answer, question]).split(MARK)[2]  # up to the next question
         except (ValueError, IndexError):  # IndexError: the template leaves a message out
             return False
 
         if not self.closer:
             return False
 
-        found_after_turn = self._special.find(between)
+        found_after_turn = self._special.find(after_answer)
         if found_after_turn is None:
             return True
 
         # The special tokens that start a conversation: all before the first text of the template's own.
         opening_tokens = ""
-        while found := self._special.find(opening_text):
-            match, tokens = found
+        while next_found := self._special.find(opening_text):
+            match, tokens = next_found
             if opening_tokens and opening_text[: match.start()].strip():
                 break
             opening_tokens += tokens
@@ -321,7 +321,7 @@ class Turns:
             Rewritten: the template changes more than thoughts once later messages follow.
             ValueError: it does not end turns with a special token, or the conversation starts with the assistant.
         """
-        turns = [number for number, message in enumerate(conversation) if message["role"] == "assistant"]
+        turns = [index for index, message in enumerate(conversation) if message["role"] == "assistant"]
         if not turns or turns[0] == 0:
             raise ValueError("a conversation starts with a message that the assistant answers")
 
@@ -360,6 +360,7 @@ class Turns:
         # The words follow the generation prompt, or start with a thought that the prompt opened.
         written = rendered[: len(rendered) - len(closer + suffix)]
         thought, _ = thought_of(conversation[turn])
+
         if written.startswith(context):
             answer = written[len(context) :]
             if thought and thought.strip() not in answer:
@@ -370,7 +371,8 @@ class Turns:
                 raise Rewritten(f"message {turn + 1}: the chat template renders its context differently")
             thought += "\n" if thought else ""
             # The template may have left the thought out, or have written it once without the tag that opens it.
-            answer = f"{thought}</think>\n\n{thought_of({'content': written[len(before_thought) :]})[1].lstrip()}"
+            _, words = thought_of({"content": written[len(before_thought) :]})
+            answer = f"{thought}</think>\n\n{words.lstrip()}"
         else:
             raise Rewritten(f"message {turn + 1}: the generation prompt is not how its answers start")
 
@@ -379,7 +381,7 @@ class Turns:
     def _compare_chunks(self, conversation: Sequence[Message], turns: list[int], chunks: list[str]) -> None:
         """Check that each chunk stands before its turn in the text of the whole conversation. Rewritten: one does
         not."""
-        marks = {turn: f"{MARK}{number}\ue002" for number, turn in enumerate(turns)}
+        marks = {turn: f"{MARK}{order}\ue002" for order, turn in enumerate(turns)}
         marked = [
             self._writer.mark_turn(message, marks[index]) if index in marks else message
             for index, message in enumerate(conversation)

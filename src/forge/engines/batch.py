@@ -235,14 +235,14 @@ class RunningBatch:
                 placed[rows[0]] = item
                 self.preempted.popleft()
             else:
-                for sample, i in enumerate(rows, item.admitted):
-                    placed[i] = RunningSample(item, sample, self.steps, Completion(prompt_ids=item.prompt))
-                    placed[i].matcher = item.grammar.copy() if item.grammar else None
+                for sample, row_index in enumerate(rows, item.admitted):
+                    placed[row_index] = RunningSample(item, sample, self.steps, Completion(prompt_ids=item.prompt))
+                    placed[row_index].matcher = item.grammar.copy() if item.grammar else None
                 item.admitted += len(rows)
                 if item.admitted == item.sampling.n:
                     waiting.remove(item)  # the first, but for those that wait for other weights
-        for i, row in placed.items():
-            self.rows[i : i + 1] = [row]  # replaces row i, or appends it
+        for row_index, row in placed.items():
+            self.rows[row_index : row_index + 1] = [row]  # replaces row i, or appends it
         self.free_rows = self.free_rows[len(placed) :]
 
         for admission in admissions:

@@ -47,6 +47,15 @@ class Decoder:
     On a CPU in float32 it is batch invariant, bit for bit: a row's result does not depend on other rows or their number
     (2 to 8, or a multiple of 8), on the pieces of its prompt, or on the length of the cache. Where kernels round
     differently with the shape, products use blocks of a fixed shape, and attention reads multiples of `granule`.
+
+    Args:
+        rows: maximum number of rows that decode together.
+        max_seq_len: maximum number of tokens of a sequence, prompt and answer together.
+        dtype: of the weights, and of the cache unless `exact`.
+        record: record the experts of each token, for the trainer to replay; see `KeyValueCache`.
+        cache_bytes: maximum bytes of keys and values; None: as many as all rows need.
+        granule: attention reads a multiple of this many positions; on a CPU in float32 it is measured instead.
+        exact: compute as the trainer does with `training.exact`, rounding in the same places.
     """
 
     def __init__(
@@ -136,8 +145,8 @@ class Decoder:
             q, k, v = self._project_qkv(layer, x, rotations[kind])
             cache.write(tables[i], index, k, v)
 
-            scores = torch.baddbmm(biases[kind], q.flatten(0, 1), keys[i].transpose(1, 2), alpha=self.scale)
-            probs = scores.softmax(-1)
+            q = q.flatten(0, 1)
+            probs = torch.baddbmm(biases[kind], q, keys[i].transpose(1, 2), alpha=self.scale).softmax(-1)
             if bag_indices is None:
                 attended = torch.bmm(probs, values[i])
             else:
@@ -182,8 +191,7 @@ class Decoder:
 
             kernel = attend_by_query if self.exact else F.scaled_dot_product_attention
             attend = partial(kernel, scale=self.scale, enable_gqa=True)
-            attended = self._attend_blocks(blocks, i, kind, q, attend)
-            self._finish_layer(layer, x, attended.flatten(1), choices)
+            self._finish_layer(layer, x, self._attend_blocks(blocks, i, kind, q, attend).flatten(1), choices)
 
     def _biases_at(self, positions: Tensor, length: int) -> list[Tensor]:
         """Return the attention bias (B * K, 1, length) of decoding at these positions, for each kind of attention."""
@@ -227,15 +235,17 @@ class Decoder:
         each block is one call of `attend` for all its prompts, with queries in rows of one length."""
         attended = q.new_zeros(q.shape).flatten(1, -2)
         for block in blocks:
-            # The tokens of a prompt fill slots of its row: queries are (prompts, H, size, D).
+            # A prompt has a row of `size` slots, one for each position of the block; slots without a token stay 0.
             size, length = block.masks[kind].shape
-            by_slot = q.new_zeros(block.prompts * size, *attended.shape[1:])
-            by_slot.index_copy_(0, block.slots, q[block.tokens].flatten(1, -2))
-            queries = by_slot.unflatten(0, (block.prompts, size)).transpose(1, 2)
+            slot_queries = q.new_zeros(block.prompts * size, *attended.shape[1:])
+            slot_queries.index_copy_(0, block.slots, q[block.tokens].flatten(1, -2))
+            queries = slot_queries.unflatten(0, (block.prompts, size)).transpose(1, 2)  # (prompts, H, size, D)
             keys, values = (store[layer, :, :, :length][block.rows] for store in (self.cache.keys, self.cache.values))
 
+            # Back from slots to tokens.
             by_head = attend(queries, keys, values, attn_mask=block.masks[kind])
             attended.index_copy_(0, block.tokens, by_head.transpose(1, 2).flatten(0, 1)[block.slots])
+
         return attended
 
     def _split_blocks(
@@ -263,6 +273,7 @@ class Decoder:
             has_tokens = (ends > start) & (starts < end)  # by prompt
             if not has_tokens.any():
                 continue
+
             block_prompt = has_tokens.cumsum(0) - 1  # a prompt's index among those with tokens in the block
             slots = block_prompt[prompt_index[inside]] * size + positions[inside] - start
 

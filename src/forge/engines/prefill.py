@@ -58,7 +58,7 @@ class Prefill:
         self.computed += len(piece)
         self.item, self.length = item, length + len(piece)
         if self.length == len(context):
-            item.prefix = tuple(part.clone() for part in cache.read(cache.prefill_row, self.length))
+            item.prefix = tuple(tensor.clone() for tensor in cache.read(cache.prefill_row, self.length))
             self.cache.add(context, item.prefix)
             self.item, self.length = None, 0
 
@@ -94,7 +94,7 @@ class Prefill:
             cache.fill(admitted_rows[1:], [prefix])
             self.cache.add(context, prefix)
             if isinstance(item, EngineRequest) and item.admitted < item.sampling.n:
-                item.prefix = tuple(part.clone() for part in prefix)
+                item.prefix = tuple(tensor.clone() for tensor in prefix)
 
 
 def find_images(items: Iterable[Item]) -> list[tuple[bytes, ...]]:

@@ -64,7 +64,7 @@ class PrefixCache:
         Args:
             prompt_values: the keys and values of all `tokens`; see `Prefix`.
         """
-        block_bytes = sum(part[:, :, :TOKENS].nbytes for part in prompt_values) if self.limit else 0
+        block_bytes = sum(tensor[:, :, :TOKENS].nbytes for tensor in prompt_values) if self.limit else 0
         if not block_bytes or block_bytes > self.limit:
             return
 
@@ -79,7 +79,7 @@ class PrefixCache:
                     break
                 self._number += 1
                 span = slice(i * TOKENS, (i + 1) * TOKENS)
-                block = Block(self._number, tuple(part[:, :, span].clone() for part in prompt_values))
+                block = Block(self._number, tuple(tensor[:, :, span].clone() for tensor in prompt_values))
                 self._blocks[parent_number, block_tokens] = block
                 self.size += block_bytes
 
@@ -89,7 +89,7 @@ class PrefixCache:
         self._touch_blocks(used_keys)
         while self.size > self.limit:
             _, dropped = self._blocks.popitem(last=False)
-            self.size -= sum(part.nbytes for part in dropped.values)
+            self.size -= sum(tensor.nbytes for tensor in dropped.values)
 
     def _touch_blocks(self, keys: list[Key]) -> None:
         """Mark a chain of blocks as just used. Its first block becomes the newest: a block is dropped before those that

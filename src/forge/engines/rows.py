@@ -20,6 +20,11 @@ class RowState:
     rows.
 
     The position of a row that has ended stays the same until another sample gets the row.
+
+    Args:
+        rows: number of rows.
+        longest: maximum number of positions of a row.
+        vocab: number of tokens of the vocabulary.
     """
 
     def __init__(self, rows: int, longest: int, vocab: int, device: torch.device) -> None:

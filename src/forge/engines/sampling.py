@@ -63,6 +63,10 @@ def draw_tokens(logits: Tensor, uniform: Tensor, greedy: Tensor | None) -> tuple
         logits: (B, V), after temperature, grammar, top-k and top-p.
         uniform: (B,), the uniform random number of each row.
         greedy: (B,), rows that take the most likely token instead; None: no row does.
+
+    >>> tokens, _ = draw_tokens(torch.zeros(2, 4), uniform=torch.tensor([0.1, 0.9]), greedy=None)
+    >>> tokens.tolist()
+    [0, 3]
     """
     probs = logits.softmax(-1)
     cumulative = probs.cumsum(-1)

@@ -321,5 +321,5 @@ def checked_parts(
 
     if missing:
         other_count = len(missing) - 1
-        more = f", and {other_count} more" if other_count else ""
-        raise ValueError(f"weight {next(iter(missing))!r} is missing{more}")
+        others = f", and {other_count} more" if other_count else ""
+        raise ValueError(f"weight {next(iter(missing))!r} is missing{others}")

@@ -124,13 +124,13 @@ def resolve_model(name: str) -> str:
         name = str(folder)
 
     # It must have all that a run needs, before anything is loaded.
-    for part, patterns in (
+    for content, patterns in (
         ("config.json", ("config.json",)),
         ("weights (model.safetensors)", WEIGHTS),
         ("tokenizer (tokenizer.json)", ("tokenizer.json", "tokenizer_config.json")),
     ):
         if not any(any(folder.glob(pattern)) for pattern in patterns):
-            raise FileNotFoundError(f"model folder {name} has no {part}")
+            raise FileNotFoundError(f"model folder {name} has no {content}")
 
     # Folders that this library wrote have checksums; other folders have none to compare.
     if (folder / CHECKSUMS).exists():

@@ -127,7 +127,7 @@ def write_card(folder: Path, recipe: str, config: dict[str, Any], history: list[
             versions.append(f"{package} (version unknown)")
 
     # The card: front matter that the hub reads, then text for people.
-    parts = [
+    sections = [
         f"---\n{card.to_yaml()}\n---",
         f"# {(config.get('run') or {}).get('name', recipe)}",
         f"Trained with torchforge, recipe `{recipe}`, from {f'`{start}`' if start else 'random weights'}, on "
@@ -136,4 +136,4 @@ def write_card(folder: Path, recipe: str, config: dict[str, Any], history: list[
         f"Versions: {', '.join(versions)}.",
         f"## Configuration\n\n```yaml\n{yaml.safe_dump(config, sort_keys=False, allow_unicode=True)}```",
     ]
-    (folder / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    (folder / "README.md").write_text("\n\n".join(sections) + "\n", encoding="utf-8")

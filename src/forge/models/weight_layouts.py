@@ -144,6 +144,12 @@ def split_experts(named_tensors: Iterable[tuple[str, Tensor]], first: int = 0) -
 
     Args:
         first: the number of the first expert of a stack.
+
+    >>> import torch
+    >>> stacked = {"model.layers.0.mlp.experts.down_proj": torch.zeros(2, 3, 4)}
+    >>> [(name, *tensor.shape) for name, tensor in split_experts(stacked.items())]  # doctest: +NORMALIZE_WHITESPACE
+    [('model.layers.0.mlp.experts.0.down_proj.weight', 3, 4),
+     ('model.layers.0.mlp.experts.1.down_proj.weight', 3, 4)]
     """
     for name, tensor in named_tensors:
         # Gate and up are halves of one matrix in transformers.

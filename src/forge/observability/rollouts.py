@@ -245,7 +245,7 @@ def _make_row(
         "response": escape_surrogates(episode.text),
         "target": escape_surrogates(str(group.target)),
         "reward": last.outcome,
-        "parts": json.dumps(parts) if (parts := info.get("parts")) else "{}",
+        "parts": json.dumps(reward_parts) if (reward_parts := info.get("parts")) else "{}",
         # A dropped episode has no advantage here, even if one was computed for its group.
         "advantage": None if reason is not None else advantage,
         "version": episode.version,

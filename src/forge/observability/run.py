@@ -134,9 +134,9 @@ class Run:
         if saved is None:
             return f"{self.folder}: no checkpoint was written (checkpoint.every), so it starts again from step 0"
 
-        done = int(self.history[-1]["step"]) if self.history else saved
+        steps_done = int(self.history[-1]["step"]) if self.history else saved
         return (
-            f"{self.folder} ended after step {done} and is saved up to step {saved}: --resume auto "
+            f"{self.folder} ended after step {steps_done} and is saved up to step {saved}: --resume auto "
             '(from Python resume="auto") continues it'
         )
 

@@ -12,13 +12,13 @@ def end_at_signals() -> None:
     needed: the kernel frees what the program holds, and its child processes end with it.
     """
 
-    def raise_interrupt(number: int, _: object) -> None:
-        os.write(2, f"forge: {signal.Signals(number).name}: ended before the run started\n".encode())
-        os._exit(128 + number)
+    def raise_interrupt(signal_number: int, _: object) -> None:
+        os.write(2, f"forge: {signal.Signals(signal_number).name}: ended before the run started\n".encode())
+        os._exit(128 + signal_number)
 
     if threading.current_thread() is not threading.main_thread():
         return
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
-            signal.signal(number, raise_interrupt)
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(signal_number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(signal_number, raise_interrupt)

@@ -147,7 +147,7 @@ class RewardCall:
             values |= {
                 "responses": list(answers.responses),
                 "completions": list(answers.completions),
-                "messages": [answers.conversation(each) for each in range(len(answers.responses))],
+                "messages": [answers.conversation(index) for index in range(len(answers.responses))],
                 "conversational": answers.conversational,
             }
         else:

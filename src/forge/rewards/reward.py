@@ -62,7 +62,7 @@ class FunctionVerifier:
     async def score_answers(self, answers: Answers) -> Scores:
         """Return [responses, 1] scores of answers, from which the function takes what its parameters name."""
         # The number of each response that the function is called for; None stands for all responses at once.
-        numbers = [None] if self.call.is_group else range(len(answers.responses))
+        indices = [None] if self.call.is_group else range(len(answers.responses))
         loop = asyncio.get_running_loop()
         started = loop.time()
         timer = loop.call_later(REPORT_INTERVAL, lambda: report())
@@ -73,20 +73,20 @@ class FunctionVerifier:
             timer = loop.call_later(REPORT_INTERVAL, report)
             if loop.time() - self._reported >= REPORT_INTERVAL:
                 self._reported = loop.time()
-                took = loop.time() - started
-                log.warning("the reward %s has scored prompt %.100r for %.0f s", self.names[0], answers.prompt, took)
+                elapsed = loop.time() - started
+                log.warning("the reward %s has scored prompt %.100r for %.0f s", self.names[0], answers.prompt, elapsed)
 
         try:
             # Async functions run concurrently, plain ones one after the other in a thread.
             if self._is_async:
-                returned: Any = await asyncio.gather(*(self._awaited(answers, number) for number in numbers))
+                returned: Any = await asyncio.gather(*(self._await_function(answers, index) for index in indices))
             else:
-                returned = await asyncio.to_thread(lambda: [self._called(answers, number) for number in numbers])
+                returned = await asyncio.to_thread(lambda: [self._call_function(answers, index) for index in indices])
         finally:
             timer.cancel()
         return self._read_scores(returned[0] if self.call.is_group else returned, answers)
 
-    def _called(self, answers: Answers, number: int | None) -> object:
+    def _call_function(self, answers: Answers, number: int | None) -> object:
         try:
             return self.call(answers, number)
         except (*EXIT_ERRORS, *FUTURE_ERRORS) as error:
@@ -96,7 +96,7 @@ class FunctionVerifier:
             self._name_answer(error, answers, number)
             raise
 
-    async def _awaited(self, answers: Answers, number: int | None) -> object:
+    async def _await_function(self, answers: Answers, number: int | None) -> object:
         try:
             return await self.call(answers, number)
         except EXIT_ERRORS as error:
@@ -122,21 +122,21 @@ class FunctionVerifier:
         if any(isinstance(score, Mapping) for score in returned):
             scores.extras = [extras_of(score) for score in returned]
 
-        for number, item in enumerate(returned):
+        for index, item in enumerate(returned):
             # A function in verl's form may return a mapping with the score and other numbers.
             score = item["score"] if isinstance(item, Mapping) and "score" in item else item
             try:
                 if score is None or math.isnan(score):
-                    scores.reasons[number, 0] = f"it gave {score}"
+                    scores.reasons[index, 0] = f"it gave {score}"
                     continue
                 if math.isinf(score):
                     raise OverflowError
             except (TypeError, ValueError, OverflowError):  # ValueError: a tensor of several numbers
                 fix = "give a finite number, or None for no score"
                 wrong = BadScore(f"the reward {name} gave {score!r:.80}: {fix}")
-                raise self._name_answer(wrong, answers, number) from None
+                raise self._name_answer(wrong, answers, index) from None
 
-            scores.values[number, 0] = score
+            scores.values[index, 0] = score
 
         return scores
 
@@ -181,7 +181,7 @@ def part_names(verifiers: Sequence[Verifier], names: Sequence[str] | None = None
         if names and index < len(names):
             name = names[index]
         # Numbered, so that two lambdas have two metrics, and not one with their sum.
-        repeated = sum(other == name or other.startswith(f"{name}_") for other in unique_names)
+        repeated = sum(earlier == name or earlier.startswith(f"{name}_") for earlier in unique_names)
         unique_names.append(f"{name}_{repeated + 1}" if name in unique_names else name)
     return unique_names
 

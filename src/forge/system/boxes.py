@@ -150,8 +150,8 @@ def overlap_or_gap(shape: tuple[int, ...], boxes: list[Box]) -> str | None:
     """
     full = full_box(shape)
     boxes = sorted(boxes, key=lambda box: box.offset)
-    for number, a in enumerate(boxes):
-        for b in itertools.islice(boxes, number + 1, None):
+    for index, a in enumerate(boxes):
+        for b in itertools.islice(boxes, index + 1, None):
             if shape and b.offset[0] >= a.offset[0] + a.size[0]:
                 break  # b starts behind a, and so do all later blocks
             if not a.meet(b):

@@ -128,6 +128,9 @@ def masked_names(values: Json, name: str = "") -> Iterator[str]:
     Args:
         values: what `without_secrets` returned.
         name: the dotted name of `values`; empty if it has none.
+
+    >>> list(masked_names({"tracker": {"api_key": "***", "project": "x"}}))
+    ['tracker.api_key']
     """
     if isinstance(values, dict):
         for key, item in values.items():
@@ -153,6 +156,9 @@ def _without_assigned(text: str) -> str:
     """Mask the values that a text assigns to names of secrets: --api-key x, api_key=x, X-Api-Key: x.
 
     The search continues right after each name, so that assignments within the value of another name are found.
+
+    >>> _without_assigned("steps=3 api_key=x1y2")
+    'steps=3 api_key=***'
     """
     pieces = []
     position = 0

@@ -72,7 +72,7 @@ def remove_tree(folder: Path) -> None:
     if not folder.exists():
         return
 
-    names = (folder / f".{os.urandom(8).hex()}-{number}" for number in itertools.count())
+    names = (folder / f".{os.urandom(8).hex()}-{serial}" for serial in itertools.count())
     folders = [folder]
     for path in folders:  # to which the loop adds the folders that it finds
         path.chmod(0o700)

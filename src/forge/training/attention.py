@@ -64,6 +64,10 @@ class PackedLayout:
 
         Args:
             parents: the number of the run that each continues, an earlier one, or -1; None: no run continues another.
+
+        >>> layout = PackedLayout.from_lengths([4, 2, 2], parents=[-1, 0, 0])
+        >>> layout.shapes  # (rows, width, tokens of context): the first run, then both that continue it
+        [(1, 4, 0), (2, 2, 4)]
         """
         if type_of(torch.device(device)) != "cpu":
             runs = Runs.from_lengths(lengths, parents or [-1] * len(lengths))

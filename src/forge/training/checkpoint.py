@@ -168,11 +168,11 @@ class CheckpointPart:
             # Free its space for the rest of the run.
             shutil.rmtree(self.final.with_suffix(UNFINISHED), ignore_errors=True)
         complete = list_checkpoints(self.final.parent)
-        remark = f"the newest is {complete[-1]}" if complete else "there is no other"
+        hint = f"the newest is {complete[-1]}" if complete else "there is no other"
         with suppress(OSError):  # the folder itself may not exist
             free, size = free_bytes(self.final.parent), sum(size for _, size in reports)
-            remark += f"; it needs {size:,} bytes, and its disk has {free:,} free"
-        raise CheckpointFailed(f"checkpoint {self.final} could not be written: {reason}; {remark}") from error
+            hint += f"; it needs {size:,} bytes, and its disk has {free:,} free"
+        raise CheckpointFailed(f"checkpoint {self.final} could not be written: {reason}; {hint}") from error
 
 
 def _describe_error(error: BaseException) -> str:
@@ -261,9 +261,9 @@ def load_checkpoint(trainer: PolicyTrainer, checkpoint: str | Path) -> dict[str,
     rank_file = checkpoint / f"rank_{trainer.ranks.rank}.pt"
 
     # A rank that the checkpoint has no random state for keeps its own.
-    saved = load_plain(rank_file if rank_file.exists() else checkpoint / "rank_0.pt")
-    if (wrote := saved.get("optimizer", "adamw")) != (now := _optimizer_name(trainer)):
-        raise ValueError(f"{checkpoint} was written with the optimizer {wrote}, and this trainer has {now}")
+    rank_state = load_plain(rank_file if rank_file.exists() else checkpoint / "rank_0.pt")
+    if (saved_name := rank_state.get("optimizer", "adamw")) != (own_name := _optimizer_name(trainer)):
+        raise ValueError(f"{checkpoint} was written with the optimizer {saved_name}, and this trainer has {own_name}")
     state = _trained_state(trainer)
     reader = Reader(checkpoint)
     reader.read_metadata()  # dcp.load would hide what this raises
@@ -279,11 +279,11 @@ def load_checkpoint(trainer: PolicyTrainer, checkpoint: str | Path) -> dict[str,
         optim_state_dict=state["optimizer"],
         options=StateDictOptions(strict=not _frozen_names(trainer)),
     )
-    trainer.step = saved["step"]
+    trainer.step = rank_state["step"]
     if rank_file.exists():
-        torch.set_rng_state(saved["rng"])
-        if "device" in saved and trainer.ranks.device.type != "cpu":
-            torch.get_device_module(trainer.ranks.device).set_rng_state(saved["device"])
+        torch.set_rng_state(rank_state["rng"])
+        if "device" in rank_state and trainer.ranks.device.type != "cpu":
+            torch.get_device_module(trainer.ranks.device).set_rng_state(rank_state["device"])
 
     return read_extra(checkpoint)
 

@@ -85,15 +85,15 @@ def make_batch(
     # each run.
     groups = sorted(groups, key=lambda group: group.index)
     group_numbers = {
-        id(branch): number
-        for number, group in enumerate(groups)
+        id(branch): index
+        for index, group in enumerate(groups)
         for episode in group.episodes
         for branch in (*episode.branches, episode)
     }
     batch.groups = np.array([group_numbers[id(sequence)] for sequence in sequences])
     if recorded:
         recorded_ids = {id(group) for group in recorded}
-        is_recorded = np.repeat([id(groups[number]) in recorded_ids for number in batch.groups], batch.lengths)
+        is_recorded = np.repeat([id(groups[index]) in recorded_ids for index in batch.groups], batch.lengths)
         # Recorded tokens are numbered in the order of the batch; others have -1.
         batch.recorded = np.where(is_recorded, np.cumsum(is_recorded) - 1, -1)
 

@@ -111,6 +111,10 @@ def balance_loss(local: Tensor, total: Tensor, k: int) -> Tensor:
         local: this rank's load, the result of `Routers.take`.
         total: its sum over all ranks.
         k: experts of a token.
+
+    >>> load = torch.tensor([[[2.0, 2.0]], [[2.0, 2.0]]])  # a layer, whose two experts have the same load
+    >>> balance_loss(load, load, k=1).item()
+    1.0
     """
     token_counts = total[0].sum(0)
     rows = (token_counts.sum() / k).clamp(min=1)

@@ -57,6 +57,10 @@ class Runs(NamedTuple):
 
         Args:
             parents: the index of the run that each continues, an earlier one, or -1.
+
+        >>> runs = Runs.from_lengths([3, 2, 2], parents=[-1, 0, 0])
+        >>> runs.first.tolist(), runs.end.tolist(), runs.before.tolist()
+        ([0, 1, 2], [3, 2, 3], [0, 3, 3])
         """
         # The number of runs in each subtree; parents come before, so that children are counted first.
         subtree_sizes = [1] * len(lengths)
@@ -94,19 +98,23 @@ class Runs(NamedTuple):
         """Return the lengths of the pack's sequences if all are long and share nothing, else an empty list.
 
         Long means at least `LONG` tokens. Sequences of one token, such as padding, may be at the end.
-        """
-        starts_sequence = self.before == 0
 
-        # Whether a run continues the one before it in the pack: it has as many tokens before, and is in its interval.
+        >>> Runs.from_lengths([LONG, 8, 1], parents=[-1, 0, -1]).long_sequences() == [LONG + 8, 1]
+        True
+        >>> Runs.from_lengths([LONG, 8, 8], parents=[-1, 0, 0]).long_sequences()
+        []
+        """
+        # A sequence is a run without tokens before it, and the runs that follow it in the pack if each continues the
+        # one before: it has as many tokens before it, and its number is in that run's interval.
+        starts_sequence = self.before == 0
         continues_previous = self.before[1:] == (self.before + self.lengths)[:-1]
         continues_previous &= (self.first[:-1] < self.first[1:]) & (self.first[1:] < self.end[:-1])
         if not (continues_previous | starts_sequence[1:]).all():
-            return []
+            return []  # a run continues an earlier one, whose tokens two sequences share
 
+        # The first `long_count` lengths are all long only if sequences of one token are at the end.
         lengths = np.add.reduceat(self.lengths, starts_sequence.nonzero()[0])
         long_count = int((lengths > 1).sum())
-
-        # The first `long_count` are long only if sequences of one token are at the end.
         return lengths.tolist() if long_count and (lengths[:long_count] >= LONG).all() else []
 
     def blocks(self, window: int | None) -> tuple[np.ndarray, np.ndarray]:

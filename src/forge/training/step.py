@@ -4,7 +4,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from .policy import TokenScores, TokenValues
 
 A = TypeVar("A")
 Loss = Callable[..., Tensor]
-Inputs = dict[str, Tensor | None]
+Inputs = dict[str, Any]  # tensors by the names of a loss's parameters; None for those that a batch does not have
 
 
 def mini_batches(batch: Batch, parts: int, seed: tuple[int, ...]) -> Iterator[Batch]:
@@ -88,7 +88,6 @@ def loss_inputs(micro: Batch, output: TokenScores | TokenValues) -> Inputs:
     # Without proximal log-probabilities the policy of this forward pass is the proximal one.
     if isinstance(output, TokenScores):
         proximal = output.logprobs.detach() if proximal is None else proximal
-        assert behaviour is not None
         # NaN: the sampler of this token is unknown.
         inputs["behaviour_logprobs"] = torch.where(behaviour.isnan(), proximal, behaviour)
         inputs["proximal_logprobs"] = proximal
@@ -157,9 +156,7 @@ def micro_batch_loss(loss: Loss, micro: Batch, inputs: Inputs, output: TokenScor
         for name, values in inputs.items()
         if name != "sequences"
     }
-    weights = inputs["weights"]
-    assert weights is not None
-    return call_by_name(loss, padded) * weights.sum()
+    return call_by_name(loss, padded) * inputs["weights"].sum()
 
 
 @torch.no_grad()
@@ -233,7 +230,6 @@ def token_losses(loss: Loss, inputs: Inputs) -> Tensor:
     The parts add up to a loss that is linear in `weights`, as all of this library's are.
     """
     token_weights = inputs["weights"]
-    assert token_weights is not None
     if "weights" not in parameters_of(loss) or not len(token_weights):
         return torch.full_like(token_weights, math.nan)
 
@@ -270,20 +266,21 @@ class TokenRecord:
         if not len(recorded):
             return
 
-        logprobs, behaviour = inputs["logprobs"], inputs["behaviour_logprobs"]
-        assert logprobs is not None and behaviour is not None
-
         # Indices of the recorded tokens: in the micro-batch, and in the record.
         columns = {"source": torch.from_numpy(recorded), "target": torch.from_numpy(record_index[recorded])}
+        logprobs = inputs["logprobs"]
         source, target = to_device(columns, logprobs.device).values()
+
         with torch.no_grad():
             values = call_by_name(loss.metrics, inputs) if hasattr(loss, "metrics") else {}
             values |= {"entropy": inputs["entropy"], "loss": token_losses(loss, inputs)}
             if first_epoch:
-                values |= {"logprobs": logprobs, "ratio": importance_ratio(logprobs, behaviour)}
+                values |= {"logprobs": logprobs, "ratio": importance_ratio(logprobs, inputs["behaviour_logprobs"])}
             values["times"] = torch.ones_like(logprobs)
+
             missing = torch.full_like(logprobs, math.nan)
-            for name in self._sums.keys() - (set() if first_epoch else {*self.ONCE}):
+            names = self._sums.keys() if first_epoch else self._sums.keys() - {*self.ONCE}
+            for name in names:
                 self._sums[name][target] += values.get(name, missing).detach().float()[source]
 
     def reduce(self, ranks: Ranks, updates: int) -> dict[str, np.ndarray]:
@@ -341,7 +338,6 @@ class Metrics:
 
         names = ("logprobs", "proximal_logprobs", "behaviour_logprobs", "entropy", "ref_logprobs")
         logprobs, proximal, behaviour, entropy, ref = (inputs[name] for name in names)
-        assert logprobs is not None and proximal is not None and behaviour is not None and entropy is not None
         self.add("entropy", entropy)
         if ref is not None:
             self.add("kl", kl_k3(logprobs, ref))

@@ -53,7 +53,7 @@ def parallelize_model(model: PreTrainedModel, ranks: Ranks) -> None:
 
     for path, module in list(model.named_modules()):
         # The last part of the path is the layer's name; a factor of its adapter, lora_A or lora_B, is below it.
-        name = next((part for part in reversed(path.split(".")) if not part.startswith("lora_")), "")
+        name = next((segment for segment in reversed(path.split(".")) if not segment.startswith("lora_")), "")
 
         placement: Placement = Replicate()
         if name in TABLES or (name in ROW and not path.endswith(".lora_B")):

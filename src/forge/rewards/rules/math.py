@@ -73,7 +73,11 @@ _RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ"  # superscripts
 
 def _find_boxes(text: str) -> list[tuple[int, int, int]]:
     """Return (start, start of the content, end of the content) of each closed `\\boxed{...}` in a text, in the order of
-    their starts. Braces may nest."""
+    their starts. Braces may nest.
+
+    >>> _find_boxes(r"so \\boxed{42}.")
+    [(3, 10, 12)]
+    """
     boxes: list[tuple[int, int, int]] = []
     if (first := _OPEN.search(text)) is None:
         return boxes
@@ -104,8 +108,8 @@ def find_boxed(text: str) -> str | None:
 
     # Directly after another box, with at most "or" or "and" between them.
     if len(boxes) > 1 and boxes[-2][2] < box_start:
-        between = text[boxes[-2][2] + 1 : box_start]
-        if len(between) <= 20 and re.fullmatch(r"[^\w\n]*(?:(?:or|and)\b|或者?|[和及、])?[^\w\n]*", between):
+        text_between = text[boxes[-2][2] + 1 : box_start]
+        if len(text_between) <= 20 and re.fullmatch(r"[^\w\n]*(?:(?:or|and)\b|或者?|[和及、])?[^\w\n]*", text_between):
             return text[boxes[-2][0] : end + 1]
 
     if _TAKEN_BACK.search(text[max(0, box_start - 30) : box_start]):
@@ -131,8 +135,8 @@ def final_answer(response: str) -> str | None:
         return in_box
 
     # Without a regular expression, which would take quadratic time over tags that are never closed.
-    before, closing, _ = response.rpartition("</answer>")
-    _, opening, tagged = before.rpartition("<answer>")
+    text_before, closing, _ = response.rpartition("</answer>")
+    _, opening, tagged = text_before.rpartition("<answer>")
     if opening and closing:
         return _find_stated(tagged) or tagged.strip()
 
@@ -143,9 +147,9 @@ def final_answer(response: str) -> str | None:
     if chosen_letters := _CHOSEN.findall(response):
         return chosen_letters[-1]
 
-    before, _, last_line = response.rpartition("\n")
+    text_before, _, last_line = response.rpartition("\n")
     parse_number = load_comparison().parse_number
-    if load_comparison().split_choice(last_line)[0] and not _LABELLED.search(before):
+    if load_comparison().split_choice(last_line)[0] and not _LABELLED.search(text_before):
         return last_line.strip()
     if formula := _LAST_FORMULA.search(response):
         return formula[1].strip()
@@ -164,6 +168,9 @@ def _find_stated(text: str, *, whole_line: bool = False) -> str | None:
 
     Args:
         whole_line: return the text up to the end of the line in any case.
+
+    >>> _find_stated("The answer is 4, as shown above.")
+    '4'
     """
     openings = list(_PHRASE.finditer(text))
     if not openings:
@@ -184,7 +191,12 @@ def _find_stated(text: str, *, whole_line: bool = False) -> str | None:
 
 def _last_number(text: str) -> str | None:
     """Return the last number of a text; None if there is none, or it is only one of the numbers or a part of the
-    expression that answers, as in "4 or 5" and "2^10"."""
+    expression that answers, as in "4 or 5" and "2^10".
+
+    >>> _last_number("There are 3 boxes of 14 apples")
+    '14'
+    >>> _last_number("It is 4 or 5")
+    """
     numbers = list(_NUMBERS.finditer(text))
 
     # A number in a box that is not closed may be cut off, too.

@@ -50,6 +50,13 @@ PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 class ProcessGroup:
     """The processes of one replica, or the processes that several replicas share.
 
+    Args:
+        name: of the group, in log lines.
+        mesh: the running processes.
+        options: of the component that they were started for; others that share them must have equal ones.
+        hosts: where the processes run.
+        shared: whether other replicas may join.
+
     Attributes:
         members: the replicas in these processes (`Replica`); when a process is lost, all of them are.
         starting: number of replicas that are being built. Importing large libraries can hold the interpreter for
@@ -298,8 +305,8 @@ def _prepare_process(
     # works in the main thread only, and this is another one.
     libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
     libc.signal.restype = ctypes.c_void_p
-    for number in (signal.SIGINT, signal.SIGHUP):
-        libc.signal(number, ctypes.c_void_p(1))  # SIG_IGN
+    for signal_number in (signal.SIGINT, signal.SIGHUP):
+        libc.signal(signal_number, ctypes.c_void_p(1))  # SIG_IGN
 
     # SIGTERM is not ignored, as that would be inherited by programs that a component starts, and SIGTERM is how it ends
     # them. A handler is not inherited. The handler here is getpid, a function without effect.

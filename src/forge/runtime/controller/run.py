@@ -109,13 +109,13 @@ async def _run_main(main: Pending[T], on_preemption: Callable[[str], None] | Non
         return call is not None
 
     # A scheduler sends SIGTERM or SIGUSR1 before it takes the machine: the run may save itself first.
-    def on_signal(number: signal.Signals) -> None:
-        if number in (signal.SIGTERM, signal.SIGUSR1) and preempt_once(number.name):
+    def on_signal(signal_number: signal.Signals) -> None:
+        if signal_number in (signal.SIGTERM, signal.SIGUSR1) and preempt_once(signal_number.name):
             return
         if interrupted.done():
-            os._exit(128 + number)  # the second signal: the children end with this process
-        log.warning("%s: stopping (once more to stop at once)", number.name)
-        interrupted.set_result(number)
+            os._exit(128 + signal_number)  # the second signal: the children end with this process
+        log.warning("%s: stopping (once more to stop at once)", signal_number.name)
+        interrupted.set_result(signal_number)
 
     _preempt = preempt_once
     _interrupt = partial(loop.call_soon_threadsafe, on_signal, signal.SIGINT)
@@ -124,8 +124,8 @@ async def _run_main(main: Pending[T], on_preemption: Callable[[str], None] | Non
     if threading.current_thread() is threading.main_thread():
         # Under nohup, SIGHUP is ignored: the run outlives its terminal.
         hangup = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *hangup):
-            loop.add_signal_handler(number, on_signal, number)
+        for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *hangup):
+            loop.add_signal_handler(signal_number, on_signal, signal_number)
 
     task = loop.create_task(main)
     try:

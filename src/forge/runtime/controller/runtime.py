@@ -68,7 +68,7 @@ class Runtime:
             Exception: what a replica's `__init__` or `setup` raised; no process of the service remains then.
         """
         endpoints = cls.endpoints()
-        component = Component(self._name(cls, options), cls, options, args, kwargs)
+        component = Component(self._make_name(cls, options), cls, options, args, kwargs)
         on_dead = self._on_dead if cls.vital else log_loss
         service = Service(component, endpoints, self._make_launch(component), self.placement.release, on_dead)
         self.services[component.name] = service
@@ -99,13 +99,13 @@ class Runtime:
                 if supervisor.state == "up" and supervisor.replica is not None:
                     by_process[supervisor.replica.group, supervisor.replica.process_index] = supervisor.replica
 
-        asked = [
+        asked_replicas = [
             replica
             for (group, process_index), replica in by_process.items()
             if process_index is None or (group, None) not in by_process
         ]
 
-        drains = (replica.drain_metrics(profiles) for replica in asked)
+        drains = (replica.drain_metrics(profiles) for replica in asked_replicas)
         for snapshots in await asyncio.gather(*drains, return_exceptions=True):
             if isinstance(snapshots, ReplicaDied):
                 continue  # and its metrics are lost with it
@@ -195,7 +195,7 @@ class Runtime:
                 self._groups[name] = group
             return group
 
-    def _name(self, cls: type[Any], options: Options) -> str:
+    def _make_name(self, cls: type[Any], options: Options) -> str:
         """Return a new name for a service of `cls`, e.g. "replay_buffer", the next time "replay_buffer2"."""
         base = options.mesh_name or snake_case(cls.__name__)
         names = (base if number == 1 else f"{base}{number}" for number in itertools.count(1))

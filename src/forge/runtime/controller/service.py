@@ -116,7 +116,7 @@ class Service(Handle):
         for supervisor in self._supervisors:
             replica = supervisor.replica
             answers = list(replica.answers) if replica else []  # (time, latency), times of a monotonic clock
-            latencies = sorted(latency for _, latency in answers)
+            latencies = sorted(latency for _, latency in answers) or [float("nan")]
             now = time.monotonic()
             recent_count = sum(max(0.0, now - answered_at) <= RATE_WINDOW for answered_at, _ in answers)
 
@@ -131,9 +131,9 @@ class Service(Handle):
                     rate=recent_count / RATE_WINDOW,
                     sessions=sum(assigned is replica for assigned in self._balancer.sessions.values()),
                     restarts=supervisor.restarts,
-                    latency_mean=1e3 * statistics.fmean(latencies) if latencies else float("nan"),
-                    latency_p50=1e3 * statistics.median(latencies) if latencies else float("nan"),
-                    latency_p99=1e3 * latencies[int(0.99 * len(latencies))] if latencies else float("nan"),
+                    latency_mean=1e3 * statistics.fmean(latencies),
+                    latency_p50=1e3 * statistics.median(latencies),
+                    latency_p99=1e3 * latencies[int(0.99 * len(latencies))],
                     error=str(supervisor.error or ""),
                 )
             )
@@ -243,9 +243,9 @@ class Service(Handle):
         # For example, the trainer publishes its weights before generators are asked to load them.
         if call.endpoint in self.before_fanout:
             await self.before_fanout[call.endpoint](*call.args, **call.kwargs)
-        catch_up = call.endpoint in self._catch_up
+        is_catch_up = call.endpoint in self._catch_up
         previous_call = self._latest.get(call.endpoint)
-        if catch_up:
+        if is_catch_up:
             self._set_latest(call.endpoint, call)
 
         async def call_replica(supervisor: Supervisor, request: Request) -> list[Value] | None:
@@ -262,13 +262,13 @@ class Service(Handle):
                     replica.enter(request)
                 return replica
 
-            return await self._serve_request(request, acquire_replica, catch_up=catch_up)
+            return await self._serve_request(request, acquire_replica, catch_up=is_catch_up)
 
         # A call that replicas catch up on is sent to those that serve. Any other call also waits for those that are
         # being replaced, except replicas that wait for a host, which may take hours; if none serves, it waits for all.
         serving = [supervisor for supervisor in self._supervisors if supervisor.state == "up"]
         recipients = serving
-        if not catch_up:
+        if not is_catch_up:
             recipients = [
                 supervisor for supervisor in self._supervisors if not serving or not supervisor.waits_for_host
             ]
@@ -281,7 +281,7 @@ class Service(Handle):
         failures = [reply for reply in replies if isinstance(reply, BaseException)]
         if failures:
             # A new replica must not start with a call that raised on a living one.
-            if catch_up and self._latest[call.endpoint] is call:
+            if is_catch_up and self._latest[call.endpoint] is call:
                 self._set_latest(call.endpoint, previous_call)
             raise failures[0]
 

@@ -90,8 +90,8 @@ def follow_process(connection: socket.socket, pid: int) -> int:
     """
     with suppress(ProcessLookupError):
         process = os.pidfd_open(pid)
-        for number in FORWARDED:
-            signal.signal(number, lambda number, frame: signal.pidfd_send_signal(process, number))
+        for signal_number in FORWARDED:
+            signal.signal(signal_number, lambda signal_number, frame: signal.pidfd_send_signal(process, signal_number))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
 
         # A signal that arrives just before the call does not interrupt it: its handler runs when the time is over.

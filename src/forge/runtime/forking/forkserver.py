@@ -163,8 +163,8 @@ def main(listener: socket.socket) -> None:
 
     In a fork, run the program that was asked for.
     """
-    for number in HELD:
-        signal.signal(number, signal.SIG_IGN)
+    for signal_number in HELD:
+        signal.signal(signal_number, signal.SIG_IGN)
     with suppress(OSError):
         Path("/proc/self/comm").write_text("forge-fork")  # for top and ps; forks rename themselves
     expected = json.loads(sys.stdin.buffer.readline())

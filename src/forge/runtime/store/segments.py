@@ -106,7 +106,7 @@ class Segments:
                     (self.used / name).unlink()
             os.close(file)
 
-        free_segments = sorted(_list_segments(self.free), key=lambda entry: entry[2])  # by the time of the last move
+        free_segments = sorted(_list_segments(self.free), key=lambda segment: segment[2])  # by time of move
         surplus = sum(size for _, size, _ in free_segments) - sum(size for _, size, _ in _list_segments(self.used))
         for path, size, _ in free_segments:
             if surplus <= 0:

@@ -60,17 +60,17 @@ def flatten_state(value: object) -> tuple[dict[str, Tensor], bool]:
 
     tensors: dict[str, Tensor] = {}
 
-    def visit_part(path: str, part: object) -> None:
-        if isinstance(part, Mapping):
-            for name, child in part.items():
+    def visit_part(path: str, child_value: object) -> None:
+        if isinstance(child_value, Mapping):
+            for name, child in child_value.items():
                 visit_part(f"{path}.{name}" if path else str(name), child)
-        elif not isinstance(part, Tensor):
-            raise TypeError(f"only tensors can be stored; {path or 'the value'!r} is a {type(part).__name__}")
+        elif not isinstance(child_value, Tensor):
+            raise TypeError(f"only tensors can be stored; {path or 'the value'!r} is a {type(child_value).__name__}")
         # {"a.b": x, "a": {"b": y}} would be one name for two tensors.
         elif path in tensors:
             raise ValueError(f"two tensors have the name {path!r}")
         else:
-            tensors[path] = part
+            tensors[path] = child_value
 
     visit_part("", value)
     if not tensors:
@@ -159,7 +159,7 @@ class RankPart:
 
         # Blocks are laid out one after the other, each at an aligned offset.
         blocks: list[tuple[Shard, Tensor | None]] = []
-        size = 0
+        part_size = 0
         for name, tensor in tensors.items():
             target_dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
             shard = Shard(
@@ -168,8 +168,8 @@ class RankPart:
             if is_dtensor(tensor) and tensor.numel():
                 # Of the ranks along a mesh dimension that replicates the tensor, only the first one writes.
                 coordinate = tensor.device_mesh.get_coordinate() or ()
-                axes = zip(tensor.placements, coordinate, strict=False)
-                is_writer = all(rank == 0 for placement, rank in axes if placement.is_replicate())
+                mesh_axes = zip(tensor.placements, coordinate, strict=False)
+                is_writer = all(rank == 0 for placement, rank in mesh_axes if placement.is_replicate())
             else:
                 is_writer = ranks.rank == 0
 
@@ -177,10 +177,10 @@ class RankPart:
                 blocks.append((shard, None))
             elif is_writer:
                 for box, values in local_boxes(tensor):
-                    blocks.append((replace(shard, box=box, start=size), values.detach()))
-                    size += -(-values.numel() * target_dtype.itemsize // ALIGNMENT) * ALIGNMENT  # rounded up
+                    blocks.append((replace(shard, box=box, start=part_size), values.detach()))
+                    part_size += -(-values.numel() * target_dtype.itemsize // ALIGNMENT) * ALIGNMENT  # rounded up
 
-        return cls(key, version, single, ranks, tuple(blocks), size)
+        return cls(key, version, single, ranks, tuple(blocks), part_size)
 
     def write(self, segment: str, memory: Tensor) -> Manifest:
         """Write the blocks into the bytes of a segment (`memory`, uint8), and return their manifest."""

@@ -330,12 +330,12 @@ class VersionStore(Store):
         segments: set[str] = set()
 
         # Only files that are new since the last call are read.
-        known = self._segments_of
+        known_files = self._segments_of
         self._segments_of = {}
         for path in [*self.root.glob("key-*/v*.json"), *self.root.glob("key-*/parts/*/*.json")]:
             status = path.stat()
             file = path, status.st_ino, status.st_mtime_ns
-            names = known.get(file) or Manifest.from_json(path.read_text(errors="replace")).segments
+            names = known_files.get(file) or Manifest.from_json(path.read_text(errors="replace")).segments
             self._segments_of[file] = names
             segments |= names
         return segments
