@@ -3,8 +3,6 @@
 Attention and cache are the engine's, all else is theirs.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Images in prompts: read from rows, written as tokens by a model's processor, and as inputs of its forward pass."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

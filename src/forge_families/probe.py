@@ -4,8 +4,6 @@ The small model has random weights large enough that windows, caps and attention
 computes for sequences in a pack, or in padded rows, is compared with what it computes for each of them.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import logging

@@ -1,7 +1,5 @@
 """Weights of transformers' modules for the engine: one module for each version, filled while another decodes."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial

@@ -6,8 +6,6 @@ activations and attention. `F.silu` and `F.gelu` compute the last elements of a 
 they are replaced by compositions of functions that do not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 

@@ -5,8 +5,6 @@ an `async def` endpoint interleaves with others as asyncio does; a plain `def` e
 thread, one at a time, in the order in which calls arrived.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import inspect
