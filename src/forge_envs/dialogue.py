@@ -4,12 +4,12 @@ If turns were decoded and encoded again, most would change, and the policy would
 sample. This module's chat templates are for tokenizers that have none, or one that rewrites earlier messages.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from forge.data.chat import ChatFormat, Thoughts
 from forge.data.special_tokens import SpecialTokens
@@ -17,9 +17,6 @@ from forge.data.turns import Rewritten
 
 from .calls import Schema, Syntax, check_syntax, read_action, syntax_of
 from .environment import Action, Message
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 class Dialogue:

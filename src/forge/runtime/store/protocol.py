@@ -1,19 +1,16 @@
 """The interface of a weight store."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .manifest import Manifest
-    from .transfer import OpenVersion
+from .manifest import Manifest
+from .transfer import OpenVersion
 
 
 class Store(ABC):
