@@ -40,12 +40,15 @@ class _Replaced(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        wanted = ctx.needs_input_grad[2:]
+        needs_gradient = ctx.needs_input_grad[2:]
         with torch.enable_grad():
-            inputs = [x.detach().requires_grad_(need) for x, need in zip(ctx.saved_tensors, wanted, strict=True)]
+            inputs = [
+                x.detach().requires_grad_(is_needed)
+                for x, is_needed in zip(ctx.saved_tensors, needs_gradient, strict=True)
+            ]
             value = ctx.smooth(*inputs)
         grads = iter(torch.autograd.grad(value, [x for x in inputs if x.requires_grad], grad))
-        return None, None, *(next(grads) if need else None for need in wanted)
+        return None, None, *(next(grads) if is_needed else None for is_needed in needs_gradient)
 
 
 class ExactNorm(nn.Module):

@@ -71,8 +71,8 @@ def attention_kinds(config: PreTrainedConfig) -> list[AttentionKind]:
     has_rotation = config.no_rope_layers if family == "smollm3" else [True] * layers
     rotary_keys = config.layer_types if family == "gemma3_text" else [""] * layers
     return [
-        AttentionKind(key if rotates else None, config.sliding_window if is_windowed else None)
-        for key, rotates, is_windowed in zip(rotary_keys, has_rotation, has_window, strict=True)
+        AttentionKind(rotary_keys[i] if has_rotation[i] else None, config.sliding_window if has_window[i] else None)
+        for i in range(layers)
     ]
 
 
