@@ -77,7 +77,8 @@ def _write_plain(folder: Path, source: Path, dtype: str, gguf_file: str = "") ->
             model.dequantize()
     except Exception as error:  # transformers raises many kinds for damaged files and unknown formats
         fault = " ".join(str(error).split())
-        raise ValueError(f"{name} could not be opened and dequantized: {fault}") from error
+        kind = "as GGUF " if gguf_file else ""
+        raise ValueError(f"{name} could not be opened {kind}and dequantized: {fault}") from error
 
     # Mark the model as not quantized: transformers saves no quantized one.
     model.hf_quantizer = None

@@ -117,7 +117,7 @@ def test_invalid_gguf_raises_one_line(tmp_path: Path, monkeypatch):
         resolve_model(str(tmp_path / "text.gguf"))
     write(tmp_path / "whole.gguf")
     (tmp_path / "short.gguf").write_bytes((tmp_path / "whole.gguf").read_bytes()[:4000])
-    with pytest.raises(ValueError, match=r"short\.gguf could not be opened and dequantized"):
+    with pytest.raises(ValueError, match=r"short\.gguf could not be opened as GGUF and dequantized"):
         resolve_model(str(tmp_path / "short.gguf"))
     write(tmp_path / "other.gguf", "bloom")
     with pytest.raises(ValueError, match=r"other\.gguf"):
