@@ -1,7 +1,5 @@
 """What the reference pages quote exists: error messages, papers, configurations of papers, diagrams."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Weights that are not what they should be are found within one step, with the tensor and the replica."""
 
-from __future__ import annotations
-
 import asyncio
 from concurrent.futures import Future
 

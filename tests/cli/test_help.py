@@ -1,7 +1,5 @@
 """The command line explains itself: each command's help has an example that its own parser accepts."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import tomllib

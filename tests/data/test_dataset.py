@@ -1,7 +1,5 @@
 """PromptDataset: sources, order, resumption, and one helpful line for a file that cannot be read."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

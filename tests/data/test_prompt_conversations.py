@@ -1,7 +1,5 @@
 """Prompts of several turns and with tools, and the forms of TRL's rows, as the policy reads them."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

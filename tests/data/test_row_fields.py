@@ -1,7 +1,5 @@
 """Every field of a row through every consumer: each honours it, or refuses the row by an error that names it."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 

@@ -1,7 +1,5 @@
 """SupervisedDataset: three forms of rows, what of each is learnt, weights, limits, order."""
 
-from __future__ import annotations
-
 import json
 from itertools import islice
 

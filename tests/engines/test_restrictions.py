@@ -1,7 +1,5 @@
 """What bounds sampling: which tokens are excluded, and log-probabilities that the trainer computes again."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

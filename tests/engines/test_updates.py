@@ -1,7 +1,5 @@
 """Weight updates under running sequences, each mode against a loop by hand with the right weights for every token."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Agents as commands: real programs, confined, against a real server."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """Files of Meta's torchforge are printed with the keys of this library; each other key has a comment."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Programs on tests in the real sandbox; programs that would rather cheat."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import json

@@ -1,7 +1,5 @@
 """What all aggregators have in common, and what each is for."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable

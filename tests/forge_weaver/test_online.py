@@ -1,7 +1,5 @@
 """A policy that gets better while verifiers are gamed."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

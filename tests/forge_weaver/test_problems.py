@@ -1,7 +1,5 @@
 """A panel over many problems."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

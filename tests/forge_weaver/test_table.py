@@ -1,7 +1,5 @@
 """Score tables: what is refused, what is taken apart, and that files give back what was written."""
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import fields
 from pathlib import Path

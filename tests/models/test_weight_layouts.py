@@ -1,7 +1,5 @@
 """Names between trainer, engine and peft, and adapters merged in closed form."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

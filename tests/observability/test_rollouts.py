@@ -1,7 +1,5 @@
 """rollouts.arrow: what is written is read back, by other libraries too, also after a kill and a resume."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Typical mistakes of a first week, each answered by one line that says what to type."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A run whose sampling is bounded: engine and trainer agree on its tokens, and texts end its answers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

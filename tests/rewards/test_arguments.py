@@ -1,7 +1,5 @@
 """Each parameter of a reward gets what it names: the answer, the prompt, columns of the row, or the whole group."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A panel: all at once, and one failing only."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import subprocess

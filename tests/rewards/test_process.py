@@ -1,7 +1,5 @@
 """Process reward models against plain transformers: the probability at each marker, and its three readings."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Reward models: in batches what they say one by one, and what they said in training."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

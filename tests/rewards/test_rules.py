@@ -1,7 +1,5 @@
 """Functions as verifiers: what they give, what they fail by, and how long they may take."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 

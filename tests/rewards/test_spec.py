@@ -1,7 +1,5 @@
 """Verifiers as data: read, checked, written down, and made."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

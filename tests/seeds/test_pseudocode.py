@@ -1,7 +1,5 @@
 """The pseudocode of the front page and the talk, on real services."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import subprocess

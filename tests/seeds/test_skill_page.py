@@ -1,7 +1,5 @@
 """The skill page: rewards, losses, batches, configurations and commands."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """What counts as a secret, by place, name and looks, and what does not."""
 
-from __future__ import annotations
-
 import logging
 import os
 import stat

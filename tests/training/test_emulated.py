@@ -1,7 +1,5 @@
 """Training on an emulated accelerator: the CPU's numbers, every tensor on the device, and few waits of the host."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """A sharded model that each rank reads its part of has the weights, bit for bit, of one that was loaded whole."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Schedules in closed form, clipping, weight decay."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

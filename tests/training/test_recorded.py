@@ -1,7 +1,5 @@
 """Every token is accounted for: what a step records of its tokens adds up to what it reports."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

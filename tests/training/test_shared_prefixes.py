@@ -1,7 +1,5 @@
 """Sequences that share prefixes are computed as a tree, with the result of computing each sequence by itself."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 

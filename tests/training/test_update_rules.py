@@ -1,7 +1,5 @@
 """AdamW with state of another dtype than the weights': against plain formulas."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What narrows the distribution: the tokens that are left, with the log-probabilities among them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Delimiters of calls within the values of arguments."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The server of `forge watch`: what it answers, what it must never read, and whom it rejects."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable

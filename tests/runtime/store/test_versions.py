@@ -1,7 +1,5 @@
 """The weight store within one process: what is put is what is got, whole or not at all, and nothing stays behind."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import pickle
