@@ -39,8 +39,7 @@ def test_help_of_each_command_has_an_example_that_parses(name: str):
     assert parser.description
     assert parser.epilog.startswith(f"example: forge {name}")
     example = parser.epilog.removeprefix("example: ").partition(", ")[0]
-    args = PARSER.parse_args(shlex.split(example)[1:])
-    assert callable(args.run)
+    assert callable(PARSER.parse_args(shlex.split(example)[1:]).run)
     for action in parser._actions:
         assert action.help or action.choices or action.metavar, (name, action.dest)
 

@@ -71,8 +71,7 @@ def prompt_of(field, name="prompt"):
 
 
 def read_rows(kind, row, **settings):
-    data = load_data(words(), kind=kind, path=Rows([row]), shuffle=False, **settings)
-    return next(data)
+    return next(load_data(words(), kind=kind, path=Rows([row]), shuffle=False, **settings))
 
 
 def spell(tokens, mask=None):
