@@ -40,8 +40,7 @@ def modules(part: str) -> list[Path]:
 def test_each_package_has_one_layer():
     rooms = {path.stem for path in SOURCE.iterdir() if path.name not in ("__init__.py", "__pycache__")}
     assert rooms == {room for floor in FLOORS for room in floor}
-    loose = [path.name for path in SOURCE.glob("*.py")]
-    assert len(loose) <= 4
+    assert len([*SOURCE.glob("*.py")]) <= 4
     assert len(rooms) + 1 <= 19
 
 
@@ -75,8 +74,7 @@ def violations(parts: list[str], forbidden: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("part", LIBRARIES)
 def test_libraries_do_not_import_runtime_or_actors(part: str):
-    infrastructure = ["forge.runtime", "forge.actors", "monarch", "apps"]
-    assert violations([part], infrastructure) == []
+    assert violations([part], ["forge.runtime", "forge.actors", "monarch", "apps"]) == []
 
 
 @pytest.mark.parametrize("part", INFRASTRUCTURE)
@@ -175,29 +173,30 @@ def test_modules_have_no_import_circles():
     assert not left, f"import circles among {sorted(left)}"
 
 
-def newly_imported(module: str) -> set[str]:
-    """Top-level packages that `import module` loads beyond those that `import torch` does."""
-    code = f"import torch, sys; old = set(sys.modules); import {module}; print(*(set(sys.modules) - old))"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return {name.split(".")[0] for name in result.stdout.split()}
-
-
 @pytest.mark.processes
 def test_losses_import_only_torch():
-    assert newly_imported("forge.losses") == {"forge"}
+    code = "import torch, sys; old = set(sys.modules); import forge.losses; print(*(set(sys.modules) - old))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert {name.split(".")[0] for name in result.stdout.split()} == {"forge"}
 
 
 @pytest.mark.processes
-def test_recipe_controller_imports_no_slow_modules():
-    code = "import apps.grpo.main, sys; print(*sys.modules)"
+@pytest.mark.parametrize(
+    ("modules", "slow"),
+    [
+        ("forge", {"torch", "numpy", "transformers", "monarch"}),
+        ("forge.rewards", {"torch", "transformers", "aiohttp"}),
+        (
+            "forge.data.load, forge.rewards.rules, forge.models.tokenizer",
+            {"torch", "monarch", "transformers", "datasets", "math_verify", "sympy"},
+        ),
+        (
+            "apps.grpo.main, forge.recipes.rl",
+            {"torch.distributed.tensor", "sympy", "transformers.modeling_utils", "torch._dynamo", "pyarrow", "flask"},
+        ),
+    ],
+)
+def test_imports_leave_out_slow_dependencies(modules: str, slow: set[str]):
+    code = f"import sys, {modules}; print(*sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    slow = {"torch.distributed.tensor", "sympy", "transformers.modeling_utils", "torch._dynamo", "pyarrow", "flask"}
-    assert "forge.recipes.rl" in result.stdout.split()
     assert not slow & set(result.stdout.split())
-
-
-@pytest.mark.processes
-def test_importing_forge_imports_no_dependency():
-    code = "import sys, forge; print(sorted({'torch', 'numpy', 'transformers', 'monarch'} & set(sys.modules)))"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"

@@ -1,7 +1,5 @@
 """The core without its extensions: a copy without them imports, trains, and names what a setting needs."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The first half hour on a GPU: its verdicts, and the same path in a small form on a CPU."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Docstrings, comments and messages use the field's terms."""
 
-from __future__ import annotations
-
 import ast
 import io
 import re

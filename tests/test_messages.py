@@ -1,7 +1,5 @@
 """Errors of what users write: one line that names the fault and what to write instead."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

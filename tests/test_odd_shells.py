@@ -1,7 +1,5 @@
 """Shells without a working folder or standard files."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

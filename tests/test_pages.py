@@ -1,8 +1,6 @@
 """Code blocks of the documentation: python runs, bash and yaml are checked against the real parsers and settings. A
 block without a check is marked `<!-- not run: REASON -->` on the line before it."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import importlib

@@ -1,7 +1,5 @@
 """What the reference pages quote exists: error messages, papers, configurations of papers, diagrams."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path
@@ -73,8 +71,7 @@ def test_papers_cited_in_source_are_listed():
 @pytest.mark.parametrize("text", re.findall(r"```yaml\n(.*?)```", PAPERS, re.DOTALL))
 def test_documented_paper_configs_are_valid(text):
     needed = {"model": "m", "dataset": {"path": "rows.jsonl"}, "run": {"name": "x"}, "eval": {"problems": 0}}
-    config = build(RLConfig, needed | yaml.load(text, Loader=Loader))
-    assert config.load_algorithm()
+    assert build(RLConfig, needed | yaml.load(text, Loader=Loader)).load_algorithm()
 
 
 def test_recorded_metrics_are_described():

@@ -1,7 +1,5 @@
 """What the controller does to a component whose process was killed, done in this process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """What becomes of a generator whose engine fails."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Weights that are not what they should be are found within one step, with the tensor and the replica."""
 
-from __future__ import annotations
-
 import asyncio
 from concurrent.futures import Future
 
@@ -116,8 +114,7 @@ async def test_stale_replica_tokens_raise_in_lock_step(model, store):
 async def test_failed_weight_swap_keeps_previous_weights(model, store):
     policy, trainer = await start(model, store)
     before = await policy.generate.route("abc>", temperature=0.0)
-    completions = [Episode(await policy.generate.route("abc>"), 1.0)]
-    await trainer.train_step.route(completions)
+    await trainer.train_step.route([Episode(await policy.generate.route("abc>"), 1.0)])
     await trainer.push_weights.call(1)
     shard = store.manifest(POLICY, 1).by_name[TENSOR][0]
     with (store.root / "segments" / shard.segment).open("r+b") as file:

@@ -1,7 +1,5 @@
 """Adapters only are published, and generators decode with the merged model."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A reference model over several processes scores as one process does, and as transformers."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run that is killed and resumed from any snapshot trains every prompt once, on time, and counts what it drops."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 from collections import Counter

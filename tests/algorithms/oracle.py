@@ -4,8 +4,6 @@
 values is the gradient that a loss should have.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Group-relative advantages against numpy."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

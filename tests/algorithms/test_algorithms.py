@@ -1,7 +1,5 @@
 """Every algorithm against its paper written once more in plain Python, and against finite differences of that."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle

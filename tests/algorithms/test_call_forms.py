@@ -1,7 +1,5 @@
 """The call forms of the public documents, and what losses say when something is missing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

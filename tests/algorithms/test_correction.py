@@ -1,7 +1,5 @@
 """Importance weights for what another policy sampled: bounds, levels, what they report, what they refuse."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

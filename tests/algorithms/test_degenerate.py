@@ -4,8 +4,6 @@ No time is measured: a quadratic search of one of these texts takes over ten min
 pytest's limit. Comparing answers symbolically takes place in another process, and is bounded by its limits.
 """
 
-from __future__ import annotations
-
 import re
 
 import pytest

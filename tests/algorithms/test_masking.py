@@ -1,7 +1,5 @@
 """Tokens that are not trained have no part in a loss, whatever stands there."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Algorithms by name: the library's, a class or a function of one's own, and what is wrong with a name or a setting."""
 
-from __future__ import annotations
-
 import sys
 import types
 

@@ -1,7 +1,5 @@
 """Losses and gradients that TRL and verl computed, see benchmarks/losses_peers.py."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Generalised advantage estimation against its definition as a sum, and the critic's loss."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, strategies as st

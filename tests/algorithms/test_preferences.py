@@ -1,7 +1,5 @@
 """Losses over pairs: closed forms, finite differences, padding, empty micro-batches."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

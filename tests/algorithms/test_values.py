@@ -1,7 +1,5 @@
 """Values and gradients of the losses against closed forms in float64 and finite differences."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

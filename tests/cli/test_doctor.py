@@ -1,7 +1,5 @@
 """`forge doctor` of this machine: one line a finding, and a problem says what to do."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

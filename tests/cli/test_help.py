@@ -1,7 +1,5 @@
 """The command line explains itself: each command's help has an example that its own parser accepts."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import tomllib
@@ -41,8 +39,7 @@ def test_help_of_each_command_has_an_example_that_parses(name: str):
     assert parser.description
     assert parser.epilog.startswith(f"example: forge {name}")
     example = parser.epilog.removeprefix("example: ").partition(", ")[0]
-    args = PARSER.parse_args(shlex.split(example)[1:])
-    assert callable(args.run)
+    assert callable(PARSER.parse_args(shlex.split(example)[1:]).run)
     for action in parser._actions:
         assert action.help or action.choices or action.metavar, (name, action.dest)
 

@@ -1,7 +1,5 @@
 """Overrides of a command line: text stays text, whatever YAML makes of it; and files in other encodings."""
 
-from __future__ import annotations
-
 import pytest
 
 from forge.config import ConfigError, load

@@ -1,7 +1,5 @@
 """Rows in every form that data can have, and nothing from the network."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

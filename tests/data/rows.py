@@ -1,7 +1,5 @@
 """The rows that tests of data read, and the tokenizer they read them with."""
 
-from __future__ import annotations
-
 from forge.data.prompts import PromptDataset
 from forge.models.tokenizer import character_tokenizer
 

@@ -1,7 +1,5 @@
 """Chat templates like those of known models, what each should train, and a small tokenizer to read them with."""
 
-from __future__ import annotations
-
 from functools import cache
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers

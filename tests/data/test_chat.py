@@ -1,7 +1,5 @@
 """Conversations as tokens and masks: what the assistant wrote, all of it and nothing else."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import example, given, strategies as st
 

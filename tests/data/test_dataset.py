@@ -1,9 +1,6 @@
 """PromptDataset: sources, order, resumption, and one helpful line for a file that cannot be read."""
 
-from __future__ import annotations
-
 import json
-import subprocess
 import sys
 from itertools import islice
 
@@ -207,12 +204,3 @@ def test_hub_id_without_datasets_package_names_install_command(monkeypatch):
 def test_unreachable_hub_error_names_dataset():
     with pytest.raises(OSError, match="cannot load the dataset 'nobody/nothing'"):
         make("nobody/nothing")
-
-
-@pytest.mark.processes
-def test_importing_data_package_does_not_import_torch():
-    program = (
-        "import sys; import forge.data.load, forge.rewards.rules, forge.models.tokenizer;"
-        "print({'torch', 'monarch', 'transformers', 'datasets', 'math_verify', 'sympy'} & sys.modules.keys())"
-    )
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == "set()"

@@ -1,7 +1,5 @@
 """Conversations on the real tokenizers of the families of models; `make test-tokenizers` fetches them."""
 
-from __future__ import annotations
-
 import pytest
 
 from scripts.tokenizer_checks.checks import CHECKS

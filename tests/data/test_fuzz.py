@@ -1,8 +1,6 @@
 """Parsers of what others write: model output, network input, chat templates and files. None raises what it does not
 document, whatever it reads. Chat templates are fuzzed in data/test_template_limits.py, special tokens alongside it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

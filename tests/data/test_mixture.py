@@ -1,7 +1,5 @@
 """Mixtures: every source's share at every moment, and positions in all of them."""
 
-from __future__ import annotations
-
 import json
 from fractions import Fraction
 from itertools import islice

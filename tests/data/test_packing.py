@@ -1,7 +1,5 @@
 """Packing and splitting: nothing lost, nothing counted twice, and the loss and gradient of the padded form."""
 
-from __future__ import annotations
-
 import copy
 import math
 

@@ -1,7 +1,5 @@
 """Pairs of answers: one context, two answers, in every form that rows have; and the mistakes of procedural tasks."""
 
-from __future__ import annotations
-
 import json
 from itertools import islice
 from random import Random

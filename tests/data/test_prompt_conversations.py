@@ -1,7 +1,5 @@
 """Prompts of several turns and with tools, and the forms of TRL's rows, as the policy reads them."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -40,8 +38,7 @@ def test_conversation_prompts_are_rendered_with_chat_template():
     assert (sample.target, sample.prompt.row["level"], sample.prompt.conversational) == ("stop", 2, True)
     assert list(sample.prompt.messages) == TALK
     # The end of a turn ends the answer; a text prompt of the same run ends as it did.
-    ends = tokenizer().convert_tokens_to_ids(["<|im_end|>", "<eos>"])
-    assert list(sample.prompt.stop_ids) == ends
+    assert list(sample.prompt.stop_ids) == tokenizer().convert_tokens_to_ids(["<|im_end|>", "<eos>"])
     assert first({"prompt": "2+2", "answer": "4"}).prompt.stop_ids == ()
 
 

@@ -1,7 +1,5 @@
 """From rows to prompts: fields, templates, chat formats, and one helpful line for every bad input."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What makes a row one that cannot be trained, found before anything else; and rows as they were before columns."""
 
-from __future__ import annotations
-
 import json
 import logging
 from itertools import islice

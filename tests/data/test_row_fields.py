@@ -1,7 +1,5 @@
 """Every field of a row through every consumer: each honours it, or refuses the row by an error that names it."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 
@@ -73,8 +71,7 @@ def prompt_of(field, name="prompt"):
 
 
 def read_rows(kind, row, **settings):
-    data = load_data(words(), kind=kind, path=Rows([row]), shuffle=False, **settings)
-    return next(data)
+    return next(load_data(words(), kind=kind, path=Rows([row]), shuffle=False, **settings))
 
 
 def spell(tokens, mask=None):

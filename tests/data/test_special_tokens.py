@@ -1,7 +1,5 @@
 """The text of a special token in a response, a message or a request is text."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers

@@ -1,7 +1,5 @@
 """SupervisedDataset: three forms of rows, what of each is learnt, weights, limits, order."""
 
-from __future__ import annotations
-
 import json
 from itertools import islice
 
@@ -78,8 +76,7 @@ def test_conversation_is_cut_after_last_trained_token(jsonl):
 @pytest.mark.parametrize("form", ["rows.jsonl", "rows.parquet", "saved", "folder"])
 def test_plain_text_rows_train_all_but_first_token(places, form):
     data = learn(places[form], text_field="answer", epochs=1)
-    read_ = sorted(read(episode) for episode in data)
-    assert read_ == sorted(("s", f"tep\n#### {i}<eos>") for i in range(23))
+    assert sorted(read(episode) for episode in data) == sorted(("s", f"tep\n#### {i}<eos>") for i in range(23))
 
 
 def test_too_long_supervised_rows_are_skipped_or_cut(jsonl):

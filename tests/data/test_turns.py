@@ -1,7 +1,5 @@
 """Conversations that keep the thoughts that their template would omit, and tool calls in its form."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -5,8 +5,6 @@ the step has not made itself. Each replay runs it again, and must find the same.
 silently read old memory or old numbers.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Tiny random checkpoints of every family, and the plain transformers forward pass that engines are held to."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The budget of keys and values: what it holds, who waits, and that no request's bits depend on it."""
 
-from __future__ import annotations
-
 import os
 from concurrent.futures import Future
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The embedded engine agrees with transformers: every family, mixed lengths, any sampling, to rounding."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The embedded engine on an emulated accelerator: the CPU's tokens, and one wait of the host a decode step."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple

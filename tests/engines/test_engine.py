@@ -1,7 +1,5 @@
 """Scheduling, weight updates and failures of the embedded engine."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

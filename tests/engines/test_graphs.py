@@ -1,7 +1,5 @@
 """Decode steps that a CUDA graph could hold: checked on the emulated device, step by step, with their launches."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """On a CPU in float32, a seeded request's tokens and log-probabilities are the same bits in any company."""
 
-from __future__ import annotations
-
 import random
 import time
 from functools import partial

@@ -1,7 +1,5 @@
 """The prefix cache: what it saves, and that no request's bits depend on it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What bounds sampling: which tokens are excluded, and log-probabilities that the trainer computes again."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +66,9 @@ def test_restricted_sampling_records_policy_logprobs(make: Make, bounds: dict[st
 def test_trainer_logprobs_match_restricted_sampling(make: Make):
     folder, _ = make("qwen3", spread=0.2)
     completions = sampled(folder, temperature=0.7, top_p=0.6, repetition_penalty=1.2, logprobs_of="policy")
-    episodes = [Episode(completion, 0.0, advantage=1.0) for completion in completions]
-    batch = pack(episodes)
+    batch = pack([Episode(completion, 0.0, advantage=1.0) for completion in completions])
     trainer = make_trainer(folder, temperature=0.7)
-    computed = trainer.logprobs(batch)
-    assert np.abs(computed - batch.logprobs)[batch.mask].max() < 1e-5
+    assert np.abs(trainer.logprobs(batch) - batch.logprobs)[batch.mask].max() < 1e-5
     renormalised = sampled(folder, temperature=0.7, top_p=0.6)
     others = pack([Episode(completion, 0.0, advantage=1.0) for completion in renormalised])
     assert np.abs(trainer.logprobs(others) - others.logprobs)[others.mask].max() > 0.05

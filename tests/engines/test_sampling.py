@@ -1,7 +1,5 @@
 """Sampling: the right distribution, its log-probabilities, and seeds that hold whatever else runs."""
 
-from __future__ import annotations
-
 import math
 
 import torch

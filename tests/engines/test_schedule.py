@@ -1,7 +1,5 @@
 """Schedules: an engine draws again, bit for bit, what others drew while their weights changed at any time."""
 
-from __future__ import annotations
-
 import random
 from itertools import groupby
 from pathlib import Path

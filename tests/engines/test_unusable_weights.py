@@ -1,7 +1,5 @@
 """Weights with NaN or infinity: requests that meet them fail, by name, and the others get the same bits as without."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 from pathlib import Path
 

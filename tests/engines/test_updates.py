@@ -1,7 +1,5 @@
 """Weight updates under running sequences, each mode against a loop by hand with the right weights for every token."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any
@@ -78,8 +76,7 @@ def test_finish_mode_updates_after_running_requests_end(models: tuple[Path, dict
         # Of eight samples two start under the old weights, the others wait although rows become free.
         group = engine.submit([3, 4], Sampling(n=8, max_tokens=12, seed=2))
         old.add_done_callback(lambda _: order.append("old"))
-        versions = [set(c.versions) for c in group.result(30)]
-        assert versions == [{0}, {0}, *[{2}] * 6]
+        assert [set(c.versions) for c in group.result(30)] == [{0}, {0}, *[{2}] * 6]
         assert all(c.identities == {2: "digest 2"} for c in group.result()[2:])
         assert all(set(c.versions) == {0} for c in old.result(30))
         assert max(error_of(by_version[2], c) for c in group.result()[2:]) < 1e-4

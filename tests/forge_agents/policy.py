@@ -1,7 +1,5 @@
 """A policy in this process: the embedded engine, whose turns a script may force."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import asynccontextmanager
 from types import SimpleNamespace

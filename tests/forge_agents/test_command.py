@@ -1,7 +1,5 @@
 """Agents as commands: real programs, confined, against a real server."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import multiprocessing
@@ -261,8 +259,7 @@ def test_agent_program_cannot_see_machine_or_other_runs(tmp_path: Path, monkeypa
             assert result.stderr == ""
             return dict(json.loads(result.stdout))
 
-    view = asyncio.run(run())
-    assert view == {"file": [""] * 4, "environ": False, "processes": [1, 2], "writable": [], "runs": []}
+    assert asyncio.run(run()) == {"file": [""] * 4, "environ": False, "processes": [1, 2], "writable": [], "runs": []}
 
 
 def test_agent_program_reaches_only_the_gateway(url: str) -> None:
@@ -321,8 +318,7 @@ def test_exceeded_limit_ends_agent_and_its_children(
     code: str, settings: dict[str, Any], status: str, reason: str
 ) -> None:
     mark = uuid.uuid4().hex
-    command = AgentCommand(["python", "-c", code, mark], **{"timeout": 60, **settings})
-    (result,) = play(command)
+    (result,) = play(AgentCommand(["python", "-c", code, mark], **{"timeout": 60, **settings}))
     assert result.status == status, result
     assert reason in result.reason
     assert len(result.stdout) + len(result.stderr) <= 2 << 16

@@ -113,8 +113,7 @@ def chat_helper(client):
     with client.chat.completions.stream(
         model="m", messages=QUESTION, tools=CHAT_TOOLS, stream_options=options
     ) as events:
-        kinds = [event.type for event in events]
-        assert "chunk" in kinds
+        assert "chunk" in [event.type for event in events]
         return events.get_final_completion()
 
 
@@ -128,8 +127,7 @@ def test_chat_completion_round_trips_through_openai_client(gpt, gateway, turn):
         messages.append((2, chat_helper(gpt).choices[0].message))
     for number, message in messages:
         gpt.chat.completions.create(model="m", messages=[*QUESTION, message, *QUESTION])
-        read = gateway.requests[-1][1].messages[1]
-        assert meaning(read) == expected(turn, "call_", number)
+        assert meaning(gateway.requests[-1][1].messages[1]) == expected(turn, "call_", number)
 
 
 # Responses
@@ -143,8 +141,7 @@ def without_ids(item):
 def test_streamed_responses_equal_plain_responses(gpt, turn):
     plain = gpt.responses.create(model="m", input="Do it.", tools=FLAT_TOOLS)
     events = list(gpt.responses.create(model="m", input="Do it.", tools=FLAT_TOOLS, stream=True))
-    numbers = [event.sequence_number for event in events]
-    assert numbers == list(range(len(events)))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
     last = events[-1].response
     assert [without_ids(item) for item in last.output] == [without_ids(item) for item in plain.output]
     done = [event.item for event in events if event.type == "response.output_item.done"]
@@ -185,8 +182,7 @@ def test_messages_round_trip_through_anthropic_client(claude, gateway, turn):
         streamed = events.get_final_message().content
     plain = ask_claude(claude).content
     for number, content in ((0, streamed), (1, plain), (1, [block.to_dict() for block in plain])):
-        message = {"role": "assistant", "content": content}
-        ask_claude(claude, [*QUESTION, message, *QUESTION])
+        ask_claude(claude, [*QUESTION, {"role": "assistant", "content": content}, *QUESTION])
         assert meaning(gateway.requests[-1][1].messages[1]) == expected(turn, "toolu_", number)
 
 

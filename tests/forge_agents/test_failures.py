@@ -31,8 +31,7 @@ def play(served, player, **limits):
 
     endpoints = SimpleNamespace(open=SimpleNamespace(route=open_session), close=SimpleNamespace(route=close_session))
     env = AgentEnv(endpoints, player, limits={"max_tokens": 512, **limits}, retries=0)
-    sample = Sample(Prompt("go", (1,)), "go")
-    (episode,) = asyncio.run(env.play(None, sample, 1, 0, evaluation=True))
+    (episode,) = asyncio.run(env.play(None, Sample(Prompt("go", (1,)), "go"), 1, 0, evaluation=True))
     return episode
 
 

@@ -1,5 +1,6 @@
 """Sessions over a tiny model, by the vendors' clients."""
 
+import asyncio
 import json
 import threading
 
@@ -117,8 +118,6 @@ def test_undelivered_answer_is_orphaned_and_not_trained(served, forced_policy):
     original = forced_policy._generate
 
     async def slow(prompt, **sampling):
-        import asyncio
-
         entered.set()
         await asyncio.to_thread(release.wait, 30)
         return await original(prompt, **sampling)
@@ -134,7 +133,7 @@ def test_undelivered_answer_is_orphaned_and_not_trained(served, forced_policy):
         retried = httpx.post(f"{access.url}/v1/chat/completions", json=body, headers=headers, timeout=60)
         assert retried.status_code == 200
         while len(gateway.sessions[access.key].trees["policy"].runs) < 2:
-            run(_turn())
+            run(asyncio.sleep(0.01))
     finally:
         forced_policy.generate.route = original
     record = closed(served, access)
@@ -142,12 +141,6 @@ def test_undelivered_answer_is_orphaned_and_not_trained(served, forced_policy):
     account = record.episode("policy", 1.0).info["certificate"]
     assert account["orphan"] == len(orphan.completion.token_ids) > 0
     assert account["sampled"] == forced_policy.sampled
-
-
-async def _turn():
-    import asyncio
-
-    await asyncio.sleep(0.01)
 
 
 def test_invalid_gateway_requests_get_one_sentence(served):

@@ -1,7 +1,5 @@
 """Constrained decoding: what a grammar accepts, and the distribution that it leaves."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import Future
 from pathlib import Path

@@ -115,8 +115,7 @@ class HostileClient:
         return rewritten
 
     def reordered(self, call):
-        arguments = json.loads(call["function"]["arguments"])
-        items = list(arguments.items())
+        items = list(json.loads(call["function"]["arguments"]).items())
         self.rng.shuffle(items)
         text = json.dumps(dict(items), indent=self.rng.choice((None, 1)))
         return {**call, "function": {**call["function"], "arguments": text}}

@@ -183,7 +183,6 @@ def test_run_with_killed_processes_trains_each_token_once(tmp_path):
     settings["episode"]["agent"]["function"] = lossy
     settings["checkpoint"]["every"] = 2
     rows = forge.train(None, **settings).metrics
-    figures = agent_soak.check(tmp_path / "soak")
-    assert figures["episodes"] == 6 * 8 * 4
+    assert agent_soak.check(tmp_path / "soak")["episodes"] == 6 * 8 * 4
     for name in ("trainer", "generator", "gateway_actor"):
         assert sum(row.get(f"restarts/{name}", 0) for row in rows) == 1

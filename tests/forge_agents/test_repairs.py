@@ -62,8 +62,7 @@ def test_documented_pytest_command_ignores_agent_files(name, content, tmp_path):
     (tmp_path / name).write_text(content)
     for body, expected in (("assert False", 1), ("pass", 0)):
         (tmp_path / "test_it.py").write_text(f"def test(): {body}")
-        done = subprocess.run(words, cwd=tmp_path, env={"PYTHONPATH": "."}, timeout=60)
-        assert done.returncode == expected
+        assert subprocess.run(words, cwd=tmp_path, env={"PYTHONPATH": "."}, timeout=60).returncode == expected
 
 
 def bash(command):
@@ -127,8 +126,7 @@ def test_broken_repair_scores_zero(served, forced_policy, commands):
 
 
 def test_endless_repair_times_out_with_score_0(served, forced_policy):
-    endless = f"echo 'while True: pass' > {repairs.FILE}"
-    forced_policy.script = spoken(endless, repairs.SUBMIT)
+    forced_policy.script = spoken(f"echo 'while True: pass' > {repairs.FILE}", repairs.SUBMIT)
     outcome, _ = play(served)
     assert (outcome.reward, outcome.is_lost) == (0.0, False)
     assert "TimeoutExpired" in outcome.info["test"]

@@ -3,8 +3,6 @@
 They print a line of JSON for each event, and do what lines on their standard input ask for.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

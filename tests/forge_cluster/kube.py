@@ -5,8 +5,6 @@ own schemas, and does what the StatefulSet and Job controllers, the kubelet, the
 Monarch's meshes would do. It knows no scheduling, quotas, admission or RBAC.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -1,7 +1,5 @@
 """A light actor of tests: its process does not import torch."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

@@ -4,8 +4,6 @@ Two partitions: `low`, the default, whose jobs are put back in the queue when a 
 takes Debian's packages slurmctld, slurmd, slurm-client and munge.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil

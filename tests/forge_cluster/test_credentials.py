@@ -1,7 +1,5 @@
 """Mutual TLS from one secret, and the daemon's answers, within one process."""
 
-from __future__ import annotations
-
 import asyncio
 import datetime
 import os

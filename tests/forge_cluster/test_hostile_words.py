@@ -1,8 +1,6 @@
 """No value of a configuration, name, path or host is another line, option or command of what a launcher writes: parsers
 and shells that know nothing of this library say what they read."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

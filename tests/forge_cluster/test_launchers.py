@@ -1,7 +1,5 @@
 """Kubernetes, ssh, SkyPilot and torchrun: what they are given is valid, and runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

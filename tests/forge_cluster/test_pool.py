@@ -1,7 +1,5 @@
 """Which host a replica goes to, and what is said where there is none."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, strategies as st
 

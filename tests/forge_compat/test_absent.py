@@ -1,7 +1,5 @@
 """Modules and endpoints of Meta's torchforge that are not here are answered by what is."""
 
-from __future__ import annotations
-
 import importlib
 from importlib.util import find_spec
 

@@ -1,7 +1,5 @@
 """Actors and helpers of Meta's torchforge by its names."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import sys

@@ -1,7 +1,5 @@
 """Names of other libraries' settings: errors say what stands for them here, and it exists."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

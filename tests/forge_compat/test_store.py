@@ -1,7 +1,5 @@
 """TorchStore's functions on `forge.store`, with real tensors on the real store."""
 
-from __future__ import annotations
-
 import asyncio
 
 import forge.store as ts

@@ -1,7 +1,5 @@
 """Files of Meta's torchforge are printed with the keys of this library; each other key has a comment."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -157,8 +155,7 @@ def written(folder: Path, values: dict[str, Any], name: str = "qwen3.yaml") -> P
 
 @pytest.mark.processes
 def test_torchforge_grpo_file_converts_with_its_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    file = written(tmp_path, SMALL)
-    main(["convert", "upstream", str(file)])
+    main(["convert", "upstream", str(written(tmp_path, SMALL))])
     printed = capsys.readouterr().out
     ours = tmp_path / "ours.yaml"
     ours.write_text(printed)
@@ -350,5 +347,4 @@ def test_checkpoint_and_activation_switches_are_converted():
         assert "checkpoint" not in converted(checkpoint={"async_mode": mode})
     assert converted(checkpoint={"async_mode": "async_with_pinned_mem"})["checkpoint"] == {"async_write": True}
     for mode, is_on in ((None, False), ("none", False), ("full", True)):
-        training = converted(activation_checkpoint={"mode": mode})["training"]
-        assert training["gradient_checkpointing"] is is_on
+        assert converted(activation_checkpoint={"mode": mode})["training"]["gradient_checkpointing"] is is_on

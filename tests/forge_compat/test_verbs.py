@@ -1,7 +1,5 @@
 """Services by the verbs of Meta's torchforge, on real processes."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """`forge mismatch`: a fault is placed between two sides, and a clean run is not accused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """Plans against what trainers really hold, and what `forge plan` says of the recipes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

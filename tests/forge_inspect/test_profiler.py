@@ -1,7 +1,5 @@
 """A profile of selected steps is a trace of the operators of a process."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

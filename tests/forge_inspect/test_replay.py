@@ -1,7 +1,5 @@
 """Replays of runs: the same bits, whatever the number of generators; and what differs is named with its step."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Responses by target: those that give it, and those that do not. Each line is one; `\\n` in it is a newline."""
 
-from __future__ import annotations
-
 import re
 
 RIGHT_LINES = {

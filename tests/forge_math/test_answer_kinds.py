@@ -1,7 +1,5 @@
 """Kinds of answers whose difference is easily lost: symbols, units, structures, choices; each with its neighbours."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """MathReward on a table of answers, decided one by one; docs/rewards.md has the reasons."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import pytest

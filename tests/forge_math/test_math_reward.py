@@ -1,7 +1,5 @@
 """MathReward with the strict comparison: what counts as the same answer, what does not, and that no input hurts."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

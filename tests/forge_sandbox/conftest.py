@@ -1,7 +1,5 @@
 """Sandboxes of each level and user, and a neighbourhood that programs attack."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """Further programs as in `programs.py`."""
 
-from __future__ import annotations
-
 CAPABILITIES = """
 def sets():
     with open("/proc/self/status") as file:

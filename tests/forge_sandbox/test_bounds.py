@@ -1,7 +1,5 @@
 """Limits of all processes together, capabilities, and what programs see of the machine."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess

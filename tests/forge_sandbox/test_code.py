@@ -1,7 +1,5 @@
 """Programs against their tests, in a sandbox that trusts them (they are the tests' own)."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -1,7 +1,5 @@
 """Programs on tests in the real sandbox; programs that would rather cheat."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import json
@@ -169,8 +167,7 @@ CHEATS = {
 @pytest.mark.parametrize("name", CHEATS)
 def test_cheating_programs_score_0(name, sandbox):
     assert score(sandbox, CHEATS[name], CASES[:3]) == 0.0
-    tests = [{"test": f"assert f({x}) == {x * x}"} for x in (1, 2)]
-    assert score(sandbox, CHEATS[name], tests) == 0.0
+    assert score(sandbox, CHEATS[name], [{"test": f"assert f({x}) == {x * x}"} for x in (1, 2)]) == 0.0
 
 
 def test_program_forging_result_lines_gains_nothing(sandbox):

@@ -1,7 +1,5 @@
 """Programs that try to get out do not, whether root or an ordinary user runs them."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What a sandbox answers, at each level; its limits; its failures."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -28,8 +28,7 @@ def test_samplers_keep_their_weights_during_training(service, server):
     assert first.compute_logprobs(tokens).result() == reference
 
     # A checkpoint of training samples as one for sampling does.
-    resumed = service.create_sampling_client(state).result()
-    assert resumed.compute_logprobs(tokens).result() == trained
+    assert service.create_sampling_client(state).result().compute_logprobs(tokens).result() == trained
 
 
 def test_sampled_provenance_trains_what_was_recorded(service, server):

@@ -3,8 +3,6 @@
 Needs the extra `titan`; `make test-titan` makes an environment with it.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 from collections.abc import Callable

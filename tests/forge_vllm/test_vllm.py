@@ -1,7 +1,5 @@
 """What only vLLM can get wrong: its options, and the ends of its processes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Synthetic score tables with known truth."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

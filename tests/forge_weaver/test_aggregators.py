@@ -1,7 +1,5 @@
 """What all aggregators have in common, and what each is for."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable
@@ -133,8 +131,7 @@ def test_unsupervised_fit_ignores_labels(make: Callable[[], Aggregator], table: 
     if isinstance(make(), Auto):
         # Fewer than it uses.
         guess = guess.with_labels_of(range(4))
-    found = make().fit(guess).predict_proba(blind)
-    np.testing.assert_array_equal(found, make().fit(blind).predict_proba(blind))
+    np.testing.assert_array_equal(make().fit(guess).predict_proba(blind), make().fit(blind).predict_proba(blind))
 
 
 @pytest.mark.full

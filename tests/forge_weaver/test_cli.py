@@ -1,7 +1,5 @@
 """The command line on tables of scores, and what it says of those that it cannot use."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

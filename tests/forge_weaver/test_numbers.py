@@ -1,7 +1,5 @@
 """The numerics against enumeration, closed forms and finite differences."""
 
-from __future__ import annotations
-
 from itertools import product
 from statistics import NormalDist
 

@@ -1,7 +1,5 @@
 """A panel over many problems."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math
@@ -52,8 +50,7 @@ def test_scores_of_one_model_form_a_family():
         async def score(self, prompt, responses, target=None):
             return Scores(np.zeros((len(responses), 3)))
 
-    table = asyncio.run(score_table(Process(), PROBLEMS))
-    assert table.families == ("prm", "prm", "other")
+    assert asyncio.run(score_table(Process(), PROBLEMS)).families == ("prm", "prm", "other")
 
 
 def test_failing_verifier_affects_only_its_problem():

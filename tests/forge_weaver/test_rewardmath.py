@@ -1,7 +1,5 @@
 """Real scores of 30 verifiers, 240 problems, 10 candidates of which one is right; its figures are in docs/weaver.md."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Score tables: what is refused, what is taken apart, and that files give back what was written."""
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import fields
 from pathlib import Path
@@ -106,8 +104,7 @@ def test_table_take_select_and_labels_keep_alignment():
     assert part.prompts == ["é", "2+2"]
     np.testing.assert_array_equal(part.scores[1], table.scores[0])
     same(table.take(np.array([True, True, True])), table)
-    hidden = table.with_labels_of([1])
-    np.testing.assert_array_equal(hidden.labelled_problems(), [1])
+    np.testing.assert_array_equal(table.with_labels_of([1]).labelled_problems(), [1])
     assert len(table.with_labels_of([]).labelled_problems()) == 0
     swapped = table.select(("judge", "prm_min"))
     assert swapped.families == ("judge", "prm")

@@ -4,8 +4,6 @@ A field is tried on every family, also those whose class does not have it: a con
 key. What transformers itself computes is the oracle: its eager attention, one sequence at a time.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator, Sequence
 from copy import deepcopy

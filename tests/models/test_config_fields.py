@@ -1,7 +1,5 @@
 """No value of a model's configuration is accepted and not computed: all fields of all families, in every recipe."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

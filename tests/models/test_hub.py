@@ -1,7 +1,5 @@
 """Names of the hub, model cards and uploads; the hub itself is not reached."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

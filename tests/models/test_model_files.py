@@ -1,7 +1,5 @@
 """Models and tables from strangers: nothing of them runs, waits or grows without a bound; each fault is one line."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

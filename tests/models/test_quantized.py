@@ -1,7 +1,5 @@
 """A model with quantized weights, in a .gguf file or as published on the hub, is opened to the same model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

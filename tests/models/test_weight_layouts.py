@@ -1,7 +1,5 @@
 """Names between trainer, engine and peft, and adapters merged in closed form."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -131,8 +129,7 @@ def test_missing_adapter_factor_raises_with_its_name(lost: str) -> None:
 
 
 def test_adapter_with_wrong_shape_or_base_raises() -> None:
-    named = tensors()
-    factors, weight = read_adapters(named.items()), f"{PLAIN}.weight"
+    factors, weight = read_adapters(tensors().items()), f"{PLAIN}.weight"
     with pytest.raises(ValueError, match=r"lora_A.*shape \(3, 5\).* ask for \(3, 4\)"):
         dict(merge_adapters([(weight, torch.zeros(7, 4))], factors))
     with pytest.raises(ValueError, match=r"lora_B.*shape \(7, 3\).* ask for \(6, 3\)"):

@@ -1,7 +1,5 @@
 """Alerts: one for each thing that goes wrong, none for a run that goes well."""
 
-from __future__ import annotations
-
 import pytest
 
 from forge_inspect.alerts import WINDOW, list_alerts

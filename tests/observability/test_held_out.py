@@ -1,7 +1,5 @@
 """Answers to held-out problems: written with the row of their step, cut at a resume, read as the file grows."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

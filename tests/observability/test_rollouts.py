@@ -1,7 +1,5 @@
 """rollouts.arrow: what is written is read back, by other libraries too, also after a kill and a resume."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -153,8 +151,7 @@ def test_cut_rollouts_drops_later_steps(tmp_path: Path):
     cut_rollouts(tmp_path / ROLLOUTS, 2)
     assert {row["step"] for row in read(tmp_path)} == {1, 2}
     steps(writer(tmp_path), range(3, 6))
-    again = read(tmp_path)
-    assert [row["tokens"] for row in again] == [row["tokens"] for row in first]
+    assert [row["tokens"] for row in read(tmp_path)] == [row["tokens"] for row in first]
     cut_rollouts(tmp_path / ROLLOUTS, 0)
     assert (tmp_path / ROLLOUTS).stat().st_size == 0
     cut_rollouts(tmp_path / "none.arrow", 3)
@@ -166,8 +163,7 @@ def test_recorded_rollouts_are_bounded_in_number_and_size(tmp_path: Path, caplog
     assert writer(tmp_path, 0).pick(given) == []
     log = writer(tmp_path, "all", most=10_000)
     steps(log, range(1, 9))
-    size = (tmp_path / ROLLOUTS).stat().st_size
-    assert 10_000 <= size < 20_000
+    assert 10_000 <= (tmp_path / ROLLOUTS).stat().st_size < 20_000
     assert log.pick(given) == []
     assert caplog.text.count("no more rollouts are recorded; raise metrics.rollouts_mb") == 1
     assert writer(tmp_path, "all", most=10_000).pick(given) == []  # resumed

@@ -1,7 +1,5 @@
 """A run's folder: held by one controller, gone on with where it was, and never half removed."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Folders of runs, listed and compared."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

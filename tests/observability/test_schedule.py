@@ -1,7 +1,5 @@
 """The schedule of a run: what is written is read again, and what no run can have written is named."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

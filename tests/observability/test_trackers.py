@@ -1,7 +1,5 @@
 """The trackers show what metrics.jsonl and rollouts.arrow have, read back with each tracker's own means."""
 
-from __future__ import annotations
-
 import json
 import struct
 import sys

@@ -78,8 +78,7 @@ def test_distillation_teacher_with_other_tokenizer_raises(tmp_path):
     common = ["--algorithm", "distill"]
     teacher = build_small_model(tmp_path / "teacher", seed=1, alphabet="abcdefghijklmnopqrstuvwxyz>", **shape)
     run_here(*command(tmp_path, *common, "--grpo.reference", teacher, "--lora", "{rank: 4, alpha: 8}"))
-    history = rows(tmp_path)
-    assert history[-1]["train/reverse_kl"] > 0
+    assert rows(tmp_path)[-1]["train/reverse_kl"] > 0
     other = build_small_model(tmp_path / "other", seed=1, alphabet="abc>", **shape)
     with pytest.raises(SystemExit, match=r"error: grpo.reference: the tokens of .*other differ from"):
         run_here(*command(tmp_path, *common, "--grpo.reference", other))

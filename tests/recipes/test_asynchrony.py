@@ -1,7 +1,5 @@
 """Asynchronous runs keep what they promise: ages, importance ratios, and where the time went."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

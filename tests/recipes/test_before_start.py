@@ -1,7 +1,5 @@
 """What a run knows of its data before its first process: lengths, rows that are in both sets, the last step."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The Python front door as a user meets it: complete examples of at most 15 lines, each in a separate process."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

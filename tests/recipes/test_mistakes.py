@@ -1,11 +1,10 @@
 """Typical mistakes of a first week, each answered by one line that says what to type."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -144,18 +143,14 @@ def test_invalid_config_file_raises_one_line(text: str, words: str, tmp_path: Pa
 def test_reward_that_never_scores_is_named_with_its_input(function: Callable[..., Any], reason: str):
     reward = Reward([function], names=["mine"])
 
-    class Endpoint:
-        def __init__(self, call: Any) -> None:
-            self.route = call
-
     async def generate(prompt: Prompt, **sampling: Any) -> list[Completion]:
         return [Completion("cb", [3, 4], [-1.0, -1.0], finish="stop")] * 2
 
     async def score(prompt: Prompt, texts: list[str], target: str, evaluation: bool, completions: Any) -> Any:
         return await reward.score(prompt, texts, target, completions)
 
-    policy = type("Policy", (), {"generate": Endpoint(generate)})()
-    env = SingleTurnEnv(type("Service", (), {"score": Endpoint(score)})())
+    policy = SimpleNamespace(generate=SimpleNamespace(route=generate))
+    env = SingleTurnEnv(SimpleNamespace(score=SimpleNamespace(route=score)))
 
     async def work() -> None:
         for _ in range(MAX_UNSCORED_GROUPS):

@@ -1,7 +1,5 @@
 """A whole run on a small disk, with little shared memory, or with few descriptors: it ends in one line and resumes."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

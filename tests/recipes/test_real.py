@@ -1,7 +1,5 @@
 """The tasks for real models: answers are right, held-out questions are never trained, rules decide as people do."""
 
-from __future__ import annotations
-
 import json
 from itertools import islice
 

@@ -1,7 +1,5 @@
 """A run whose sampling is bounded: engine and trainer agree on its tokens, and texts end its answers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -40,8 +38,7 @@ def test_engine_and_trainer_logprobs_agree_with_top_p(tmp_path: Path, monkeypatc
     assert len(differences) == 3
     assert max(differences) < 1e-5
     assert all(row["train/ratio_max_deviation"] < 1e-4 for row in result.metrics if "reward" in row)
-    responses = [rollout["response"] for rollout in result.rollouts]
-    assert not any("bb" in response[:-1] for response in responses)
+    assert not any("bb" in rollout["response"][:-1] for rollout in result.rollouts)
 
 
 def test_sampling_settings_contain_only_set_values():

@@ -1,7 +1,5 @@
 """Every rule of `forge.recipes.rules`, by a configuration that breaks it and the line that says so."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Procedural tasks and the character tokenizer."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

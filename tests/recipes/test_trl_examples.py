@@ -1,7 +1,5 @@
 """TRL's examples with their names changed, as docs/start/from_trl.md shows them, on a tiny chat model."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

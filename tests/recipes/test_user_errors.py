@@ -1,7 +1,5 @@
 """Rewards and environments that raise: what reaches the user, and what the folder of the run says."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess

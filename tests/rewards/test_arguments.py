@@ -1,8 +1,7 @@
 """Each parameter of a reward gets what it names: the answer, the prompt, columns of the row, or the whole group."""
 
-from __future__ import annotations
-
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -154,20 +153,14 @@ def test_missing_reward_columns_raise_when_data_loads():
         rows(lambda response, solutio: 0.0, data)
     # Without a default that says what stands for it, a row may lack a column.
     assert [sample.prompt.row for sample in rows(lambda response, level=0: 0.0, data).held_out(2)] == [{"level": 1}, {}]
-    everything = next(rows(lambda completions, **kwargs: [], data, shuffle=False))
-    assert everything.prompt.row == data[0]
-
-
-class Endpoint:
-    def __init__(self, call: Any) -> None:
-        self.route = call
+    assert next(rows(lambda completions, **kwargs: [], data, shuffle=False)).prompt.row == data[0]
 
 
 class Policy:
     """Answers every prompt with the same texts; keeps what it was given."""
 
     def __init__(self) -> None:
-        self.generate = Endpoint(self._generate)
+        self.generate = SimpleNamespace(route=self._generate)
         self.prompts: list[Prompt] = []
 
     async def _generate(self, prompt: Prompt, **sampling: Any) -> list[Completion]:
@@ -181,13 +174,8 @@ def test_reward_gets_row_and_tokens_hidden_from_policy():
     def both(completion: Completion, level: int) -> float:
         return level + len(completion.token_ids)
 
-    actor = started(RewardActor([both]))
-
-    class Service:
-        score = Endpoint(actor.score)
-
-    policy = Policy()
-    env = SingleTurnEnv(Service(), with_tokens=RewardConfig(functions=[both]).reads_tokens)
+    policy, service = Policy(), SimpleNamespace(score=SimpleNamespace(route=started(RewardActor([both])).score))
+    env = SingleTurnEnv(service, with_tokens=RewardConfig(functions=[both]).reads_tokens)
     episodes = asyncio.run(env.rollout(policy, Sample(TEXT, "4"), n=3))
     assert [episode.reward for episode in episodes] == [5.0, 15.0, 4.0]
     assert policy.prompts[0].row == {}

@@ -1,7 +1,5 @@
 """Judges against a real little server that can fail in every way, and against the library's own endpoint."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import socket

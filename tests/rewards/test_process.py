@@ -1,7 +1,5 @@
 """Process reward models against plain transformers: the probability at each marker, and its three readings."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np
@@ -54,8 +52,7 @@ def test_process_model_scores_steps_at_their_markers(folders, kind):
         logits = plain(torch.tensor([ids])).logits[0, at]
         chosen = logits[:, TOKENIZER.convert_tokens_to_ids(["p", "m"])] if causal else logits
         good = chosen.softmax(-1)[:, 0].tolist()
-        expected = [min(good), float(np.mean(good)), good[-1]]
-        np.testing.assert_allclose(found.values[i], expected, atol=1e-5)
+        np.testing.assert_allclose(found.values[i], [min(good), float(np.mean(good)), good[-1]], atol=1e-5)
         if i == 0:
             np.testing.assert_allclose(first, good, atol=1e-5)
 

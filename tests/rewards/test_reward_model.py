@@ -1,7 +1,5 @@
 """Reward models: in batches what they say one by one, and what they said in training."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path
@@ -159,8 +157,7 @@ def test_reward_model_chat_text_ends_with_end_of_turn(reward_model, tmp_path):
 
 
 def test_response_beyond_reward_model_length_is_unscored(reward_model):
-    responses = ["ab", "y" * 100]
-    found = scored(RewardModel(reward_model), responses=responses)
+    found = scored(RewardModel(reward_model), responses=["ab", "y" * 100])
     assert np.isfinite(found.values[0, 0])
     assert found.reasons == {(1, 0): "it has 111 tokens, and the model reads 64"}
 

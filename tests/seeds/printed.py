@@ -1,7 +1,5 @@
 """Blocks of the torchforge documents. They lie next to the checkout; one of them was stored without its indentation."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

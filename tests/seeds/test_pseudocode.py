@@ -1,7 +1,5 @@
 """The pseudocode of the front page and the talk, on real services."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import subprocess
@@ -64,8 +62,7 @@ async def test_pseudocode_episode_code_returns_scored_episode(model, store, name
     code = code if name == printed.TALK else code + "\n    )\n"
 
     dataloader, policy, reward, buffer, _ = await start(model, store)
-    generate_episode = printed.run(code, Episode=Episode)["generate_episode"]
-    await generate_episode(dataloader, policy, reward, buffer)
+    await printed.run(code, Episode=Episode)["generate_episode"](dataloader, policy, reward, buffer)
     (episode,) = await buffer.sample.route(0, 1)
     assert 0.0 <= episode.reward <= 1.0
 

@@ -1,7 +1,5 @@
 """docs/start/from_torchforge.md has its rows, each of which names its tests; and tests of rows that no block shows."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import re

@@ -1,7 +1,5 @@
 """The skill page: rewards, losses, batches, configurations and commands."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -212,8 +210,7 @@ def test_skill_page_batch_format_trains(tmp_path):
         code = "\n".join(lines)
         code = re.sub(r'"(\w+)": torch.Tensor', lambda match: f'"{match[1]}": tensor["{match[1]}"]', code)
         before = {name: weight.clone() for name, weight in trainer.trainer.weights().items()}
-        names = printed.run(code, trainer=trainer, tensor=tensor)
-        assert isinstance(names["loss"], float)
+        assert isinstance(printed.run(code, trainer=trainer, tensor=tensor)["loss"], float)
         assert any((weight != before[name]).any() for name, weight in trainer.trainer.weights().items())
     finally:
         trainer.teardown()
@@ -228,8 +225,7 @@ def test_skill_page_completion_fields_exist():
     assert fields == ["text", "token_ids", "logprobs", "metadata"]
     completion = forge.Completion("a", [1, 2], [-0.1, -0.2], {"source": "test"})
     assert [getattr(completion, name) for name in fields] == ["a", [1, 2], [-0.1, -0.2], {"source": "test"}]
-    group = forge.Group([forge.Episode(completion, 1.0)])
-    assert group.rewards == [1.0]
+    assert forge.Group([forge.Episode(completion, 1.0)]).rewards == [1.0]
 
 
 @pytest.mark.processes

@@ -1,7 +1,5 @@
 """Small disks of tests: each is a tmpfs in a mount namespace of its own, which nothing else on this machine sees."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator, Sequence

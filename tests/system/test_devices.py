@@ -1,7 +1,5 @@
 """Accelerators: what a scheduler's variables name, and what was promised and is not there."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """Each kind of write on a disk that is full: one line with the path, the bytes that it needs and those that are free,
 nothing half-written, and what was whole before stays whole."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What counts as a secret, by place, name and looks, and what does not."""
 
-from __future__ import annotations
-
 import logging
 import os
 import stat
@@ -127,8 +125,7 @@ def test_masked_names_lists_masked_settings():
         "argv": ["--token", "S3K"], "url": "https://user:S3K@host", "other": "hf_S3KabcdefghijK",
         "bearer": {"is": "S3K"}, "empty": {"password": None},
     }  # fmt: skip
-    names = [*masked_names(without_secrets(config))]
-    assert names == ["services.x.env.A", "argv", "url", "other", "bearer.is"]
+    assert [*masked_names(without_secrets(config))] == ["services.x.env.A", "argv", "url", "other", "bearer.is"]
     assert not [*masked_names(config)]
 
 

@@ -1,7 +1,5 @@
 """Tiny models of every family and small batches, the same in every process that asks for them."""
 
-from __future__ import annotations
-
 import string
 from pathlib import Path
 from typing import Any

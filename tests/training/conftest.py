@@ -1,7 +1,5 @@
 """Models written once, and one run of two processes that all tests of two ranks look at."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What two and four ranks do in the tests: all scenarios in one process group, which is laid out anew for each."""
 
-from __future__ import annotations
-
 import pickle
 import traceback
 from collections.abc import Callable

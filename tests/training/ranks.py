@@ -1,7 +1,5 @@
 """What two ranks do in the tests, and one rank to compare them with: each scenario runs on any number of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

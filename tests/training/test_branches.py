@@ -1,7 +1,5 @@
 """Branches share their episode's weight: what a conversation's rewriting splits trains as what it leaves whole."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Checkpoints and exports of one process: exact continuation, housekeeping, and nothing half-written in sight."""
 
-from __future__ import annotations
-
 import resource
 import shutil
 from collections.abc import Iterator

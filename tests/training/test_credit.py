@@ -1,7 +1,5 @@
 """From rewards of episodes to advantages of tokens: KL in the reward, critics, whitening, what is left out."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

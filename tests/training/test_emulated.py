@@ -1,7 +1,5 @@
 """Training on an emulated accelerator: the CPU's numbers, every tensor on the device, and few waits of the host."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,8 +109,7 @@ def check_step(model: Path, expected: Outcome, **settings: Any) -> None:
     for metrics, others in zip(found.metrics, expected.metrics, strict=True):
         assert_equal(metrics, others)
     assert largest_difference(found.weights, expected.weights) < WEIGHTS
-    limit = LOGPROBS
-    np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=0, atol=limit)
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=0, atol=LOGPROBS)
 
 
 @pytest.mark.parametrize("which", SETTINGS)

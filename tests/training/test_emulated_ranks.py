@@ -1,7 +1,5 @@
 """Two emulated accelerators with gloo between them train as the CPU does, in every kind of parallelism."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

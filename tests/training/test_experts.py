@@ -1,7 +1,5 @@
 """Mixtures of experts: replay of the engine's routing, the routers' loss, and the load of experts."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is exported is what transformers would have written: names, bytes, configuration; in files of bounded size."""
 
-from __future__ import annotations
-
 import json
 import weakref
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every family trains as plain transformers does, and what it writes is a model of transformers and of the engine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

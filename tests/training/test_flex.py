@@ -1,7 +1,5 @@
 """FlexAttention over a tree of runs: the mask by brute force, and the rectangles' result. Forward only, on a CPU."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import numpy as np

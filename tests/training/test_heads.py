@@ -1,7 +1,5 @@
 """Value and reward heads against plain transformers: what they say, learn, and are once written."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Degrees: what they make of a number of ranks, and which are refused. Settings that need no second process."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A sharded model that each rank reads its part of has the weights, bit for bit, of one that was loaded whole."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial
@@ -53,8 +51,7 @@ CASES: dict[str, tuple[tuple[int, int, int, int], str, dict[str, Any]]] = {
 
 def state(ranks: Ranks, model: Path, **settings: Any) -> dict[str, Any]:
     """This rank's part of every parameter, the buffers and the configurations."""
-    trainer = make_trainer(model, ranks, **settings)
-    policy = trainer.policy
+    policy = make_trainer(model, ranks, **settings).policy
     local = {n: p.to_local() if isinstance(p, DTensor) else p for n, p in policy.named_parameters()}
     generation = getattr(policy.model, "generation_config", None)
     return {
@@ -167,8 +164,7 @@ def test_unusual_checkpoints_are_left_to_transformers(change: Callable[[Path], A
 
 def test_checkpoint_tensor_of_wrong_shape_raises(written: dict[str, Path], tmp_path: Path):
     folder = write_model(tmp_path / "model", "llama")
-    weights = load_file(folder / "model.safetensors")
-    write_weights(folder, weights | {"model.norm.weight": torch.zeros(3)})
+    write_weights(folder, load_file(folder / "model.safetensors") | {"model.norm.weight": torch.zeros(3)})
     model, _ = build_on_meta(AutoModelForCausalLM, folder, torch.float32) or (None, None)
     with pytest.raises(ValueError, match=r"tensor 'model.norm.weight' has shape \(3,\), the model has \(32,\)"):
         fill_model(model, folder, torch.device("cpu"))

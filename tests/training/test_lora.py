@@ -1,7 +1,5 @@
 """Adapters: what they learn against plain transformers, what stays as it was, and what is written."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Several updates a step: what each is made of, what they share, and what the step reports of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

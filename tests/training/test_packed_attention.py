@@ -1,7 +1,5 @@
 """A packed forward pass is every sequence's own forward pass, for each model family, and so are its gradients."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

@@ -1,7 +1,5 @@
 """In bfloat16 the policy and the frozen reference compute alike: at equal weights no ratio, KL or margin is noise."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from types import SimpleNamespace

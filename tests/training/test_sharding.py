@@ -1,7 +1,5 @@
 """Tensor and context parallelism and their products with FSDP2 and HSDP: two and four processes train as one does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sequences that share prefixes are computed as a tree, with the result of computing each sequence by itself."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 
@@ -135,8 +133,7 @@ def test_prefixes_are_shared_only_with_equal_experts():
     batch = batch_of([[5, 6, 7, 8], [5, 6, 7, 9], [5, 6, 7, 4]])
     batch.experts = np.zeros((12, 2, 2), np.uint8)
     batch.experts[6, 1] = 3
-    tree = find_prefixes(prefix_ids(batch), batch.lengths, 1)
-    assert tree.index.tolist() == [0, 1, 2, 3, 0, 1, 4, 5, 0, 1, 2, 6]
+    assert find_prefixes(prefix_ids(batch), batch.lengths, 1).index.tolist() == [0, 1, 2, 3, 0, 1, 4, 5, 0, 1, 2, 6]
     assert prefix_ids(batch_of([[5, 6]])).tolist() == [5, 6]
 
 

@@ -1,7 +1,5 @@
 """Chunked log-probabilities and entropies against float64 log_softmax, with gradients and the memory they take."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

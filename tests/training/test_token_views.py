@@ -1,7 +1,5 @@
 """What a loss sees of tokens: ids, positions and groups; and advantages of single tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

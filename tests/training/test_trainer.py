@@ -1,7 +1,5 @@
 """A training step in one process: what it learns, what it reports, and what leaves its result unchanged."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

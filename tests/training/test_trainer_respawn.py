@@ -1,7 +1,5 @@
 """A trainer that is killed at any moment has, once replaced, the weights that it would have had: to the bit."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

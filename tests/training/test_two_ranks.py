@@ -1,7 +1,5 @@
 """Two processes train as one does: FSDP2, HSDP, idle ranks, user-written losses, checkpoints, export."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

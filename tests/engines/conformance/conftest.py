@@ -1,7 +1,5 @@
 """One engine of each kind for all tests: vLLM takes 15 to 30 s to start."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

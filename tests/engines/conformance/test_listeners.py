@@ -1,7 +1,5 @@
 """Tokens as they are drawn: joined, they are the completions, versions and all."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Prompts that begin alike: a turn takes what the last one computed, under the same weights only."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from forge.types import Sampling

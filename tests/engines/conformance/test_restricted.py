@@ -1,7 +1,5 @@
 """What narrows the distribution: the tokens that are left, with the log-probabilities among them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -83,8 +81,7 @@ def reader(
 
 def test_stop_texts_end_completions(reader: Any, bpe: PreTrainedTokenizerFast) -> None:  # noqa: F811
     engine, _ = reader
-    sampling = Sampling(max_tokens=60, seed=3)
-    free = engine.submit([5, 6, 7], sampling).result(60)[0]
+    free = engine.submit([5, 6, 7], Sampling(max_tokens=60, seed=3)).result(60)[0]
     text = bpe.decode(free.token_ids)
     stop = text[len(text) // 2 :][:3]
     ended = engine.submit([5, 6, 7], Sampling(max_tokens=60, seed=3, stop=(stop,))).result(60)[0]

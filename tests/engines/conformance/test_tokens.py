@@ -1,7 +1,5 @@
 """The right tokens with the right log-probabilities, from one caller or from many."""
 
-from __future__ import annotations
-
 import math
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any

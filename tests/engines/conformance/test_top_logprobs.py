@@ -1,7 +1,5 @@
 """The most probable tokens at each position, for those who ask: those of the distribution that was drawn from."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

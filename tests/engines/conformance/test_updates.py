@@ -1,7 +1,5 @@
 """New weights: taken up whole or not at all, and every token says which it is of."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The end of the shared engine: the last module, by its name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

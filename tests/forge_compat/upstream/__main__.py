@@ -3,8 +3,6 @@
 FORGE_TORCHFORGE_SOURCE names a checkout of the repository.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Private names of torchforge that its test files import alongside public ones."""
 
-from __future__ import annotations
-
 
 class PrivateOfServices:
     """A class of torchforge's services that their callers never see."""

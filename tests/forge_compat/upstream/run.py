@@ -1,7 +1,5 @@
 """Runs the test files of a suite, each in a process, and reports every test."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Test files of TorchStore and torchforge, as their repositories have them: which are run, and what differs here."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

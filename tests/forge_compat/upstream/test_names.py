@@ -1,7 +1,5 @@
 """The table of torchforge's names says what importing each gives."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """torchforge's own GRPO program on this library, with three import lines of other packages replaced."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

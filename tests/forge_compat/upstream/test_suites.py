@@ -1,7 +1,5 @@
 """Upstream's test files against this library: what is stated as a difference fails, all else passes."""
 
-from __future__ import annotations
-
 import pytest
 
 from .run import obstacle, outcomes

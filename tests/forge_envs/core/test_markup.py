@@ -1,7 +1,5 @@
 """Tool calls between tags, as families write them that have no tokenizer here, and whatever else a model may write."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Parameters of tools as JSON Schema, and values that are written as text."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 from typing import Any

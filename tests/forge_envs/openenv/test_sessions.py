@@ -71,8 +71,7 @@ def test_session_limit_is_kept_and_sessions_are_closed():
         return await asyncio.gather(*map(play, range(20)))
 
     Counting.made = Counting.closed = 0
-    said = with_client(work, {"sessions": 4}, max_sessions=4)
-    assert said == [f"turn 1 of {number}: x" for number in range(20)]
+    assert with_client(work, {"sessions": 4}, max_sessions=4) == [f"turn 1 of {number}: x" for number in range(20)]
     assert Counting.made == Counting.closed == 20
 
 

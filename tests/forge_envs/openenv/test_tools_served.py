@@ -1,6 +1,6 @@
 """A question with tools behind the server, for our client and for OpenEnv's."""
 
-from __future__ import annotations
+from __future__ import annotations  # tools whose annotations are text have schemas too
 
 import asyncio
 

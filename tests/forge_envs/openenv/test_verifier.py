@@ -1,7 +1,5 @@
 """OpenEnv servers as verifiers of single answers."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Steps and actions as JSON: truth values, and numbers of NumPy."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

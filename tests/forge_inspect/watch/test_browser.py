@@ -1,7 +1,5 @@
 """The page as its users see it, in a browser, over folders that real runs left or are writing."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """The server of `forge watch`: what it answers, what it must never read, and whom it rejects."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable
@@ -57,8 +55,7 @@ def get(root: Path, path: str, **query: Any) -> Any:
 def test_watch_api_lists_runs_and_metrics(runs: Path):
     found = get(runs, "runs")
     assert [(run["run"], run["state"], run["step"]) for run in found] == [("a", "finished", 34), ("b", "finished", 32)]
-    about = get(runs, "run", run="a")
-    assert about["settings"]["async.max_policy_age"] == 1
+    assert get(runs, "run", run="a")["settings"]["async.max_policy_age"] == 1
     curves = get(runs, "rows", run="a", after=30)
     assert curves["rows"] == 34
     rows = [json.loads(line) for line in (runs / "a/metrics.jsonl").read_text().splitlines()]
@@ -84,8 +81,7 @@ def test_rollout_filters_match_a_plain_loop(runs: Path):
         found = RunView(runs / "a").rollouts(query)
         assert (found["total"], found["all"]) == (len(expected), EPISODES)
         assert [row["row"] for row in found["rows"]] == sorted(expected, key=lambda n: rows[n]["step"])[:50], query
-        counts = found["histogram"]["counts"]
-        assert sum(counts) == len(expected)
+        assert sum(found["histogram"]["counts"]) == len(expected)
     longest = RunView(runs / "a").rollouts({"sort": "length", "down": "1", "page": "1"})["rows"]
     assert [row["length"] for row in longest] == sorted((row["length"] for row in rows), reverse=True)[50:100]
     assert get(runs, "rollouts", run="a", sort="prompt")[0] == 400
@@ -97,8 +93,7 @@ def test_rollout_api_returns_all_fields(runs: Path):
     for number in (0, 130, EPISODES - 1):
         row = get(runs, "rollout", run="a", row=number)
         assert (row["tokens"], row["texts"]) == (rows[number]["tokens"], rows[number]["texts"])
-        expected = np.array(rows[number]["loss"], float)
-        np.testing.assert_allclose(np.array(row["loss"], float), expected, rtol=1e-6)
+        np.testing.assert_allclose(np.array(row["loss"], float), np.array(rows[number]["loss"], float), rtol=1e-6)
         assert {one["group"] for one in get(runs, "group", run="a", row=number)} == {row["group"]}
     assert get(runs, "rollout", run="a", row=EPISODES) == (404, "there are 512 rollouts, and this is number 512")
 

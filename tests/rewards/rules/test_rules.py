@@ -1,7 +1,5 @@
 """Rule rewards: the final answer of a response, the simple comparison, formats and exact text."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, strategies as st
 

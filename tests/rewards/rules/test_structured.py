@@ -1,7 +1,5 @@
 """JsonMatch: what is the object that was asked for, and what is only near it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Thousands of calls leave neither descriptors nor memory behind, in the controller and in the replicas."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from pathlib import Path

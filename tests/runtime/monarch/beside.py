@@ -3,8 +3,6 @@
 python -m tests.runtime.monarch.alongside PROGRAM.py
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import runpy

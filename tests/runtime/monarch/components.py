@@ -1,7 +1,5 @@
 """Components that are written with Monarch's own decorators."""
 
-from __future__ import annotations
-
 import asyncio
 
 from monarch.actor import Actor, concurrent_endpoint, endpoint as monarch_endpoint

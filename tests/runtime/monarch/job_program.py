@@ -6,8 +6,6 @@ tells what it does. `procs` hands over processes that the program has spawned. `
 program as `batch` within itself.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

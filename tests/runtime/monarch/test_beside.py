@@ -3,8 +3,6 @@
 The examples are read from a checkout of github.com/meta-pytorch/monarch, which FORGE_MONARCH_SOURCE names.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Monarch's own decorators in components: the same answers as on Monarch's actors."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

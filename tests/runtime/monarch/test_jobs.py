@@ -1,7 +1,5 @@
 """Services on jobs of Monarch's: a real Slurm, and a stand-in of Kubernetes, over machines out of namespaces."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Services on meshes that a user made with Monarch: placement, faults, and what stays the user's."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

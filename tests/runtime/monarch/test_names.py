@@ -1,7 +1,5 @@
 """Private names of Monarch are in one file, and a version of Monarch that lacks one is an error of one line."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from importlib import import_module

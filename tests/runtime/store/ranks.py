@@ -1,7 +1,5 @@
 """What real ranks do in test_processes.py: `python ranks.py TASK ROOT RANK WORLD PORT`."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

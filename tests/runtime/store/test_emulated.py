@@ -1,7 +1,5 @@
 """Weights of an emulated accelerator in the store: cast on the device, taken over by an engine, filled into tensors."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

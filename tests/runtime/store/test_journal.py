@@ -1,7 +1,5 @@
 """The journal: what was appended is there after any kill, in order, and damage is never passed over."""
 
-from __future__ import annotations
-
 import resource
 import signal
 import subprocess

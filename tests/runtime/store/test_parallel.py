@@ -1,7 +1,5 @@
 """Transfers in several threads: the same versions, the same errors, and no more memory than a few tensors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The weight store between real processes: many ranks, kills, overwriting under load, and what stays behind."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

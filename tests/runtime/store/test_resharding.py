@@ -1,7 +1,5 @@
 """Resharding: whatever layout put a tensor, every rank of any other layout gets its own part of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The weight store within one process: what is put is what is got, whole or not at all, and nothing stays behind."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import pickle
@@ -58,8 +56,7 @@ def test_nested_state_dicts_have_dotted_names(store: VersionStore):
     nested = {"layer": {"weight": torch.ones(2), "bias": torch.zeros(2)}, "scale": torch.tensor(3.0)}
     store.put("model", nested)
     assert set(store.get("model")) == {"layer.weight", "layer.bias", "scale"}
-    into = {"layer": {"weight": torch.empty(2)}}
-    assert store.get("model", into)["layer"]["weight"].eq(1).all()
+    assert store.get("model", {"layer": {"weight": torch.empty(2)}})["layer"]["weight"].eq(1).all()
     with pytest.raises(KeyError, match=r"tensor 'layer.weigth' is not there; it has 3 tensors"):
         store.get("model", {"layer": {"weigth": torch.empty(2)}})
     with pytest.raises(TypeError, match=r"'layer\.step' is a int"):
