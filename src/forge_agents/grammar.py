@@ -27,8 +27,6 @@ Schema = Mapping[str, Any]
 MAX_CALLS = 64  # of one turn: `forge_envs.calls` reads no more
 COMPILED = 64  # compiled grammars that an engine keeps, since compiling one takes up to a second
 INSTALL = 'grammars need llguidance: pip install llguidance, or pip install "torchforge-rl[agents]"'
-# With flexible white space, a model could write spaces without end.
-COMPACT = {"whitespace_flexible": False}
 # Chat templates render tool calls with these separators, so that models have learned to write them.
 SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -144,7 +142,8 @@ def json_grammar(schema: Schema) -> str:
     """
     if not isinstance(schema, Mapping):
         raise ValueError(f"a JSON Schema must be an object, got {schema!r}"[:200])
-    return _check_grammar(f"start: %json {json.dumps({**schema, 'x-guidance': COMPACT})}")
+    # With flexible white space, a model could write spaces without end.
+    return _check_grammar(f"start: %json {json.dumps({**schema, 'x-guidance': {'whitespace_flexible': False}})}")
 
 
 def calls_grammar(

@@ -300,8 +300,7 @@ class HostLease:
         settings.pop(SECRET, None)  # the certificate is enough for a process of the run
         command = [sys.executable, "-m", "forge_cluster.worker", str(os.getpid())]
         worker = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, cwd=self.folder, env=settings)
-        assert worker.stdin is not None
-        with worker.stdin as pipe:
+        with worker.stdin as pipe:  # type: ignore[union-attr]
             pipe.write(f"{address}\n")  # other users may read the arguments of a process
         return worker
 

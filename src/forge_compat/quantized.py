@@ -45,9 +45,10 @@ def open_quantized(folder: Path) -> Path:
     Raises:
         ValueError: transformers cannot, with the installed packages; the message is its own.
     """
-    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.iterdir())]
-    key = xxhash.xxh3_128_hexdigest(f"{folder.resolve()} {stats}".encode())
-    return _write_plain(cache_folder() / "dequantized" / key, folder, "auto")
+    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.resolve().iterdir())]
+    return _write_plain(
+        cache_folder() / "dequantized" / xxhash.xxh3_128_hexdigest(repr(stats).encode()), folder, "auto"
+    )
 
 
 def _write_plain(folder: Path, source: Path, dtype: str, gguf_file: str = "") -> Path:
@@ -76,9 +77,8 @@ def _write_plain(folder: Path, source: Path, dtype: str, gguf_file: str = "") ->
         if not gguf_file and quantizer and not getattr(quantizer.quantization_config, "dequantize", False):
             model.dequantize()
     except Exception as error:  # transformers raises many kinds for damaged files and unknown formats
-        fault = " ".join(str(error).split())
-        kind = "as GGUF " if gguf_file else ""
-        raise ValueError(f"{name} could not be opened {kind}and dequantized: {fault}") from error
+        kind = "a GGUF file" if gguf_file else "quantized weights"
+        raise ValueError(f"{name} could not be opened as {kind}: {' '.join(str(error).split())}") from error
 
     # Mark the model as not quantized: transformers saves no quantized one.
     model.hf_quantizer = None

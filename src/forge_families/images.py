@@ -16,7 +16,6 @@ from forge.models.tokenizer import has_images
 
 MARK = "<image>"  # where an image stands in a text
 FORBIDDEN = -1e9  # the logit of the token that stands for images: an answer with one has no image for it
-Message = dict[str, Any]
 
 
 def read_images(value: object) -> tuple[bytes, ...]:
@@ -51,7 +50,7 @@ def _read_image(number: int, item: Any) -> bytes:
     return content
 
 
-def insert_images(messages: Sequence[Message], count: int) -> list[Message]:
+def insert_images(messages: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]:
     """Return messages whose last user message has places for `count` images: where it says `<image>`, or before it.
 
     >>> insert_images([{"role": "user", "content": "What is it?"}], 1)[0]["content"]
@@ -66,7 +65,7 @@ def insert_images(messages: Sequence[Message], count: int) -> list[Message]:
         texts = [""] * count + texts
     if len(texts) != count + 1:
         raise ValueError(f"the prompt says {MARK} {len(texts) - 1} times, and has {count} images")
-    parts: list[Message] = []
+    parts: list[dict[str, Any]] = []
     for number, text in enumerate(texts):
         if number:
             parts.append({"type": "image"})

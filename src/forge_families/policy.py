@@ -92,8 +92,7 @@ class FamilyPolicy(Policy):
             }
             inputs = to_device(columns, ranks.device)
             if batch.images is not None:
-                pictures = [batch.images[number] for number in rows]
-                inputs |= prepare_images(self.model, pictures, inputs["input_ids"])
+                inputs |= prepare_images(self.model, batch.images[rows].tolist(), inputs["input_ids"])
             where = inputs.pop("row"), inputs.pop("position")
             scores.append(self._score_states(where, inputs.pop("labels"), temperature, **inputs))
             indices.append(trained)

@@ -201,7 +201,6 @@ def _find_scale(model: PreTrainedModel, tokens: Tensor) -> float | None:
             logits = model(input_ids=tokens[None], use_cache=False).logits
             products = states @ head.weight.T
     except Exception:  # its base model has other outputs, or other sizes
-        log.debug("model: %s computes its logits in another way", model.config.model_type, exc_info=True)
         return None
     scale = float((logits / products).median())
     return scale if torch.allclose(products * scale, logits, rtol=1e-4, atol=1e-4) else None

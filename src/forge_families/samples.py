@@ -29,10 +29,10 @@ class Sample:
         images: of its prompt.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, images: tuple[bytes, ...] = ()) -> None:
         self.tokens: list[int] = []
         self.arguments: dict[str, Any] = {}
-        self.images: tuple[bytes, ...] = ()
+        self.images = images
 
     def clone(self) -> Sample:
         """Return a copy that shares no memory."""
@@ -50,11 +50,6 @@ class SampleCache(KeyValueCache):
         super().__init__(like, **options)  # type: ignore[arg-type]
         self.token_bytes = token_bytes(config, options["dtype"])
         self.samples: dict[int, Sample] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of all samples' keys and values together."""
-        return self.token_bytes * sum(len(sample.tokens) for sample in self.samples.values())
 
     def reserve(self, length: int, rows: int, max_length: int | None = None) -> None:
         """Drop the samples of rows from number `rows` on, which do not run."""
@@ -141,8 +136,7 @@ class SampleDecoder(Decoder):
         requests = zip(prompts, rows, starts or [0] * len(prompts), images or [()] * len(prompts), strict=True)
         for prompt, row, start, pictures in requests:
             earlier = self.cache.samples[row].tokens if start else []
-            sample = self.cache.samples[row] = Sample()
-            sample.images = pictures
+            sample = self.cache.samples[row] = Sample(pictures)
             # A piece may have a part of an image only: the first step computes all tokens.
             if pictures and row == self.cache.prefill_row:
                 sample.tokens = [*earlier, *prompt]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 SCHEMA = """
+PRAGMA locking_mode=EXCLUSIVE; PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;
 CREATE TABLE IF NOT EXISTS sessions (
     id TEXT PRIMARY KEY, owner TEXT, project TEXT, name TEXT, metadata TEXT, created REAL, status TEXT);
 CREATE TABLE IF NOT EXISTS models (
@@ -28,7 +29,6 @@ CREATE INDEX IF NOT EXISTS requests_of ON requests (subject, seq);
 CREATE INDEX IF NOT EXISTS requests_open ON requests (owner) WHERE result IS NULL AND error IS NULL;
 CREATE TABLE IF NOT EXISTS sequences (id TEXT PRIMARY KEY, session TEXT, logprobs BLOB, created REAL);
 """
-PRAGMAS = "PRAGMA locking_mode=EXCLUSIVE; PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;"
 sqlite3.register_adapter(dict, json.dumps)  # mappings are columns of JSON
 KEPT = 24 * 3600.0  # seconds for which results and recorded sequences are kept
 
@@ -42,7 +42,7 @@ class Journal:
         # A killed process loses nothing that was written; only a power failure may lose the last requests.
         # The lock ends with the process.
         try:
-            self._tables.executescript(f"{PRAGMAS} {SCHEMA}")
+            self._tables.executescript(SCHEMA)
             self.remove_old()
         except sqlite3.OperationalError as error:
             raise ValueError(f"{folder} is in use by another server, or not writable: {error}") from None

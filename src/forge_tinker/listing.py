@@ -17,8 +17,6 @@ from .journal import from_json
 from .requests import Requests
 from .tenants import Tenants
 
-LINK_TIME = 3600  # seconds for which a link to a file works
-
 
 class Listing:
     """The handlers of these requests.
@@ -123,7 +121,7 @@ class Listing:
 
     async def _link_files(self, request: web.Request) -> web.Response:
         path = self._own_checkpoint(request)["path"]
-        expires = int(time.time()) + LINK_TIME
+        expires = int(time.time()) + 3600
         files = sorted(file.name for file in self.checkpoints.folder_of(path).iterdir())
         address = f"{request.scheme}://{request.host}{self._prefix}/files"
         rest = {name: f"{expires}/{path.removeprefix('tinker://')}/{name}" for name in files}

@@ -32,12 +32,12 @@ KINDS: dict[str, Any] = {
     "external": types.SaveWeightsExternalRequest,
 }
 # What a tenant's quotas bound: models in sessions that have not finished, open requests, bytes of checkpoints.
-MODELS_OF = (
-    "SELECT COUNT(*) FROM models JOIN sessions ON models.session = sessions.id "
-    "WHERE models.owner = ? AND sessions.status = ?"
-)
-OPEN_OF = "SELECT COUNT(*) FROM requests WHERE owner = ? AND result IS NULL AND error IS NULL"
-BYTES_OF = "SELECT COALESCE(SUM(bytes), 0) FROM checkpoints WHERE owner = ?"
+USAGE = {
+    "models": "SELECT COUNT(*) FROM models JOIN sessions ON models.session = sessions.id "
+    "WHERE models.owner = ? AND sessions.status = ?",
+    "open": "SELECT COUNT(*) FROM requests WHERE owner = ? AND result IS NULL AND error IS NULL",
+    "bytes": "SELECT COALESCE(SUM(bytes), 0) FROM checkpoints WHERE owner = ?",
+}
 UNSUPPORTED = {
     "/auth/token": "JWT credentials: use an API key",
     "/create_custom_loss": "custom losses on the server: they run in the client",
@@ -168,7 +168,7 @@ class TinkerServer:
         tenant = self.tenants.tenant_of(request)
         model = f"{body.session_id}:train:{body.model_seq_id}"
         is_new = self.journal.find("models", id=model) is None
-        count = self.journal.total(MODELS_OF, tenant.project, ACTIVE)
+        count = self.journal.total(USAGE["models"], tenant.project, ACTIVE)
         if is_new and tenant.max_adapters is not None and count >= tenant.max_adapters:
             raise ValueError(f"project {tenant.project} has {count} models, its quota: finish a session of it first")
         now = time.time()
@@ -178,7 +178,7 @@ class TinkerServer:
 
     def _accept(self, request: web.Request, kind: str, subject: str, seq: int, body: bytes) -> web.Response:
         tenant = self.tenants.tenant_of(request)
-        if tenant.max_requests is not None and self.journal.total(OPEN_OF, tenant.project) >= tenant.max_requests:
+        if tenant.max_requests is not None and self.journal.total(USAGE["open"], tenant.project) >= tenant.max_requests:
             raise web.HTTPTooManyRequests(reason=f"project {tenant.project} has {tenant.max_requests} open requests")
         name = self.requests.accept(kind, tenant.project, subject, seq, body)
         answer: dict[str, Any] = {"request_id": name}
@@ -218,7 +218,7 @@ class TinkerServer:
             check_ttl(getattr(body, "ttl_seconds", None))
             tenant = self.tenants.tenant_of(request)
             if kind != "step" and tenant.max_bytes is not None:
-                used = self.journal.total(BYTES_OF, tenant.project)
+                used = self.journal.total(USAGE["bytes"], tenant.project)
                 if used >= tenant.max_bytes:
                     raise ValueError(f"the project has {used} bytes of checkpoints, its quota: delete some")
             return self._accept(request, kind, model["id"], body.seq_id or 0, await request.read())

@@ -198,8 +198,7 @@ class Ensemble:
                 while len(self._seen) >= self._follow:
                     # Update a copy: concurrent calls must not see a partial update.
                     learned, groups = copy.deepcopy(self.aggregator), self._seen[: self._follow]
-                    assert isinstance(learned, Online)
-                    await asyncio.to_thread(learned.partial_fit, self._pad_table(groups))
+                    await asyncio.to_thread(learned.partial_fit, self._pad_table(groups))  # type: ignore[attr-defined]
                     self.aggregator, self._seen = learned, self._seen[len(groups) :]
                     record_metric("reward/alarms", len(learned.report.alarms), Reduce.MAX)
 

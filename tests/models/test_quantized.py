@@ -115,7 +115,7 @@ def test_invalid_gguf_raises_one_line(tmp_path: Path, monkeypatch):
         resolve_model(str(tmp_path / "text.gguf"))
     write(tmp_path / "whole.gguf")
     (tmp_path / "short.gguf").write_bytes((tmp_path / "whole.gguf").read_bytes()[:4000])
-    with pytest.raises(ValueError, match=r"short\.gguf could not be opened as GGUF and dequantized"):
+    with pytest.raises(ValueError, match=r"short\.gguf could not be opened as a GGUF file"):
         resolve_model(str(tmp_path / "short.gguf"))
     write(tmp_path / "other.gguf", "bloom")
     with pytest.raises(ValueError, match=r"other\.gguf"):
@@ -190,5 +190,5 @@ def test_published_quantized_weights_are_dequantized_exactly(method: str, tmp_pa
 
     values["quantization_config"] = {"quant_method": "gptq", "bits": 4}
     (folder / "config.json").write_text(json.dumps(values))
-    with pytest.raises(ValueError, match=r"\A[^\n]*could not be opened and dequantized: [^\n]*GPTQ[^\n]*\Z"):
+    with pytest.raises(ValueError, match=r"\A[^\n]*could not be opened as quantized weights: [^\n]*GPTQ[^\n]*\Z"):
         resolve_model(str(folder))

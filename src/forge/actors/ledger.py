@@ -107,9 +107,8 @@ class Ledger:
 
     @cached_property
     def _open_journal(self) -> Journal:
-        assert self._path is not None
         replica = self._owner.context.replica
-        return Journal(f"{self._path}.{replica}.0" if replica else self._path)
+        return Journal(f"{self._path}.{replica}.0" if replica else self._path)  # type: ignore[arg-type]
 
     @property
     def _is_writer(self) -> bool:

@@ -141,14 +141,13 @@ class ReplayBuffer(ForgeActor):
 
             # Of a group only the scored episodes are kept, and the others count as dropped, if they had a turn.
             scored = _keep_scored(item)
-            assert scored is not None
             if isinstance(item, Group) and isinstance(scored, Group):
                 unscored = [i for i, e in enumerate(item.episodes) if e.reward is None and not e.had_no_turn]
                 self._count_dropped("unscored_episodes", len(unscored))
                 if unscored:
                     self._keep_dropped_item("unscored", _select_samples(item, unscored))
 
-            self.items.append(scored)
+            self.items.append(scored)  # type: ignore[arg-type]
             self.changed.notify_all()
             return True
 

@@ -70,14 +70,7 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
         elif section.thoughts != "keep":
             raise ValueError(f"thoughts is of conversations, and {self._fields[0]} is not a list of messages: omit it")
         elif self._prompt_field is not None or "prompt_template" in self._set_fields:
-            names = (
-                "prompt_template",
-                "prompt_field",
-                "chat_template",
-                "system_prompt",
-                "chat_options",
-                "images_field",
-            )
+            names = ("prompt_template", "prompt_field", "chat_template", "system_prompt", "chat_options")
             fields = {name: self.settings[name] for name in names}
             if self._prompt_field in MESSAGE_FIELDS:
                 fields["prompt_field"] = self._prompt_field
@@ -104,10 +97,7 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
         if self._as_scores:
             # A reward model is trained on the score of the last token only.
             chosen, rejected = ((tokens, [False] * (len(tokens) - 1) + [True]) for tokens, _ in (chosen, rejected))
-        pair = Pair(Episode.given(*chosen), Episode.given(*rejected))
-        if self._format is not None:
-            pair.chosen.images = pair.rejected.images = self._format.images(row)
-        return pair
+        return Pair(Episode.given(*chosen), Episode.given(*rejected))
 
     def _encode_pair(self, row: Row) -> tuple[Marked, Marked] | None:
         """Return the tokens and masks of the chosen and the rejected answer in their context; None if the answers are

@@ -253,8 +253,8 @@ class PromptFormat:
         """Return the bytes of the images of a row. ValueError: one cannot be read."""
         if self.images_field is None:
             return ()
-        read = resolve("forge_families.images:read_images", "dataset.images_field")
-        return read(row[self.images_field])  # type: ignore[no-any-return]
+        read_images: Any = resolve("forge_families.images:read_images", "dataset.images_field")
+        return read_images(row[self.images_field])  # type: ignore[no-any-return]
 
     def answered(self, row: Row, answer: str | list[Message]) -> tuple[list[int], list[bool]]:
         """Return the token ids of a row's prompt with an answer to it, and a mask that is True on the answer and on the

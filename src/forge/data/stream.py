@@ -117,8 +117,7 @@ class RowStream(ABC, Generic[T, C]):
                 seed=seed,
             )
         else:
-            assert path is not None
-            rows = open_rows(path, split=section.split, subset=section.subset)
+            rows = open_rows(path, split=section.split, subset=section.subset)  # type: ignore[arg-type]
             if sampler is None:
                 self._source = StoredRows(rows, shuffle=section.shuffle, seed=seed)
             else:

@@ -384,8 +384,7 @@ class EmbeddedEngine:
             updates = list(takewhile(lambda order: not isinstance(order[0], str), self._orders))
             count = len(updates)
             newest, _ = updates[-1]
-            assert not isinstance(newest, str)
-            batch.switch(newest, self._waiting, preempt=self.on_update == "recompute")
+            batch.switch(newest, self._waiting, preempt=self.on_update == "recompute")  # type: ignore[arg-type]
             self._released = False
         elif command == "release" and not self._released:
             # Preempted samples resume first: their tokens are of weights that are dropped here.

@@ -99,5 +99,4 @@ class Prefill:
 
 def find_images(items: Iterable[Item]) -> list[tuple[bytes, ...]]:
     """Return the images of the prompt of each request or sample."""
-    requests = (item if isinstance(item, EngineRequest) else item.request for item in items)
-    return [request.sampling.images for request in requests]
+    return [(item if isinstance(item, EngineRequest) else item.request).sampling.images for item in items]

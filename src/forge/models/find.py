@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +19,6 @@ from .tokenizer import PRINTABLE, character_tokenizer, model_config
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-log = logging.getLogger(__name__)
 
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 WEIGHTS = ("*.safetensors", *PICKLES)
@@ -140,8 +138,9 @@ def resolve_model(name: str) -> str:
             raise DamagedFile(f"{error}; if you changed it, remove {folder / CHECKSUMS}") from None
 
     check_model_files(folder)
-    is_quantized = bool(read_json(folder / "config.json").get("quantization_config"))
-    return str(resolve("forge_compat.quantized:open_quantized", "model")(folder)) if is_quantized else name
+    if not read_json(folder / "config.json").get("quantization_config"):
+        return name
+    return str(resolve("forge_compat.quantized:open_quantized", "model")(folder))
 
 
 def build_small_model(

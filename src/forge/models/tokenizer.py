@@ -124,8 +124,7 @@ def _read_config(folder: str, changed: int) -> PretrainedConfig:
     # Of a model with images the language model, where transformers' class for text reads the same files.
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     text = config.get_text_config()
-    is_text = not has_images(config) and CLASSES.get(text.model_type) == CLASSES[config.model_type]
-    return text if is_text else config
+    return config if has_images(config) or CLASSES.get(text.model_type) != CLASSES[config.model_type] else text
 
 
 def has_images(config: PretrainedConfig) -> bool:

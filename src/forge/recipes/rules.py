@@ -60,6 +60,10 @@ RECIPE_RULES: list[Rule] = [
         "dataset.images_field needs generator.engine embedded: vLLM gets no images yet",
     ),
     (
+        lambda cfg: cfg.dataset.images_field and cfg.dataset.kind == "preferences",
+        "dataset.images_field is of prompts and SFT: preferences have no images yet",
+    ),
+    (
         lambda cfg: cfg.training.exact and cfg.lora and (cfg.training.dtype != "float32" or cfg.lora.quantize),
         "training.exact trains adapters in float32 only, over weights that are not quantized: omit training.dtype and "
         "lora.quantize",

@@ -98,7 +98,6 @@ class MixedAdamW(torch.optim.Optimizer):
 
     def _update_parameter(self, parameter: Tensor, group: ParameterGroup) -> None:
         # Update this rank's part of a parameter by AdamW in float32, whatever dtype weight and moments are stored in.
-        assert parameter.grad is not None
         if not self.state[parameter]:
             self.state[parameter] = self._make_state(parameter)
 
@@ -111,7 +110,7 @@ class MixedAdamW(torch.optim.Optimizer):
         beta1, beta2 = group["betas"]
         adamw(
             [exact],
-            [local_part(parameter.grad).float()],
+            [local_part(parameter.grad).float()],  # type: ignore[arg-type]
             [moments[0]],
             [moments[1]],
             [],

@@ -253,15 +253,13 @@ class TokenRecord:
     MEANS = ("entropy", "clip_fraction", "correction_fraction")
 
     def __init__(self, batch: Batch, device: torch.device) -> None:
-        assert batch.recorded is not None
-        size = int(batch.recorded.max(initial=-1)) + 1
+        size = int(batch.recorded.max(initial=-1)) + 1  # type: ignore[union-attr]
         names = (*self.ONCE, *self.MEANS, "loss", "times")
         self._sums = {name: torch.zeros(size, device=device) for name in names}
 
     def add(self, micro: Batch, loss: Loss, inputs: Inputs, *, first_epoch: bool) -> None:
         """Add the recorded tokens of a micro-batch of this rank; `inputs` are the loss's."""
-        assert micro.recorded is not None
-        record_index = micro.recorded[micro.mask]  # -1: not recorded
+        record_index = micro.recorded[micro.mask]  # type: ignore[index]  # -1: not recorded
         recorded = np.flatnonzero(record_index >= 0)
         if not len(recorded):
             return

@@ -46,9 +46,8 @@ def _is_gathered(value: object) -> TypeGuard[DTensor]:
 
 def parallelize_model(model: PreTrainedModel, ranks: Ranks) -> None:
     """Shard a decoder and its head over the tensor-parallel ranks, in place. Call `Parallelism.check` before."""
-    assert ranks.mesh is not None
     tensor = ranks.tensor
-    mesh = ranks.mesh["tensor"]
+    mesh = ranks.mesh["tensor"]  # type: ignore[index]
     sharded: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay one
 
     for path, module in list(model.named_modules()):

@@ -331,7 +331,6 @@ class PolicyTrainer:
     def _balance_experts(self, micro: Batch, metrics: Metrics) -> Tensor:
         """Return this rank's share of the routers' loss over all ranks' micro-batches; record the experts' load."""
         routers = self.policy.routers
-        assert routers is not None
 
         # A micro-batch without trained tokens only pads the number of a rank's micro-batches: its load is 0.
         load = routers.take() * bool(micro.mask.any())

@@ -14,7 +14,6 @@ from forge.observability import Reduce, record_metric
 from .env import DISABLE_PERF_METRICS, METRIC_TIMER_USES_GPU
 
 F = TypeVar("F", bound=Callable[..., Any])
-GIGABYTE = 1024**3
 
 
 class Tracer:
@@ -66,7 +65,7 @@ class Tracer:
         self._record_seconds(f"{self.prefix}/total_duration", self._now() - self.began)
         if self.track_memory:
             name = f"{self.prefix}/memory_peak_max_gb"
-            record_metric(name, torch.cuda.max_memory_allocated() / GIGABYTE, Reduce.MAX)
+            record_metric(name, torch.cuda.max_memory_allocated() / 1024**3, Reduce.MAX)
         self.began = None
 
     def _now(self) -> float:

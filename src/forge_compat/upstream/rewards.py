@@ -8,8 +8,6 @@ import re
 
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 THOUGHT = re.compile(r"<\s*think\s*>(.*?)<\s*/\s*think\s*>", re.IGNORECASE | re.DOTALL)
-THOUGHT_TAG = re.compile(r"<\s*/?\s*think\s*>", re.IGNORECASE)
-DECORATION = re.compile(r"[$,\s]")
 
 
 class MathReward:
@@ -38,7 +36,7 @@ class MathReward:
     def _to_float(self, text: str) -> float | None:
         """Return the number in a text with spaces, commas or dollar signs; None if it is not a number."""
         try:
-            return float(DECORATION.sub("", text))
+            return float(re.sub(r"[$,\s]", "", text))
         except (TypeError, ValueError):
             return None
 
@@ -53,4 +51,4 @@ class ThinkingReward:
         response = response or ""
         if any(thought.strip() for thought in THOUGHT.findall(response)):
             return self.full_reward
-        return self.partial_reward if THOUGHT_TAG.search(response) else 0.0
+        return self.partial_reward if re.search(r"<\s*/?\s*think\s*>", response, re.IGNORECASE) else 0.0

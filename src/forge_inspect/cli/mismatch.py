@@ -6,8 +6,6 @@ from pathlib import Path
 
 from forge.cli.subparsers import Subparsers, add_command
 
-BAD_INPUT = 2  # exit code; 1 is a fault of the run
-
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
@@ -38,7 +36,7 @@ def run(args: argparse.Namespace) -> None:
             result = compare_batch(args.folder, step=args.step)
     except (ValueError, ImportError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(BAD_INPUT) from None
+        raise SystemExit(2) from None
 
     # `forge watch` and `forge runs` show the result from this file.
     write_atomic(args.folder / MISMATCH, result.json() + "\n")

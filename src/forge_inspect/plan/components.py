@@ -30,7 +30,6 @@ from .meter import measure_block
 from .passes import META, run_passes, trainer_memory
 
 MARGIN = 0.06  # share of a GPU's memory that stays free, for fragments and the error of the plan
-UTILISATION = 0.9  # share of a GPU's memory that vLLM takes by default
 
 
 @dataclass(frozen=True)
@@ -209,7 +208,7 @@ def engine_plan(cfg: RecipeConfig, folder: Path, name: str, machines: Machines) 
     # `most`: number of slots that would fit, where that is known.
     update = most = 0
     if settings.engine == "vllm":
-        share = float(settings.vllm.get("gpu_memory_utilization", UTILISATION))
+        share = float(settings.vllm.get("gpu_memory_utilization", 0.9))
         others = ENGINE_MARGIN
         cache = max(0, int(share * machines.memory) - weights - others)
         most = cache // (length * per_token)

@@ -18,7 +18,6 @@ REWARD_ADVICE = (
     "has all of them"
 )
 FACTORS = (2, 4, 8)  # times as many ranks; also degrees of parallelism, which stay within a host
-SHORTEST = 512  # tokens of a pack: a shorter one would hold few complete answers
 Settings = dict[str, str | int]  # by dotted keys
 Change = Callable[[Settings], TrainingRecipe]  # returns the configuration with other settings; ValueError: invalid ones
 
@@ -167,7 +166,8 @@ def trainer_changes(cfg: TrainingRecipe, name: str) -> Iterator[Settings]:
 
     # Shorter packs come last, as they bound answers.
     lengths = [cfg.training.seq_len >> halvings for halvings in range(1, 12)]
-    yield from (first | {"training.seq_len": length} for length in lengths if length >= SHORTEST)
+    # A pack of less than 512 tokens would hold few complete answers.
+    yield from (first | {"training.seq_len": length} for length in lengths if length >= 512)
 
 
 def engine_changes(cfg: TrainingRecipe, folder: Path, name: str) -> Iterator[Settings]:

@@ -101,8 +101,7 @@ class ActorHost(Actor):
 
         # `cancel` stops a call by its task. The endpoint and its thread read both ids from their context.
         task = asyncio.current_task()
-        assert task is not None
-        self._serving[token] = task
+        self._serving[token] = task  # type: ignore[assignment]
         _token.set(token)
         _request.set(request_id)
         try:

@@ -167,8 +167,7 @@ def _start_worker(address: str, variables: dict[str, str]) -> subprocess.Popen:
     """
     command = [sys.executable, "-c", _SERVE, str(os.getpid())]
     worker = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=os.environ | variables)
-    assert worker.stdin is not None
-    with worker.stdin as pipe:
+    with worker.stdin as pipe:  # type: ignore[union-attr]
         pipe.write(f"{address}\n")
     return worker
 

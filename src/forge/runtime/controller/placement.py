@@ -146,8 +146,7 @@ class Placement:
     async def release(self, name: str, index: int | None) -> None:
         """Release the devices and hosts of replica `index` of the service `name`; None stands for all its replicas."""
         for key in [key for key in self._gpus if key[0] == name and index in (key[1], None)]:
-            assert self._free_gpus is not None
-            self._free_gpus += self._gpus.pop(key)
+            self._free_gpus += self._gpus.pop(key)  # type: ignore[operator]
         if self.machines is not None:
             await self.machines.release(name, index)
         self._user.release(name, index)

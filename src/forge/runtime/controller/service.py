@@ -167,8 +167,7 @@ class Service(Handle):
         request = self._make_request(call)
         with on_the_clock(f"{self._name}.{call.endpoint}"):
             values = await self._serve_request(request, self._balancer.acquire)
-        assert values is not None
-        return RankValues(values) if call.verb == "call" else values[0]
+        return RankValues(values) if call.verb == "call" else values[0]  # type: ignore[arg-type, index]
 
     def _end_session(self, session: str) -> None:
         self._balancer.end_session(session)

@@ -13,7 +13,6 @@ import gc
 import importlib
 import itertools
 import json
-import logging
 import os
 import resource
 import runpy
@@ -58,7 +57,6 @@ REQUEST_TIMEOUT = 10.0  # seconds; a launcher sends its request at once
 # Ignored signals: terminals and schedulers send them to every process of a run, and only the controller handles them.
 HELD = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 
-log = logging.getLogger(__name__)
 _numbers = itertools.count()
 
 

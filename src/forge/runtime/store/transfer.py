@@ -262,8 +262,7 @@ class OpenVersion:
     @property
     def version(self) -> int:
         """Return the number of the version."""
-        assert self.manifest.version is not None
-        return self.manifest.version
+        return self.manifest.version  # type: ignore[return-value]
 
     @property
     def digest(self) -> str:
