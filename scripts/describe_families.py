@@ -156,8 +156,8 @@ def write_page(rows: list[dict[str, str]]) -> None:
     lines = [
         f"Of the {len(rows)} causal types of transformers {transformers.__version__}, {len(trained)} train with "
         f"log-probabilities within {EXACT:g} of transformers', {len(generated)} generate so in the embedded engine, "
-        f"{len(both)} do both, {len(tiers['cached'])} with transformers' cache and {len(tiers['whole'])} by passes of all "
-        "tokens ([each type, with its differences and reasons](families.tsv)):",
+        f"{len(both)} do both, {len(tiers['cached'])} with transformers' cache and {len(tiers['whole'])} by passes of "
+        "all tokens ([each type, with its differences and reasons](families.tsv)):",
         "",
         "| trainer | | types |",
         "|---|---|---|",

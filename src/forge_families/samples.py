@@ -126,11 +126,7 @@ class SampleDecoder(Decoder):
         return forbid_images(logits, self.weights.model.config)
 
     def prefill(
-        self,
-        prompts: Sequence[Sequence[int]],
-        rows: Sequence[int],
-        starts: Sequence[int] = (),
-        images: Sequence[tuple[bytes, ...]] = (),
+        self, prompts: Sequence[Sequence[int]], rows: Sequence[int], starts: Sequence[int] = (), images: Any = ()
     ) -> None:
         """Compute each prompt's tokens for its row, as `Decoder.prefill`."""
         requests = zip(prompts, rows, starts or [0] * len(prompts), images or [()] * len(prompts), strict=True)

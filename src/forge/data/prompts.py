@@ -253,8 +253,7 @@ class PromptFormat:
         """Return the bytes of the images of a row. ValueError: one cannot be read."""
         if self.images_field is None:
             return ()
-        read_images: Any = resolve("forge_families.images:read_images", "dataset.images_field")
-        return read_images(row[self.images_field])  # type: ignore[no-any-return]
+        return tuple(resolve("forge_families.images:read_images", "dataset.images_field")(row[self.images_field]))
 
     def answered(self, row: Row, answer: str | list[Message]) -> tuple[list[int], list[bool]]:
         """Return the token ids of a row's prompt with an answer to it, and a mask that is True on the answer and on the
@@ -266,9 +265,9 @@ class PromptFormat:
             ids, mask = chat.encode([*messages, *answer_messages], since=len(messages))
             if not (images := self.images(row)):
                 return ids, mask
-            expand = resolve("forge_families.images:expand_answer", "dataset.images_field")
+            expand_answer = resolve("forge_families.images:expand_answer", "dataset.images_field")
             text = chat.render([*messages, *answer_messages])
-            return expand(self.tokenizer.name_or_path, text, images, ids, mask)  # type: ignore[no-any-return]
+            return expand_answer(self.tokenizer.name_or_path, text, images, ids, mask)  # type: ignore[no-any-return]
 
         if self.tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no eos token to end an answer with")

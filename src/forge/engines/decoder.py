@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -96,8 +96,8 @@ class Decoder:
         for key in {kind.rotary for kind in layer_kinds} - {None}:
             self.rotary[key] = rotary_tables(config, key or "", max_seq_len, rotary_dtype, device)
 
-        activations = ACTIVATIONS if exact else FUSED_ACTIVATIONS
-        self.activation = activations["gelu_pytorch_tanh" if is_gemma else "silu"]
+        activation = "gelu_pytorch_tanh" if is_gemma else "silu"
+        self.activation = (ACTIVATIONS if exact else FUSED_ACTIVATIONS)[activation]
         self.embed_scale = torch.tensor(config.hidden_size**0.5, dtype=dtype, device=device) if is_gemma else None
         self.row_ids = torch.arange(rows, device=device)
         self.cache_positions = torch.arange(self.cache.longest, device=device)
@@ -158,11 +158,7 @@ class Decoder:
         return self.weights.head.wide(self._normalise(x, self.weights.norm))
 
     def prefill(
-        self,
-        prompts: Sequence[Sequence[int]],
-        rows: Sequence[int],
-        starts: Sequence[int] = (),
-        images: Sequence[tuple[bytes, ...]] = (),
+        self, prompts: Sequence[Sequence[int]], rows: Sequence[int], starts: Sequence[int] = (), images: Any = ()
     ) -> None:
         """Write keys and values of each prompt's tokens into its row of the cache, which must have room.
 
@@ -172,7 +168,7 @@ class Decoder:
         Args:
             prompts: the tokens to compute; those before them are in the cache already.
             rows, starts: the row of each prompt and the position of its first token here, by default 0.
-            images: of each prompt, for decoders with `takes_images`.
+            images: the files of each prompt, as bytes, for decoders with `takes_images`.
         """
         tokens, positions, token_rows, index, blocks = self._plan_prompts(prompts, rows, starts)
         real = len(token_rows)  # the number of tokens without the padding at the end
