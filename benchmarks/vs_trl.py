@@ -201,7 +201,7 @@ def main() -> None:
     rounds = []
     for seed in range(args.seed, args.seed + args.rounds):
         with tempfile.TemporaryDirectory() as name:
-            prepare(Path(name), argparse.Namespace(**sizes, seed=seed))
+            prepare(Path(name), argparse.Namespace(**sizes, config=args.config, seed=seed))
             found = {
                 side: measure(python, __file__, side, Path(name), **sizes, seed=seed)
                 for side, python in pythons.items()

@@ -5,7 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import ModelCard
+from safetensors.torch import save_file
 
 from forge.models.hub import check_upload, is_hub_id, split_revision, write_card
 
@@ -23,8 +25,11 @@ def snapshot(cache: Path, revision: str, model_type: str) -> None:
     folder = cache / "models--somebody--small"
     (folder / "refs").mkdir(parents=True, exist_ok=True)
     (folder / "refs" / revision).write_text(f"{revision:0>40}")
-    (folder / "snapshots" / f"{revision:0>40}").mkdir(parents=True)
-    (folder / "snapshots" / f"{revision:0>40}" / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
+    files = folder / "snapshots" / f"{revision:0>40}"
+    files.mkdir(parents=True)
+    (files / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
+    (files / "tokenizer.json").write_text("{}")
+    save_file({"weight": torch.zeros(1)}, files / "model.safetensors")
 
 
 @pytest.mark.full
