@@ -179,14 +179,18 @@ def test_small_model_learns_to_name_a_color(tmp_path: Path, monkeypatch: pytest.
     names = list(COLORS) * 16
     rows = [{"question": "what ?", "answer": n, "images": [draw_picture(n, i)]} for i, n in enumerate(names)]
     settings: dict[str, Any] = {"dataset": rows, "chat_template": True, "images_field": "images", "seq_len": 512}
-    warm_up = {"steps": 44, "batch_size": 32, "learning_rate": 2e-3, "eval": {"problems": 0}}
-    forge.sft(str(model), name="warmup", **settings, **warm_up)
+    warm_up = {"steps": 60, "batch_size": 32, "learning_rate": 2e-3}
+    held_out = {"accuracy": True, "problems": 32, "every": 60, "max_tokens": 8}
+    learned = forge.sft(str(model), name="warmup", **settings, **warm_up, eval=held_out)
+    accuracies = [row["eval/accuracy"] for row in learned.metrics if "eval/accuracy" in row]
+    assert accuracies[-1] > 0.7  # of four colors
+
     result = forge.train(
         "runs/warmup/model",
         name="rl",
         **settings,
         reward="ExactMatch",
-        steps=12,
+        steps=3,
         batch_size=16,
         n_samples=8,
         max_tokens=8,
@@ -194,9 +198,7 @@ def test_small_model_learns_to_name_a_color(tmp_path: Path, monkeypatch: pytest.
         max_policy_age=0,
         services={"reward": None},
     )
-    rewards = [row["reward"] for row in result.metrics if "reward" in row]
     differences = [row["train/engine_difference"] for row in result.metrics if "train/engine_difference" in row]
-    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.1
     assert max(differences) < 1e-5
     assert (Path("runs/rl/model/processor_config.json")).is_file()
     assert "data:image/png" in (Path("runs/rl/rollouts.arrow")).read_bytes().decode(errors="replace")
