@@ -77,8 +77,10 @@ def _write_plain(folder: Path, source: Path, dtype: str, gguf_file: str = "") ->
         if not gguf_file and quantizer and not getattr(quantizer.quantization_config, "dequantize", False):
             model.dequantize()
     except Exception as error:  # transformers raises many kinds for damaged files and unknown formats
-        kind = "a GGUF file" if gguf_file else "quantized weights"
-        raise ValueError(f"{name} could not be opened as {kind}: {' '.join(str(error).split())}") from error
+        raise ValueError(
+            f"{name} could not be opened as {'a GGUF file' if gguf_file else 'quantized weights'}: "
+            + " ".join(str(error).split())
+        ) from error
 
     # Mark the model as not quantized: transformers saves no quantized one.
     model.hf_quantizer = None

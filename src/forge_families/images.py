@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forge.models.files import read_json
 from forge.models.tokenizer import has_images
+from forge.system.checksums import CHECKSUMS
 
 MARK = "<image>"  # where an image stands in a text
-FORBIDDEN = -1e9  # the logit of the token that stands for images: an answer with one has no image for it
 
 
 def read_images(value: object) -> tuple[bytes, ...]:
@@ -59,7 +60,7 @@ def insert_images(messages: Sequence[dict[str, Any]], count: int) -> list[dict[s
     Raises:
         ValueError: it says `<image>` another number of times.
     """
-    last = max(number for number, message in enumerate(messages) if message["role"] == "user")
+    last = max((number for number, message in enumerate(messages) if message["role"] == "user"), default=0)
     texts = messages[last]["content"].split(MARK)
     if len(texts) == 1:
         texts = [""] * count + texts
@@ -88,8 +89,9 @@ def expand_tokens(folder: str | Path, text: str, images: Sequence[bytes]) -> lis
     try:
         encoded = processor(text=[text], images=[open_images(images)], add_special_tokens=False)
     except Exception as error:  # each processor's own
-        fault = " ".join(str(error).split())
-        raise ValueError(f"{len(images)} images and their places in the prompt do not fit: {fault}") from None
+        raise ValueError(
+            f"{len(images)} images and their places in the prompt do not fit: {' '.join(str(error).split())}"
+        ) from None
     return [int(token) for token in encoded["input_ids"][0]]
 
 
@@ -118,21 +120,22 @@ def prepare_images(model: Any, rows: Sequence[Sequence[bytes]], input_ids: Tenso
     if not any(rows):
         return {}
     processor = open_processor(model.config.name_or_path)
-    prepared = dict(
-        processor.image_processor(images=[open_images(images) for images in rows if images], return_tensors="pt")
-    )
     # Some models see the tokens of an image in both directions, or count positions in three dimensions.
     types = (input_ids == model.config.image_token_id).long()
-    prepared |= {name: types for name in ("token_type_ids", "mm_token_type_ids") if name in processor.model_input_names}
-    names = signature(model.forward).parameters
-    return {name: value.to(input_ids.device) for name, value in prepared.items() if name in names}
+    prepared = {
+        **processor.image_processor(images=[open_images(images) for images in rows if images], return_tensors="pt"),
+        **{name: types for name in ("token_type_ids", "mm_token_type_ids") if name in processor.model_input_names},
+    }
+    accepted = signature(model.forward).parameters
+    return {name: value.to(input_ids.device) for name, value in prepared.items() if name in accepted}
 
 
 def forbid_images(logits: Tensor, config: Any) -> Tensor:
-    """Return logits (N, V) with which the token that stands for images is never drawn."""
-    if not has_images(config):
+    """Return logits (N, V) with which the token that stands for images is never drawn: answers have no images."""
+    image_token = getattr(config, "image_token_id", None)
+    if image_token is None or not has_images(config):
         return logits
-    return logits.index_fill(-1, torch.tensor(config.image_token_id, device=logits.device), FORBIDDEN)
+    return logits.index_fill(-1, torch.tensor(image_token, device=logits.device), -1e9)
 
 
 def open_images(images: Sequence[bytes]) -> list[Any]:
@@ -153,11 +156,12 @@ def open_processor(folder: str) -> Any:
 
     try:
         processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # of a missing package, or a missing file
-        raise ValueError(f"{folder} has no processor of images: {' '.join(str(error).split())}") from error
-    if getattr(processor, "image_processor", None) is None:
-        raise ValueError(f"{folder} has no processor of images: dataset.images_field needs a model that reads images")
-    return processor
+        if not hasattr(processor, "image_processor"):
+            raise ValueError("its model reads text only")
+        return processor
+    except Exception as error:  # a missing package or file
+        fault = " ".join(str(error).split())
+        raise ValueError(f"{folder} has no processor of images, which dataset.images_field needs: {fault}") from error
 
 
 def mark_model(folder: str, target: str) -> str:
@@ -165,14 +169,20 @@ def mark_model(folder: str, target: str) -> str:
 
     Returns:
         its path, `target`.
+
+    Raises:
+        ValueError: `target` exists, and is not such a folder; or the model has no processor of images.
     """
     open_processor(folder)
-    place = Path(target)
-    shutil.rmtree(place, ignore_errors=True)
-    place.mkdir(parents=True)
-    for file in Path(folder).resolve().iterdir():
-        (place / file.name).symlink_to(file)
-    config = json.loads((place / "config.json").read_text())
-    (place / "config.json").unlink()
-    (place / "config.json").write_text(json.dumps({**config, "forge_images": True}))
+    source, marked_folder = Path(folder).resolve(), Path(target)
+    if marked_folder.exists() and not any("forge_images" in f.read_text() for f in marked_folder.glob("config.json")):
+        raise ValueError(f"{target} exists: this run keeps links to its model there; choose another run.name")
+
+    shutil.rmtree(marked_folder, ignore_errors=True)
+    marked_folder.mkdir(parents=True)
+    for file in source.iterdir():
+        if file.name not in ("config.json", CHECKSUMS):
+            (marked_folder / file.name).symlink_to(file)
+    marked_config = read_json(source / "config.json") | {"forge_images": True}
+    (marked_folder / "config.json").write_text(json.dumps(marked_config))
     return target

@@ -44,10 +44,8 @@ class SampleCache(KeyValueCache):
 
     def __init__(self, config: PreTrainedConfig, **options: Any) -> None:
         """Make a cache whose memory is that of transformers' caches for a model of this config."""
-        like = SimpleNamespace(
-            model_type=FAMILIES[0], num_hidden_layers=1, num_key_value_heads=1, head_dim=1, num_attention_heads=1
-        )
-        super().__init__(like, **options)  # type: ignore[arg-type]
+        sizes = dict.fromkeys(("num_hidden_layers", "num_key_value_heads", "head_dim", "num_attention_heads"), 1)
+        super().__init__(SimpleNamespace(model_type=FAMILIES[0], **sizes), **options)  # type: ignore[arg-type]
         self.token_bytes = token_bytes(config, options["dtype"])
         self.samples: dict[int, Sample] = {}
 
@@ -112,8 +110,9 @@ class SampleDecoder(Decoder):
         self.has_cache = has_cache
         self.max_seq_len = max_seq_len
         self.row_ids = torch.arange(rows, device=device)
-        options: dict[str, Any] = {"rows": rows, "max_seq_len": max_seq_len, "dtype": dtype, "device": device}
-        self.cache = SampleCache(config, limit=cache_bytes, **options)
+        self.cache = SampleCache(
+            config, rows=rows, max_seq_len=max_seq_len, dtype=dtype, device=device, limit=cache_bytes
+        )
 
     def decode(self, tokens: Tensor, positions: Tensor, length: int) -> Tensor:
         """Run one token of each of the first B rows, as `Decoder.decode`; rows that do not run have zeros."""
@@ -152,11 +151,11 @@ class SampleDecoder(Decoder):
         # The steps of transformers' `generate`, for whatever cache the model has.
         if is_first:
             sample.arguments = {"use_cache": True, "attention_mask": torch.ones_like(input_ids), **pictures}
-            settings = GenerationConfig(use_cache=True)
-            model._prepare_cache_for_generation(settings, sample.arguments, None, 1, self.max_seq_len)
+            model._prepare_cache_for_generation(GenerationConfig(), sample.arguments, None, 1, self.max_seq_len)
             if "position_ids" in signature(model.forward).parameters and not model.config.is_encoder_decoder:
-                positions = model._prepare_position_ids_for_generation(input_ids, sample.arguments)
-                sample.arguments["position_ids"] = positions
+                sample.arguments["position_ids"] = model._prepare_position_ids_for_generation(
+                    input_ids, sample.arguments
+                )
         inputs = model.prepare_inputs_for_generation(
             input_ids,
             next_sequence_length=None if is_first else len(tokens),
@@ -165,4 +164,5 @@ class SampleDecoder(Decoder):
         )
         output = model(**inputs, return_dict=True)
         sample.arguments = model._update_model_kwargs_for_generation(output, sample.arguments)
+        sample.arguments.pop("pixel_values", None)  # which the copies of a sample would repeat
         return output.logits[0, -1].float()  # type: ignore[no-any-return]

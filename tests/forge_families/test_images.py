@@ -218,3 +218,17 @@ def test_images_of_all_forms_are_read_and_bad_ones_raise_one_line(tmp_path: Path
         insert_images([{"role": "user", "content": "<image> or <image>?"}], 1)
     with pytest.raises(ValueError, match="has no processor of images"):
         mark_model(str(tmp_path), str(tmp_path / "marked"))
+
+
+def test_folder_of_another_run_is_not_replaced_by_links(tmp_path: Path):
+    model = write_model(tmp_path / "model", "gemma3")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/metrics.jsonl").write_text("{}")
+    with pytest.raises(ValueError, match=r"other exists: .* choose another run\.name"):
+        mark_model(str(model), str(tmp_path / "other"))
+    assert (tmp_path / "other/metrics.jsonl").is_file()
+
+    for _ in range(2):  # its own links are made again
+        marked = mark_model(str(model), str(tmp_path / "marked"))
+    assert json.loads((Path(marked) / "config.json").read_text())["forge_images"]
+    assert (model / "config.json").is_file()
