@@ -22,7 +22,11 @@ from transformers import (
     Idefics3Processor,
     Qwen2_5_VLProcessor,
     Qwen2VLImageProcessorPil,
+    Qwen3VLProcessor,
+    SmolVLMImageProcessorPil,
+    SmolVLMProcessor,
 )
+from transformers.models.smolvlm import processing_smolvlm
 
 import forge
 from forge.data.packing import pack
@@ -41,6 +45,20 @@ TEMPLATE = (
 TEXT = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 TEXT |= {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
 VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+IDEFICS = (
+    {"image_token": "<image>", "fake": "<fake_token_around_image>", "global": "<global-img>"},
+    "<image>",
+    {
+        "text_config": TEXT | {"model_type": "llama"},
+        "vision_config": VISION | {"image_size": 28, "patch_size": 7},
+        "scale_factor": 2,
+    },
+)
+QWEN_MARKS = {"start": "<|vision_start|>", "image_token": "<|image_pad|>", "end": "<|vision_end|>"}
+QWEN_MARKS |= {"video": "<|video_pad|>"}
+QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+QWEN_VISION = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64, "out_hidden_size": 64}
+DELTA = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 # By model type: special tokens by name, what a template writes for an image, and the values of the config.
 KINDS: dict[str, tuple[dict[str, str], str, dict[str, Any]]] = {
     "gemma3": (
@@ -52,32 +70,22 @@ KINDS: dict[str, tuple[dict[str, str], str, dict[str, Any]]] = {
             "mm_tokens_per_image": 4,
         },
     ),
-    "idefics3": (
-        {"image_token": "<image>", "fake": "<fake_token_around_image>", "global": "<global-img>"},
-        "<image>",
-        {
-            "text_config": TEXT | {"model_type": "llama"},
-            "vision_config": VISION | {"image_size": 28, "patch_size": 7},
-            "scale_factor": 2,
-        },
-    ),
+    "idefics3": IDEFICS,
+    "smolvlm": IDEFICS,
     "qwen2_5_vl": (
-        {
-            "start": "<|vision_start|>",
-            "image_token": "<|image_pad|>",
-            "end": "<|vision_end|>",
-            "video": "<|video_pad|>",
-        },
-        "<|vision_start|><|image_pad|><|vision_end|>",
+        QWEN_MARKS,
+        QWEN_IMAGE,
         {
             "text_config": TEXT | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}},
-            "vision_config": {
-                "depth": 2,
-                "hidden_size": 32,
-                "num_heads": 2,
-                "intermediate_size": 64,
-                "out_hidden_size": 64,
-            },
+            "vision_config": QWEN_VISION,
+        },
+    ),
+    "qwen3_5": (
+        QWEN_MARKS,
+        QWEN_IMAGE,
+        {
+            "text_config": TEXT | DELTA | {"layer_types": ["linear_attention", "full_attention"]},
+            "vision_config": QWEN_VISION | {"num_position_embeddings": 16, "patch_size": 14},
         },
     ),
 }
@@ -86,10 +94,13 @@ KINDS: dict[str, tuple[dict[str, str], str, dict[str, Any]]] = {
 def make_processor(kind: str, tokenizer: Any) -> Any:
     if kind == "gemma3":
         return Gemma3Processor(Gemma3ImageProcessorPil(size={"height": 28, "width": 28}), tokenizer, image_seq_length=4)
+    sizes = {"size": {"longest_edge": 28}, "max_image_size": {"longest_edge": 28}, "do_image_splitting": False}
     if kind == "idefics3":
-        sizes = {"size": {"longest_edge": 28}, "max_image_size": {"longest_edge": 28}, "do_image_splitting": False}
         return Idefics3Processor(Idefics3ImageProcessorPil(**sizes), tokenizer, image_seq_len=4)
-    return Qwen2_5_VLProcessor(Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=56 * 56), tokenizer)
+    if kind == "smolvlm":
+        return SmolVLMProcessor(SmolVLMImageProcessorPil(**sizes), tokenizer, image_seq_len=4)
+    qwen_class = Qwen2_5_VLProcessor if kind == "qwen2_5_vl" else Qwen3VLProcessor
+    return qwen_class(Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=56 * 56), tokenizer)
 
 
 def write_model(folder: Path, kind: str) -> Path:
@@ -126,10 +137,13 @@ def draw_picture(color: str, seed: int = 0) -> bytes:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_engine_and_trainer_compute_what_transformers_does_for_images(kind: str, tmp_path: Path, monkeypatch):
-    # Its processor of videos asks for torchvision, which a CPU build of PyTorch may lack.
-    monkeypatch.setattr(
-        Qwen2_5_VLProcessor, "get_attributes", classmethod(lambda cls: ["image_processor", "tokenizer"])
-    )
+    # Processors of videos ask for torchvision, which a CPU build of PyTorch may lack, and for num2words.
+    for processor_class in (Qwen2_5_VLProcessor, Qwen3VLProcessor, SmolVLMProcessor):
+        monkeypatch.setattr(
+            processor_class, "get_attributes", classmethod(lambda cls: ["image_processor", "tokenizer"])
+        )
+    monkeypatch.setattr(SmolVLMProcessor.__init__, "__defaults__", (None, 4, None))
+    monkeypatch.setattr(processing_smolvlm, "num2words", str)
     source = write_model(tmp_path / "model", kind)
     folder = Path(mark_model(str(source), str(tmp_path / "marked")))
     model = AutoModelForImageTextToText.from_pretrained(source).eval()
