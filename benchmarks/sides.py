@@ -51,28 +51,36 @@ def cpu_seconds() -> float:
     return sum(_family().values())
 
 
-def descendants() -> list[int]:
-    """The processes that this one started, and theirs."""
-    return [pid for pid in _family() if pid != os.getpid()]
+def peak_memory() -> float:
+    """Largest resident memory of this process and its living descendants, in MB, shared pages divided among them."""
+    total = 0
+    for pid in _family():
+        text = Path(f"/proc/{pid}/status").read_text() + Path(f"/proc/{pid}/smaps_rollup").read_text()
+        peak, resident, share = (int(text.split(name)[1].split()[0]) for name in ("VmHWM:", "VmRSS:", "\nPss:"))
+        total += peak - resident + share
+    return total / 1000
 
 
 class Clock:
-    """CPU and wall time at the end of every step, and its reward."""
+    """CPU and wall time at the end of every step, its reward, and the memory that the first steps needed."""
 
     def __init__(self) -> None:
         self.cpu: list[float] = []
         self.wall: list[float] = []
         self.rewards: list[float] = []
+        self.memory = 0.0
 
     def tick(self) -> None:
+        if len(self.cpu) == WARMUP - 1:
+            self.memory = peak_memory()
         self.cpu.append(cpu_seconds())
         self.wall.append(time.perf_counter())
 
-    def show(self, tail: int = 0) -> None:
-        """Print seconds a step, between the warm-up and the last `tail` steps, for `measure` to read."""
-        steps = len(self.cpu) - tail - WARMUP
-        cpu, wall = ((times[-1 - tail] - times[WARMUP - 1]) / steps for times in (self.cpu, self.wall))
-        print(SHOWN + json.dumps({"cpu": cpu, "wall": wall, "rewards": self.rewards}))
+    def show(self) -> None:
+        """Print seconds a step after the warm-up, for `measure` to read."""
+        steps = len(self.cpu) - WARMUP
+        cpu, wall = ((times[-1] - times[WARMUP - 1]) / steps for times in (self.cpu, self.wall))
+        print(SHOWN + json.dumps({"cpu": cpu, "wall": wall, "rewards": self.rewards, "memory": self.memory}))
 
 
 def recipe(config: Any) -> Clock:
@@ -106,9 +114,8 @@ def recipe(config: Any) -> Clock:
 
 def measure(python: str, script: str, side: str, folder: Path, threads: int = 1, **options: Any) -> dict[str, Any]:
     """Run one side of `script` and return what its clock shows."""
-    command = [python, script, "--side", side, "--folder", str(folder)]
-    for name, value in options.items():
-        command += [f"--{name}", str(value)]
+    settings = [f"--{name}={value}" for name, value in options.items()]
+    command = [python, script, "--side", side, "--folder", str(folder), *settings]
     here = Path(__file__).resolve().parent
     env = os.environ | {
         "OMP_NUM_THREADS": str(threads),

@@ -63,8 +63,7 @@ def prepare(folder: Path, args: argparse.Namespace) -> None:
     )
     if args.config:
         config = AutoConfig.from_pretrained(args.config, vocab_size=len(tokenizer), eos_token_id=None)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.save_pretrained(folder / "model")
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     rng = random.Random(args.seed)
     with (folder / "prompts.jsonl").open("w") as file:
@@ -163,8 +162,7 @@ def learning(rounds: list[dict[str, Any]]) -> None:
     gaps = [statistics.mean(r["ours"]["rewards"]) - statistics.mean(r["trl"]["rewards"]) for r in rounds]
     mean, error = statistics.mean(gaps), statistics.stdev(gaps) / len(gaps) ** 0.5
     half = float(stats.t.ppf(0.975, len(gaps) - 1)) * error
-    interval = f"{mean - half:+.3f} to {mean + half:+.3f}"
-    print(f"\nLearning: mean reward of all steps, ours less TRL's: {mean:+.3f} (95 % interval {interval})")
+    print(f"\nLearning: mean reward of all steps, ours less TRL's: {mean:+.3f} (95 % interval +- {half:.3f})")
 
 
 def reached(rewards: Iterable[float], goal: float = 0.9) -> str:
@@ -213,25 +211,24 @@ def main() -> None:
     from processor import described  # torch comes along, which the sides load with their own settings
 
     print(f"{described()}\n")
-    print("| side | CPU-s a step | tokens per CPU-s | wall s a step | tokens per s | reward 0.9 at step |")
-    print("|---|---|---|---|---|---|")
+    print("| side | CPU-s a step | tokens per CPU-s | wall s a step | tokens per s | MB | reward 0.9 at step |")
+    print("|---|---|---|---|---|---|---|")
     for side in pythons:
-        cpu, wall = (statistics.median(r[side][what] for r in rounds) for what in ("cpu", "wall"))
-        goals = ", ".join(reached(r[side]["rewards"]) for r in rounds)
-        print(f"| {side} | {cpu:.2f} | {tokens / cpu:.0f} | {wall:.2f} | {tokens / wall:.0f} | {goals} |")
-    if not args.trl_python:
-        return
-    for what, unit in (("cpu", "CPU-second"), ("wall", "second")):
+        cpu, wall, memory = (statistics.median(r[side][what] for r in rounds) for what in ("cpu", "wall", "memory"))
+        row = f"| {side} | {cpu:.2f} | {tokens / cpu:.0f} | {wall:.2f} | {tokens / wall:.0f} | {memory:.0f} | "
+        print(row + ", ".join(reached(r[side]["rewards"]) for r in rounds) + " |")
+    for what, unit in (("cpu", "CPU-second"), ("wall", "second")) if args.trl_python else ():
         ratios = sorted(r["trl"][what] / r["ours"][what] for r in rounds)
         print(
             f"\nTokens per {unit}, ours to TRL's: {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
         )
-    if args.rounds > 1:
+    if args.trl_python and args.rounds > 1:
         learning(rounds)
-    print("\nMean reward of a step, median of the runs:\n\n| step | ours | trl |\n|---|---|---|")
+    print(f"\nMean reward of a step, median of the runs:\n\n| step | {' | '.join(pythons)} |")
+    print("|---" * (len(pythons) + 1) + "|")
     for step in range(args.steps):
-        rewards = [statistics.median(r[side]["rewards"][step] for r in rounds) for side in pythons]
-        print(f"| {step + 1} | {rewards[0]:.3f} | {rewards[1]:.3f} |")
+        columns = (f"{statistics.median(r[side]['rewards'][step] for r in rounds):.3f}" for side in pythons)
+        print(f"| {step + 1} | {' | '.join(columns)} |")
 
 
 if __name__ == "__main__":

@@ -30,10 +30,11 @@ from transformers.models.smolvlm import processing_smolvlm
 
 import forge
 from forge.data.packing import pack
+from forge.data.stream import hash_item
 from forge.engines import EmbeddedEngine
 from forge.models.tokenizer import character_tokenizer
 from forge.training.policy import Policy
-from forge.types import Episode, Sampling
+from forge.types import Episode, Prompt, Sample, Sampling
 from forge_families.images import expand_tokens, insert_images, mark_model, open_processor, read_images
 
 COLORS = {"red": (220, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 220), "black": (20, 20, 20)}
@@ -225,6 +226,9 @@ def test_images_of_all_forms_are_read_and_bad_ones_raise_one_line(tmp_path: Path
     assert read_images([path, file, {"bytes": file}, {"bytes": None, "path": path}]) == (file,) * 4
     (picture,) = read_images(Image.open(io.BytesIO(file)))
     assert Image.open(io.BytesIO(picture)).getpixel((0, 0)) == Image.open(io.BytesIO(file)).getpixel((0, 0))
+    sample = Sample(Prompt("what ?", (1, 2), images=(file,)), "red")
+    other = Sample(Prompt("what ?", (1, 2), images=(draw_picture("blue"),)), "blue")
+    assert hash_item(sample) != hash_item(other)  # held-out prompts that differ by their images only are others
     for bad in (["none.png"], [b"no image"], [3]):
         with pytest.raises(ValueError, match=r"\Aimage 1 \([^\n]*\) cannot be read: [^\n]*\Z"):
             read_images(bad)

@@ -338,9 +338,8 @@ class RowStream(ABC, Generic[T, C]):
                 left_out.append(number)
                 continue
             items += 1
-            content = content_of(item)
-            self._items.add(hash(content))
-            if any(unknown_token in tokens for tokens in content):
+            self._items.add(hash_item(item))
+            if any(unknown_token in tokens for tokens in content_of(item)):
                 unknown.append(number)
 
         # Without an item there is nothing to train on, which is an error; rows that are left out are a warning.
@@ -364,8 +363,8 @@ class RowStream(ABC, Generic[T, C]):
             self.size = items * self.epochs
 
     def has(self, item: object) -> bool:
-        """Return whether an item has the same tokens as one of those that `check` made."""
-        return hash(content_of(item)) in self._items
+        """Return whether an item has the same tokens and images as one of those that `check` made."""
+        return hash_item(item) in self._items
 
 
 def content_of(item: Any) -> tuple[tuple[int, ...], ...]:
@@ -375,3 +374,9 @@ def content_of(item: Any) -> tuple[tuple[int, ...], ...]:
         return (tuple(item.prompt.token_ids),)
     episodes = item if isinstance(item, Pair) else [item]
     return tuple(tuple(episode.tokens) for episode in episodes)
+
+
+def hash_item(item: Any) -> int:
+    """Return a hash of an item's tokens and images."""
+    owner = item.prompt if isinstance(item, Sample) else item
+    return hash((content_of(item), getattr(owner, "images", ())))
