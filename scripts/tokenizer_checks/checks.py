@@ -64,7 +64,7 @@ def conversations(family: Family, *, thoughts: bool = False) -> list[list[dict]]
         talk: list[dict] = []
         for _ in range(turns):
             answer = draw.choice(SAID[:4]) + draw.choice(ENDS) + draw.choice(SAID)
-            thought = f"<think>\n{draw.choice(SAID[:4])}\n</think>\n\n" if thoughts else ""
+            thought = f"<think>\nsay {draw.choice(SAID[:4])}\n</think>\n\n" if thoughts else ""
             talk += [user(draw.choice(ENDS) + draw.choice(SAID) + draw.choice(ENDS)), said(thought + answer)]
         found.append(talk)
     return found
@@ -77,10 +77,11 @@ def rendering(family: Family) -> str:
         prompt = family.tokenizer(chat.render(talk[:-1], add_generation_prompt=True), add_special_tokens=False)
         assert prompt["input_ids"] == own(family, talk[:-1], add_generation_prompt=True)
         tokens, _ = chat.encode(talk)
+        whole = [*own(family, talk), *family.tokenizer.convert_tokens_to_ids([family.added] if family.added else [])]
         if not family.empty or (len(talk) == 2 and not family.prompted):
-            assert tokens == own(family, talk)
+            assert tokens == whole
         last, _ = chat.encode(talk, train_on="last")
-        assert last == own(family, talk) or family.prompted
+        assert last == whole or family.prompted
     return YES
 
 
@@ -92,13 +93,16 @@ def mask(family: Family) -> str:
         assert found == mask_of(family, tokens)
         if family.training and len(talk) == 2 and family.name != "gptoss":
             options = {"chat_template": family.marked(), "return_dict": True}
-            theirs = family.tokenizer.apply_chat_template(talk, return_assistant_tokens_mask=True, **options)
+            messages = [chat.writer.message(message) for message in talk]
+            theirs = family.tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True, **options)
             marks = [bool(one) for one in theirs["assistant_masks"]]
             count = len(theirs["input_ids"])
             assert tokens[:count] == theirs["input_ids"]  # ours may go on with a header
             wrong = [i for i in range(count) if found[i] != marks[i]]
-            # Theirs counts the line break after the end of a turn, which is not generated.
-            assert all(marks[i] and family.tokenizer.decode(tokens[i]).isspace() for i in wrong), wrong
+            # Theirs counts the line break after the end of a turn, and what the prompt begins: neither is generated.
+            texts = [family.tokenizer.decode(tokens[i]) for i in wrong]
+            assert all(marks[i] for i in wrong), wrong
+            assert all(text.isspace() or text in family.head for text in texts), texts
     return YES
 
 
@@ -118,9 +122,9 @@ def thoughts(family: Family) -> str:
             # Of the first turn the whole context is the same; of later ones what follows the turn before.
             assert number or tokens[:start] == alone[:first]
         if len(talk) == 2 and not family.prompted:
-            assert family.tokenizer.decode(tokens) == family.tokenizer.apply_chat_template(
-                [user(talk[0]["content"]), chat.writer.message(talk[1])], tokenize=False
-            )
+            messages = [user(talk[0]["content"]), chat.writer.message(talk[1])]
+            text = family.tokenizer.apply_chat_template(messages, tokenize=False) + family.added
+            assert family.tokenizer.decode(tokens) == text
         if family.name == "qwen3":
             options = {"chat_template": family.marked(), "return_dict": False}
             assert tokens == family.tokenizer.apply_chat_template(talk, tokenize=True, **options)
@@ -192,7 +196,8 @@ def tools(family: Family) -> str:
     dialogue = Dialogue(tokenizer)
     for arguments in ({"query": 'a "b" <c> é😀\n', "most": 2}, {"query": "x"}):
         for given in (arguments, json.dumps(arguments)):
-            talk = [user("hi"), calling("search", given)]
+            thought = {"reasoning_content": "hm"} if family.empty.startswith("\n\n") else {}
+            talk = [user("hi"), calling("search", given) | thought]
             tokens, own_tokens = chat.encode(talk)
             turn = [token for token, one in zip(tokens, own_tokens, strict=True) if one]
             assert own_tokens == mask_of(family, tokens)
@@ -201,13 +206,15 @@ def tools(family: Family) -> str:
             assert [(call.name, dict(call.arguments)) for call in action.calls] == [("search", arguments)], action
             assert not action.errors
             broken = tokenizer.decode(turn).replace('"query"', '"query').replace("query</arg", "query</")
+            broken = broken.replace("<parameter=query", "<parameter query").replace("query=", "query(")
+            broken = broken.replace("query:<", "query<")
             bad = dialogue.read(tokenizer(broken, add_special_tokens=False)["input_ids"], TOOLS)
             assert bad.errors, broken
             assert not bad.calls
             # The episode and the conversation have the same tokens.
             answer = {"role": "tool", "name": "search", "tool_call_id": "abcdefghi", "content": "found é"}
             prompt = dialogue.initial(talk[:1])
-            whole, _ = chat.encode([*talk, answer, said("done")])
+            whole, _ = chat.encode([*talk, answer, said("done", **thought)])
             lived = [*prompt, *turn, *dialogue.extend([*prompt, *turn], [answer])]
             assert whole[: len(lived)] == lived
     return family.syntax
@@ -312,7 +319,9 @@ def episodes(family: Family, count: int = EPISODES) -> str:
 def supervised(family: Family) -> str:
     """A conversation has the tokens of an episode in which the policy wrote the same words."""
     chat, dialogue = ChatFormat(family.tokenizer, thoughts="keep"), Dialogue(family.tokenizer)
-    for talk in [*conversations(family), *conversations(family, thoughts=True)]:
+    # Where the prompt begins the thought with a line break, that of an empty thought becomes one token with it.
+    talks = [] if family.empty.startswith("\n\n") else conversations(family)
+    for talk in [*talks, *conversations(family, thoughts=True)]:
         talk = [{**message, "content": message["content"].strip()} for message in talk]
         tokens, found = chat.encode(talk)
         lived: list[int] = dialogue.initial(talk[:1])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerFast
 
 ROOT = Path(os.environ.get("FORGE_TOKENIZERS", Path(__file__).parents[2] / "build/tokenizers"))
 MISSING = "" if (ROOT / "mistral").is_dir() else f"no tokenizers in {ROOT}: make test-tokenizers fetches them"
@@ -37,7 +37,8 @@ class Family:
     before the words of a turn of the assistant and after them, written out by hand. `stops`: the tokens that end a
     turn. `training`: TRL's training template, which marks what is trained. `empty`: what the template writes in
     the last turn only, where there is no thought. `prompted`: its prompt begins the thought, which it then leaves out
-    of every turn.
+    of every turn. `marks`: special tokens that are added to the tokenizer of another family, where no package has the
+    family's own. `added`: the end of a turn that the template writes only if a message follows.
     """
 
     name: str
@@ -50,6 +51,8 @@ class Family:
     training: str = ""
     empty: str = ""
     prompted: bool = False
+    marks: tuple[str, ...] = ()
+    added: str = ""
 
     @property
     def closers(self) -> tuple[str, ...]:
@@ -57,15 +60,16 @@ class Family:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        return _tokenizer(self.folder or self.name, self.template)
+        return _tokenizer(self.folder or self.name, self.template, self.marks)
 
     def marked(self) -> str:
         return (ROOT / "templates" / self.training).read_text()
 
 
 @cache
-def _tokenizer(folder: str, template: str) -> PreTrainedTokenizerFast:
+def _tokenizer(folder: str, template: str, marks: tuple[str, ...]) -> PreTrainedTokenizerFast:
     tokenizer = AutoTokenizer.from_pretrained(ROOT / folder)
+    tokenizer.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
     if template:
         tokenizer.chat_template = template if "{" in template else (ROOT / "templates" / template).read_text()
     return tokenizer
@@ -134,6 +138,72 @@ FAMILIES = {
             empty="<|channel|>final<|message|>",
         ),
         Family("smollm2", _IM, "<|im_end|>", ("<|im_end|>",), "plain"),
+        Family(
+            "qwen3_5",
+            _IM + "<think>\n",
+            "<|im_end|>",
+            ("<|im_end|>",),
+            "qwen_xml",
+            "qwen3",
+            "qwen3_5_think.jinja",
+            "qwen3_5_think_training.jinja",
+            empty="\n\n</think>\n\n",
+        ),
+        Family(
+            "qwen3_8",
+            _IM + "<think>\n",
+            "<|im_end|>",
+            ("<|im_end|>",),
+            "qwen_xml",
+            "qwen3",
+            "qwen3_8.jinja",
+            "qwen3_8_training.jinja",
+            empty="\n\n</think>\n\n",
+        ),
+        Family(
+            "glm4_5",
+            "<|assistant|>",
+            "<|user|>",
+            ("<|user|>", "<|observation|>", "<|im_end|>"),
+            "glm",
+            "qwen3",
+            "glm4moe.jinja",
+            "glm4moe_training.jinja",
+            empty="\n<think></think>",
+            added="<|user|>",
+            marks=("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+        ),
+        Family(
+            "nemotron_3",
+            _IM + "<think>\n",
+            "<|im_end|>",
+            ("<|im_end|>",),
+            "qwen_xml",
+            "qwen3",
+            "nemotron_3_nano.jinja",
+            empty="</think>\n\n",
+            prompted=True,
+        ),
+        Family(
+            "lfm2_5",
+            _IM,
+            "<|im_end|>",
+            ("<|im_end|>",),
+            "plain",
+            "qwen3",
+            "lfm2_2_5.jinja",
+            marks=("<|startoftext|>", "<|tool_call_start|>", "<|tool_call_end|>"),
+        ),
+        Family(
+            "gemma4",
+            "<|turn>model\n",
+            "<turn|>",
+            ("<turn|>", "<tool_call|>", "<end_of_turn>"),
+            "gemma",
+            "gemma3",
+            "gemma4_v5.jinja",
+            marks=("<|turn>", "<turn|>", "<|tool_call>", "<tool_call|>", "<|channel>", "<channel|>"),
+        ),
         Family("mistral", "[/INST]", "</s>", ("</s>",), "mistral", template=MISTRAL),
     )
 }

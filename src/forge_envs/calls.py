@@ -6,8 +6,8 @@ parsed. The syntaxes are:
 - "hermes" (Qwen, Hermes): `<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`
 - "llama3": the whole answer is `{"name": "add", "parameters": {"a": 1}}`, several of them separated by `;`
 - "plain": `add(a=1, b=2)` anywhere in the text; of a tool with one parameter also `search(any text)`
-- "mistral", "deepseek", "harmony" (gpt-oss), "glm" (GLM 4.5 and later), "qwen_xml" (Qwen3-Coder): see
-  `forge_envs.markup`
+- "mistral", "deepseek", "harmony" (gpt-oss), "glm" (GLM 4.5 and later), "qwen_xml" (Qwen3-Coder), "gemma"
+  (Gemma 4): see `forge_envs.markup`
 """
 
 import ast
@@ -25,7 +25,7 @@ from .schemas import Schema, parameters_of
 # Python warns of unusual syntax when it parses calls, such as an invalid escape: turns of a policy could fill the log.
 warnings.filterwarnings("ignore", module="<model output>")
 
-Syntax = Literal["hermes", "llama3", "plain", "mistral", "deepseek", "harmony", "glm", "qwen_xml"]
+Syntax = Literal["hermes", "llama3", "plain", "mistral", "deepseek", "harmony", "glm", "qwen_xml", "gemma"]
 SYNTAXES: tuple[str, ...] = get_args(Syntax)
 
 
@@ -38,8 +38,13 @@ def check_syntax(name: str) -> None:
 _PYTHON_TAG = "<|python_tag|>"
 # Texts by which the syntax of a chat template is recognised: the first one that it contains decides.
 _SIGNS: dict[str, Syntax] = {
-    **{"<|channel|>": "harmony", "<arg_key>": "glm", "<function=": "qwen_xml", "<tool_call>": "hermes"},
-    **{"tool▁call": "deepseek", "[TOOL_CALLS]": "mistral", "ipython": "llama3", "python_tag": "llama3"},
+    **{
+        "<|tool_call>": "gemma",
+        "<|channel|>": "harmony",
+        "<arg_key>": "glm",
+        "<function=": "qwen_xml",
+        "<tool_call>": "hermes",
+    },
 }
 
 
@@ -125,6 +130,7 @@ def _read_llama3(text: str, tools: Mapping[str, Schema]) -> markup.Found:
 
 
 _BRACKET = re.compile(r"[()]")
+_LIST_MARKS = re.compile(r"<\|tool_call_start\|>\[[\s,]*\]<\|tool_call_end\|>")  # of LFM, around its calls
 # One bracket, or a text in single or double quotes, in which brackets do not count: the quote, characters other than it
 # and backslashes, escaped characters with such characters after them, and the quote again or the end of the text. The
 # possessive quantifiers (*+) keep the time linear.
@@ -158,7 +164,7 @@ def _read_plain(text: str, tools: Mapping[str, Schema]) -> markup.Found:
         except ValueError as error:
             errors.append(f"the call of {name} cannot be read: {error}")
 
-    return "".join([*outside, text[position:]]), calls, errors
+    return _LIST_MARKS.sub("", "".join([*outside, text[position:]])), calls, errors
 
 
 def _find_closing(text: str, start: int, tokens: re.Pattern[str]) -> int:
@@ -191,7 +197,7 @@ def _read_arguments(text: str, function: Schema) -> dict[str, Any]:
 
     try:
         # Literals only: no code of the policy is executed.
-        call: Any = ast.parse(f"f({text})", "<model output>", mode="eval").body
+        call = _parse_call(text)
         values = {
             **{names[n]: ast.literal_eval(value) for n, value in enumerate(call.args)},
             **{str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords},
@@ -205,6 +211,14 @@ def _read_arguments(text: str, function: Schema) -> dict[str, Any]:
     if only_name in values and not parameters.takes(only_name, values[only_name]):
         return unquoted if parameters.takes(only_name, unquoted[only_name]) else values
     return values
+
+
+def _parse_call(arguments: str) -> Any:
+    """Return the syntax tree of a call with these arguments, whose texts may have line breaks, as LFM writes them."""
+    try:
+        return ast.parse(f"f({arguments})", "<model output>", mode="eval").body
+    except SyntaxError:
+        return ast.parse(f"f({arguments})".replace("\n", "\\n"), "<model output>", mode="eval").body
 
 
 def _tool_call(call: markup.Call) -> ToolCall:
@@ -237,5 +251,6 @@ _READERS: dict[str, Callable[[str, Mapping[str, Schema]], markup.Found]] = {
         "harmony": markup.read_harmony,
         "glm": markup.read_glm,
         "qwen_xml": markup.qwen_xml,
+        "gemma": markup.read_gemma,
     },
 }

@@ -23,6 +23,9 @@ _MISTRAL = "[TOOL_CALLS]"
 _NAMED = re.compile(r"([^\[{]*)(?:\[CALL_ID\][^\[{]*)?\[ARGS\]")
 _HEADER = re.compile(r"[^<]*(?:<\|channel\|>[^<]*)?(?:<\|constrain\|>[^<]*)?<\|message\|>")
 _CLOSED = re.compile(r"<\|start\|>assistant|<\|end\|>|<\|call\|>|<\|return\|>")
+# Of Gemma 4: a call up to its closing tag, which may stand in a text, and a key without quotes.
+_GEMMA_CALL = re.compile(r'(?:<\|"\|>.*?(?:<\|"\|>|\Z)|(?!<\|?tool_call).)*', re.DOTALL)
+_GEMMA_KEY = re.compile(r"([{,]\s*)([^\s{}\[\],:]+)\s*:")
 _DECODER = json.JSONDecoder()
 _SPACES = re.compile(r"\s*")
 
@@ -32,7 +35,6 @@ class Tags(NamedTuple):
 
     name: re.Pattern[str]  # the start of a call; its group is the tool's name
     key: re.Pattern[str]  # the tag before a value; its group is the argument's name
-    opening: str  # with which the tag before a value starts
     closing: str  # the tag after a value
     follows: re.Pattern[str]  # what must come after the closing tag
     margin: str  # what the model writes before and after a value, which is not a part of it
@@ -42,7 +44,6 @@ class Tags(NamedTuple):
 QWEN = Tags(
     name=re.compile(r"\s*<function=([^>\n]*)>"),
     key=re.compile(r"<parameter=([^>\n]*)>"),
-    opening="<parameter=",
     closing="</parameter>",
     follows=re.compile(r"\s*(?:<parameter=|(?:</function>\s*)?</tool_call>)"),
     margin="\n",
@@ -51,7 +52,6 @@ QWEN = Tags(
 GLM = Tags(
     name=re.compile(r"([^<]*)"),
     key=re.compile(r"<arg_key>([^<]*)</arg_key>\s*(?:<arg_value>)?"),
-    opening="<arg_value>",
     closing="</arg_value>",
     follows=re.compile(r"\s*(?:<arg_key>|</tool_call>)"),
     margin="",
@@ -80,6 +80,21 @@ def read_deepseek(text: str, tools: Mapping[str, Schema]) -> Found:
 
     content, calls, errors = read_between(text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", read_call)
     return _FRAME.sub("", content), calls, errors
+
+
+def read_gemma(text: str, tools: Mapping[str, Schema]) -> Found:
+    """Parse calls of Gemma 4, like `<|tool_call>call:add{a:1,b:<|"|>two<|"|>}<tool_call|>`."""
+
+    def read_call(text: str, start: int, begin: str, end: str) -> tuple[Call, int]:
+        match = _GEMMA_CALL.match(text, start, start + MAX_CHARACTERS)
+        name, brace, values = ("" if match is None else match[0]).partition("{")
+        parts = (brace + values).split('<|"|>')
+        parts[::2] = [_GEMMA_KEY.sub(r'\1"\2":', part) for part in parts[::2]]
+        parts[1::2] = map(json.dumps, parts[1::2])
+        arguments = json.loads("".join(parts))
+        return (name.strip().removeprefix("call:"), arguments), start + len(name + brace + values) + len(end)
+
+    return read_between(text, "<|tool_call>", "<tool_call|>", read_call)
 
 
 def read_mistral(text: str, tools: Mapping[str, Schema]) -> Found:
@@ -218,8 +233,11 @@ def _read_call(text: str, start: int, tags: Tags) -> tuple[str, list[tuple[str, 
         # The next argument must start before this call ends and before the next call starts.
         end, following = _find_mark(text, _END, position), _find_mark(text, _BEGIN, position)
         key = tags.key.search(text, position, min(end, following))
+        skipped = text[position : min(end, following) if key is None else key.start()].strip()
         if key is None:
             break
+        if skipped:
+            raise ValueError(f"{skipped[:40]!r} is no argument")
         position = _value_end(text, key.end(), start + MAX_CHARACTERS, tags)
         value = text[key.end() : position].removeprefix(tags.margin).removesuffix(tags.margin)
         pairs.append((key[1].strip(), value))
@@ -227,8 +245,8 @@ def _read_call(text: str, start: int, tags: Tags) -> tuple[str, list[tuple[str, 
 
     if end == len(text) or following < end:
         raise ValueError(f"it is not closed by {_END}")
-    if tags.opening in text[position:end]:
-        raise ValueError(f"{tags.opening} does not start an argument there")
+    if skipped not in ("", "</function>"):
+        raise ValueError(f"{skipped[:40]!r} is no argument")
     return name[1].strip(), pairs, end + len(_END)
 
 

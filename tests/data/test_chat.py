@@ -92,7 +92,7 @@ def test_generation_marks_give_the_mask_of_transformers(conversation):
 def test_rewriting_template_trains_only_last_turn(turns):
     conversation = said(*(text for turn in turns for text in ("why?", turn)))
     tokenizer = byte_pairs()
-    encoder = ChatFormat(tokenizer, THINKING)
+    encoder = ChatFormat(tokenizer, THINKING, thoughts="template")
     answer = turns[-1] if "</think>" in turns[-1] else "<think>\n\n</think>\n\n" + turns[-1]
     assert trained(tokenizer, *encoder.encode(conversation, train_on="last")) == answer + "<|im_end|>"
     if len(turns) > 1:

@@ -20,6 +20,7 @@ from ..system.files import read_text
 from .files import Row
 from .messages import row_options, row_system, with_system
 from .special_tokens import SpecialTokens
+from .template_traits import find_missing_end, needs_parts, split_content
 from .turns import Message, Rewritten, Span, Turns, Writer, thought_of
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class ChatFormat:
         tokenizer: PreTrainedTokenizerBase,
         template: bool | str = True,
         options: Mapping[str, Any] | None = None,
-        thoughts: Thoughts = "template",
+        thoughts: Thoughts = "keep",
         key: str = "chat_template",
     ) -> None:
         self.tokenizer, self.options, self.thoughts = tokenizer, dict(options or {}), thoughts
@@ -85,9 +86,9 @@ class ChatFormat:
 
         self._special = SpecialTokens(tokenizer)
 
-        # Of this format and of those with more arguments: the tokenizer for `encode`, once it is used, and the orders
-        # of roles that the template writes in full.
-        self._shared: dict[str, Any] = {"shapes": set()}
+        # Of this format and of those with more arguments: the tokenizer for `encode`, once it is used, the orders of
+        # roles that the template writes in full, and the tokens that it writes after a turn only if messages follow.
+        self._shared: dict[str, Any] = {"shapes": set(), "ends": {}}
         self._begin_text()
 
         # A template ignores what it does not know. Tools that it does not read are another matter.
@@ -198,10 +199,28 @@ class ChatFormat:
             written_shapes.add(shape)
 
     def _render_text(self, conversation: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+        text = self._apply_template(conversation, add_generation_prompt=add_generation_prompt)
+        if add_generation_prompt or not conversation or conversation[-1]["role"] != "assistant":
+            return text
+
+        follower = "tool" if conversation[-1].get("tool_calls") else "user"
+        ends: dict[str, str] = self._shared["ends"]
+        if follower not in ends:
+            ends[follower] = ""  # while the template is tried
+            ends[follower] = find_missing_end(self._apply_template, self.writer, self._special, follower)
+        return text + ends[follower]
+
+    def _apply_template(self, conversation: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         options = {**self.options, "tokenize": False, "add_generation_prompt": add_generation_prompt}
-        return self._call_template(
-            lambda: str(self.tokenizer.apply_chat_template(list(conversation), chat_template=self.template, **options))
-        )
+
+        def apply(messages: list[Message]) -> str:
+            return self._call_template(
+                lambda: str(self.tokenizer.apply_chat_template(messages, chat_template=self.template, **options))
+            )
+
+        if "parts" not in self._shared:
+            self._shared["parts"] = needs_parts(apply)
+        return apply(list(map(split_content, conversation)) if self._shared["parts"] else list(conversation))
 
     def encode(
         self, conversation: Sequence[Message], *, train_on: TrainOn = "assistant", since: int = 0
@@ -228,39 +247,32 @@ class ChatFormat:
         text = self.render(conversation)
         encoding = self._untrimmed_tokenizer.encode(text, add_special_tokens=False)
 
-        # The spans of turns in the text: the template marks them, or they follow from its texts before and after each.
-        if _MARK.search(self.template):
-            if turns != [len(conversation) - 1]:
-                self.turns.check_ends()
-            start = len(self._encode_context(conversation, turns[0], text)) if turns[0] else 0
-            marked = self._find_marked(conversation)
-            spans = [(max(start, first), end) for first, end in marked if end > start]
-            written = [i for i, message in enumerate(conversation) if message["role"] == "assistant"]
-            if excluded := {i for i in written if i > turns[0]} - {*turns}:
-                if len(marked) != len(written):
-                    raise ValueError(f"message {min(excluded) + 1}: the template marks other turns than the weights")
-                spans = [span for i, span in zip(written, marked, strict=True) if i in turns]
-        else:
-            # Each turn ends where generation would stop: at a special token, if one follows its text.
-            token_ends = [end for _, end in encoding.offsets]
-            closers = {end for token, end in zip(encoding.ids, token_ends, strict=True) if token in self._special.ids}
-            rewritten: Rewritten | None = None
-            try:
+        # Each turn ends where generation would stop: at a special token, if one follows its text.
+        token_ends = [end for _, end in encoding.offsets]
+        closers = {end for token, end in zip(encoding.ids, token_ends, strict=True) if token in self._special.ids}
+        spans: list[Span] = []
+        rewritten: Rewritten | None = None
+        try:
+            # The template marks the spans of turns, or they follow from its texts before and after each.
+            if _MARK.search(self.template):
+                spans = self._choose_marked(conversation, turns, text, closers)
+            else:
                 spans = [self._encode_answer(conversation, turn, text, closers) for turn in turns]
-            except Rewritten as error:
-                rewritten = error
+        except Rewritten as error:
+            rewritten = error
 
-            # Where the template rewrites a turn or omits its thought, join the turns as they were when each was last.
-            omitted = any(thought_of(conversation[i])[0] not in text for i in turns)
-            if self.thoughts == "keep" and (rewritten or omitted):
-                try:
-                    text, turn_spans = self.turns.kept(conversation)
-                except Rewritten as error:
-                    raise rewritten or error from None  # the first error names the fix
-                spans = [turn_spans[turn] for turn in turns]
-                encoding = self._untrimmed_tokenizer.encode(text, add_special_tokens=False)
-            elif rewritten:
-                raise rewritten
+        # Where the template rewrites a turn or omits its thought, join the turns as they were when each was last.
+        written = [text[start:end] for start, end in spans] if len(spans) == len(turns) else [text] * len(turns)
+        omitted = any(thought_of(conversation[i])[0] not in turn for i, turn in zip(turns, written, strict=True))
+        if self.thoughts == "keep" and (rewritten or omitted):
+            try:
+                text, turn_spans = self.turns.kept(conversation)
+            except Rewritten as error:
+                raise rewritten or error from None  # the first error names the fix
+            spans = [turn_spans[turn] for turn in turns]
+            encoding = self._untrimmed_tokenizer.encode(text, add_special_tokens=False)
+        elif rewritten:
+            raise rewritten
 
         # Half-open spans overlap if each starts before the other ends.
         mask = [any(first < end and start < last for start, end in spans) for first, last in encoding.offsets]
@@ -333,8 +345,23 @@ class ChatFormat:
         closer, tail = self.turns.ending(conversation, turn)
         if closer and answer.endswith(closer + tail):
             return start, len(upto) - len(tail)
-        stripped_end = start + len(answer.rstrip())
-        return start, stripped_end if stripped_end in closers else len(upto)
+        return start, _trim_end(upto, closers)
+
+    def _choose_marked(
+        self, conversation: Sequence[Message], turns: list[int], text: str, closers: set[int]
+    ) -> list[Span]:
+        """Return the marked spans of these turns, up to the tokens that end them; arguments as `_encode_answer`'s."""
+        if turns != [len(conversation) - 1]:
+            self.turns.check_ends()
+        start = len(self._encode_context(conversation, turns[0], text)) if turns[0] else 0
+        marked = [(first, _trim_end(text[:end], closers)) for first, end in self._find_marked(conversation)]
+        written = [i for i, message in enumerate(conversation) if message["role"] == "assistant"]
+        excluded = {i for i in written if i > turns[0]} - {*turns}
+        if not excluded:
+            return [(max(start, first), end) for first, end in marked if end > start]
+        if len(marked) != len(written):
+            raise ValueError(f"message {min(excluded) + 1}: the template marks other turns than the weights")
+        return [span for i, span in zip(written, marked, strict=True) if i in turns]
 
     def _find_marked(self, conversation: Sequence[Message]) -> list[Span]:
         """Return the spans in the text of a conversation that the template marks with `{% generation %}`."""
@@ -358,6 +385,12 @@ class ChatFormat:
             return call()
         except Exception as error:  # templates are programs and raise anything
             raise ValueError(f"the chat template fails: {' '.join(str(error).split())}") from error
+
+
+def _trim_end(text: str, closers: set[int]) -> int:
+    """Return the length of a text without spaces after the special token that ends it, at one of the closers."""
+    stripped_end = len(text.rstrip())
+    return stripped_end if stripped_end in closers else len(text)
 
 
 _REWRITES = (

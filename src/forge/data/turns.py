@@ -62,7 +62,7 @@ class Writer:
         self._render = render
         # The fields of thoughts that the template reads, as `message.thinking` or `message["thinking"]`.
         self._fields = [name for name in THOUGHTS if re.search(rf"""\.{name}\b|["']{name}["']""", source)]
-        self._splits = "</think>" in source
+        self._splits = re.search(r"""["']</think>["']""", source)  # not only writes it
         self._forms: dict[tuple[bool, bool], bool | None] = {}
 
     def message(self, message: Message) -> Message:

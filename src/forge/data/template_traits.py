@@ -1,0 +1,58 @@
+"""What a chat template is tried for: contents as parts, and turns that end where the next message starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from .special_tokens import SpecialTokens
+from .turns import MARK, Message, Writer, after_mark
+
+Apply = Callable[..., str]  # (messages, add_generation_prompt=) -> the template's text
+
+
+def split_content(message: Message) -> Message:
+    """Return a message whose text is a list of parts.
+
+    >>> split_content({"role": "user", "content": "hi"})["content"]
+    [{'type': 'text', 'text': 'hi'}]
+    """
+    text = message.get("content")
+    return {**message, "content": [{"type": "text", "text": text}]} if isinstance(text, str) else message
+
+
+def needs_parts(apply: Apply) -> bool:
+    """Return whether a template reads contents as lists of parts only, as some of models with images do."""
+    question = {"role": "user", "content": "qzask"}
+    for message in (question, split_content(question)):
+        with suppress(ValueError):
+            if "qzask" in apply([message]):
+                return message is not question
+    return False
+
+
+def find_missing_end(apply: Apply, writer: Writer, special: SpecialTokens, follower: str) -> str:
+    """Return the special token that a template writes after an assistant's turn only if a message follows, as GLM's do.
+
+    GLM's models end their turns with the token that starts the next message.
+
+    Args:
+        follower: the role of that message: "tool" after a turn with calls, or "user".
+
+    Returns:
+        "" if the turn itself has an end, or the token also starts turns of the assistant.
+    """
+    calls: list[Any] = [{"name": "tool", "arguments": {}}] if follower == "tool" else []
+    answer = {"role": "assistant", "content": "", "tool_calls": calls}
+    later = {"role": follower, "content": "more", "name": "tool", "tool_call_id": "call00000"}
+    question = {"role": "user", "content": MARK}
+
+    with suppress(ValueError):  # the template writes no such messages
+        turn = writer.mark_turn(answer)
+        found = special.find(after_mark(apply([question, turn, later])))
+        has_end = special.find(after_mark(apply([question, turn]))) is not None
+        prompt = after_mark(apply([question], add_generation_prompt=True))
+        if found and not has_end and found[0][0] not in prompt:
+            return found[0][0]
+    return ""
