@@ -12,9 +12,8 @@ from secrets import token_hex
 from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Any
 
-from forge.runtime.controller import ForgeError, Options, Unrecoverable
+from forge.runtime.controller import ForgeError, Options, ReplicaDied, Unrecoverable
 from forge.runtime.controller._monarch import HostMesh, enable_tls, new_service_proc_id
-from forge.runtime.controller.errors import ReplicaDied
 from forge.runtime.controller.home import private_folder
 from forge.runtime.controller.hosts import Hosts, attach_workers
 from forge.runtime.controller.placement import Waiting, procs_of

@@ -82,8 +82,7 @@ def add_to(commands: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Launch a run, or each run of a sweep; invalid input ends the program with one line."""
-    from forge.config.arguments import Arguments
-    from forge.config.sections import ConfigError
+    from forge.config import Arguments, ConfigError
     from forge.recipes.placement import RAISE, gpus_needed
     from forge.recipes.resume import read_config
 

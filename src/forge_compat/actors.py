@@ -10,10 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from forge.actors.generator import Generator as Policy
-from forge.actors.reference import ReferenceModel as Reference
-from forge.actors.replay_buffer import ReplayBuffer as Buffer
-from forge.actors.trainer import Trainer
+from forge.actors import Generator as Policy, ReferenceModel as Reference, ReplayBuffer as Buffer, Trainer
 from forge.config.arguments import check_whole
 from forge.config.sections import flatten_config
 from forge.data.packing import pack

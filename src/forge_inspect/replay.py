@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.actors.replay_buffer import ReplayBuffer
-from forge.config.arguments import read
-from forge.config.sections import ConfigError
+from forge.config import ConfigError, read
 from forge.observability.console import log
 from forge.observability.folder import CONFIG, MARK
 from forge.observability.lines import appended_lines

@@ -1,7 +1,5 @@
 """vLLM's asynchronous engine behind the interface of the embedded one, in a separate thread and processes."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math
@@ -175,7 +173,7 @@ class VLLMEngine:
         if threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_TIMEOUT)
 
-    def __enter__(self) -> VLLMEngine:
+    def __enter__(self) -> "VLLMEngine":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -207,7 +205,7 @@ class VLLMEngine:
 
     # The methods below run in the thread of the loop.
 
-    async def _run_vllm(self, args: AsyncEngineArgs, ready: Future[None]) -> None:
+    async def _run_vllm(self, args: "AsyncEngineArgs", ready: Future[None]) -> None:
         """Start vLLM, watch its process, and shut it down when the engine closes."""
         try:
             from vllm.v1.engine.async_llm import AsyncLLM
@@ -288,7 +286,7 @@ class VLLMEngine:
             pass
         return completion
 
-    async def _attempt_sample(self, request: VLLMRequest, sample: int, params: SamplingParams) -> Completion | None:
+    async def _attempt_sample(self, request: VLLMRequest, sample: int, params: "SamplingParams") -> Completion | None:
         """Return a sample's completion; None if an update came before its first token, so that it must start again."""
         from vllm.inputs import tokens_input
 

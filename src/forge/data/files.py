@@ -1,7 +1,5 @@
 """Rows from local files, folders and the Hugging Face hub. Error messages number rows from 1, as lines of a file."""
 
-from __future__ import annotations
-
 import csv
 import difflib
 import hashlib
@@ -241,7 +239,7 @@ class FileStream:
         self._position = dict(state)
 
 
-def open_stream(path: str, *, split: str, subset: str | None = None) -> IterableDataset | FileStream:
+def open_stream(path: str, *, split: str, subset: str | None = None) -> "IterableDataset | FileStream":
     """Return the rows of a file, a folder or a hub id as a stream, which reads them when they are needed.
 
     Takes the arguments of `open_rows`. A malformed row raises when it is read.

@@ -1,7 +1,5 @@
 """The embedded generation engine: a running batch, and the thread that steps it."""
 
-from __future__ import annotations
-
 import bisect
 import logging
 import secrets
@@ -241,7 +239,7 @@ class EmbeddedEngine:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def __enter__(self) -> EmbeddedEngine:
+    def __enter__(self) -> "EmbeddedEngine":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -3,21 +3,17 @@
 In order: the repetition penalty, then (after grammars) top-k and top-p.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..models.tokenizer import has_tokenizer, open_tokenizer
+from .requests import RunningSample
 from .sampling import keep_top
-
-if TYPE_CHECKING:
-    from .requests import RunningSample
 
 MAX_BYTES = 4  # of a character in UTF-8; a byte-level token may be only one of them
 MAX_SPECIAL = 16  # special tokens among the last ones, which have no text

@@ -363,10 +363,8 @@ def held_out_lines(step: int, samples: Sequence[Sample], episodes: Sequence[Epis
         episodes: the answers.
         name: of the set; "" for the section `eval` itself.
     """
-    problem_numbers: dict[int, int] = {}  # of problems, by the identity of their samples
-    for sample in samples:
-        problem_numbers.setdefault(id(sample), len(problem_numbers))
-
+    # By the identity of the samples, in their order.
+    problem_numbers = {identity: number for number, identity in enumerate(dict.fromkeys(map(id, samples)))}
     rows = (
         {
             "step": step,

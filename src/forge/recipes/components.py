@@ -1,12 +1,10 @@
 """The components of a recipe, placed and set up as its configuration says."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from ..actors import DatasetActor, Generator, ReferenceModel, ReplayBuffer, RewardActor, Trainer
 from ..actors.publication import share_store
@@ -22,10 +20,8 @@ from ..runtime.store import Store
 from ..training.settings import OptimizerSettings, PassSettings
 from .evaluation import Evaluation, plan_evaluation
 from .job import Job as Job, RunState
-
-if TYPE_CHECKING:
-    from .rl_config import RLConfig
-    from .schema import RecipeConfig, TrainingRecipe
+from .rl_config import RLConfig
+from .schema import RecipeConfig, TrainingRecipe
 
 
 @dataclass
@@ -52,7 +48,7 @@ class RLComponents:
 
 POLICY = "policy"  # the name of the run's own weights, and the one by which agents ask for its model
 AGENTS = "forge_agents.recipe"  # the extension of `episode.agent`
-MakeEnv = Callable[["RLConfig", Job], Coroutine[Any, Any, GroupEnv]]
+MakeEnv = Callable[[RLConfig, Job], Coroutine[Any, Any, GroupEnv]]
 
 
 async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: MakeEnv | None = None) -> RLComponents:

@@ -1,14 +1,12 @@
 """A prepared run: its state in checkpoints, and what it does after each step."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..config.sections import ConfigError
 from ..observability import Reduce, Run, record_metric
@@ -19,9 +17,7 @@ from ..runtime.controller.handle import Handle
 from ..runtime.store import Store
 from .hooks import Hooks
 from .preemption import Preempted, Preemption
-
-if TYPE_CHECKING:
-    from .schema import TrainingRecipe
+from .schema import TrainingRecipe
 
 
 @dataclass

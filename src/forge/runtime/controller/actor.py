@@ -8,8 +8,6 @@ counter = await Counter.options(num_replicas=2).as_service(start=10)
 await counter.add.route(1)
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -58,7 +56,7 @@ def endpoint(method: F | None = None, *, catch_up: bool = False) -> F | Callable
 class Launcher:
     """A component class with its placement, ready to start. Created by `Component.options(...)`."""
 
-    def __init__(self, cls: type[ForgeActor], options: Options) -> None:
+    def __init__(self, cls: "type[ForgeActor]", options: Options) -> None:
         self._cls, self._options = cls, options
 
     def as_service(self, *args: object, **kwargs: object) -> Pending[Service]:

@@ -1,7 +1,5 @@
 """Supervision of one replica: replaces it when it dies, with growing pauses, up to a number of failures in a row."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
@@ -48,7 +46,7 @@ class Supervisor:
         options: Options,
         launch: Callable[[int], Coroutine[Any, Any, Replica]],
         balancer: LoadBalancer,
-        on_failed: Callable[[Supervisor], None],
+        on_failed: "Callable[[Supervisor], None]",
     ) -> None:
         self.index, self.name, self.options = index, name, options
         self._launch, self._balancer, self._on_failed = launch, balancer, on_failed

@@ -5,8 +5,6 @@ are suspects. They are sent again in groups of an eighth, so that the next death
 the only suspect of its last death is not sent again.
 """
 
-from __future__ import annotations
-
 import contextvars
 import itertools
 import os
@@ -104,7 +102,7 @@ class Request:
         self.sent = time.monotonic()
         self.attempts += 1
 
-    def record_death(self, suspects: set[Request]) -> None:
+    def record_death(self, suspects: "set[Request]") -> None:
         """Record that its replica died; does nothing if the request is not among the `suspects` of this death."""
         if self in suspects:
             self.deaths += 1

@@ -1,7 +1,5 @@
 """Write values into segments (`RankPart`), publish them together with other ranks, and read them (`OpenVersion`)."""
 
-from __future__ import annotations
-
 import json
 import operator
 import threading
@@ -130,7 +128,7 @@ class RankPart:
         version: int | None = None,
         dtype: torch.dtype | None = None,
         ranks: Ranks | None = None,
-    ) -> RankPart:
+    ) -> "RankPart":
         """Return the part of a value that this rank writes; see `VersionStore.put` for the arguments.
 
         Args:
