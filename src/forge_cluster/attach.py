@@ -142,11 +142,6 @@ class PooledHosts(Hosts):
         self._mesh: HostMesh | None = None
         self._lock = asyncio.Lock()
 
-    @property
-    def spans_machines(self) -> bool:
-        """Return whether the processes of the replica are on several machines."""
-        return self.size > 1
-
     async def mesh(self) -> HostMesh:
         """Return the mesh of all workers, which are started if there is none or one of them has ended.
 

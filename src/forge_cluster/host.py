@@ -110,8 +110,7 @@ class Daemon:
             match message.get("do"):
                 case "describe":
                     holder = self._lease.holder if self._lease else None
-                    inventory = asdict(Inventory.of_this_machine(self.gpus))
-                    send_message(writer, {"ok": {**inventory, "held_by": holder}})
+                    send_message(writer, {"ok": {**asdict(Inventory.of_this_machine(self.gpus)), "held_by": holder}})
                 case "hold":
                     await self._serve_controller(message, reader, writer)
                 case "sees":

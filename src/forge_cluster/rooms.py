@@ -107,8 +107,7 @@ def choose_rooms(
     for count in counts:
         if demand.procs % count:
             continue
-        procs = demand.procs // count
-        fitting = [room for room in rooms if room.capacity(demand) >= procs]
+        fitting = [room for room in rooms if room.capacity(demand) >= demand.procs // count]
         if len(fitting) >= count:
             # A host that the service does not use yet is preferred (False), then few free GPUs, then a low load.
             preferred = sorted(

@@ -64,8 +64,7 @@ class ReplayBuffer(Buffer):
         if len(self.items) < self.parts * self.part_size:
             return None
         batch = await super().sample(curr_policy_version, self.parts * self.part_size)
-        starts = range(0, len(batch), self.part_size)
-        return self.collate([batch[start : start + self.part_size] for start in starts])
+        return self.collate([batch[i : i + self.part_size] for i in range(0, len(batch), self.part_size)])
 
     @endpoint
     async def evict(self, curr_policy_version: int) -> None:

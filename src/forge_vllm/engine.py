@@ -16,6 +16,7 @@ from forge.engines.interface import EngineFailed, Listener, check_length, check_
 from forge.engines.settings import EngineSettings
 from forge.engines.weights import load_eos, read_config
 from forge.models.tokenizer import has_tokenizer
+from forge.runtime.controller.types import keep_until_done
 from forge.types import Completion, Sampling
 
 from .arguments import (
@@ -249,10 +250,7 @@ class VLLMEngine:
 
     def _create_task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start a task of the loop, which is cancelled when the engine closes; return it."""
-        task = self._loop.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        return keep_until_done(self._tasks, self._loop.create_task(coroutine))
 
     def _begin_request(self, request: VLLMRequest) -> None:
         if self._error is not None:  # the engine has ended meanwhile, and failed the request

@@ -5,6 +5,7 @@ In order: the repetition penalty, then (after grammars) top-k and top-p.
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,12 @@ class Words:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._lock = threading.Lock()
-        self._opened: Any = None
 
-    @property
-    def _open_tokenizer(self) -> Any:
-        with self._lock:
-            if self._opened is None:
-                if not has_tokenizer(self._folder):
-                    raise ValueError(f"stop needs the tokenizer of the model: {self._folder} has none")
-                self._opened = open_tokenizer(str(self._folder))
-            return self._opened
+    @cached_property
+    def _tokenizer(self) -> Any:
+        if not has_tokenizer(self._folder):
+            raise ValueError(f"stop needs the tokenizer of the model: {self._folder} has none")
+        return open_tokenizer(str(self._folder))
 
     def open(self) -> None:
         """Open the tokenizer if it is not open yet.
@@ -42,13 +39,14 @@ class Words:
         Raises:
             ValueError: the model's folder has none.
         """
-        _ = self._open_tokenizer
+        with self._lock:
+            _ = self._tokenizer
 
     def ended(self, tokens: Sequence[int], stops: Sequence[str]) -> bool:
-        """Return whether the last of these tokens completed one of the texts `stops`."""
+        """Return whether the last of these tokens completed one of the texts `stops`; `open` has been called."""
         # Only the last tokens are decoded: earlier texts were found when their tokens were the last.
         longest = max(len(stop.encode()) for stop in stops)
-        text = self._open_tokenizer.decode(tokens[-(longest * MAX_BYTES + MAX_SPECIAL) :], skip_special_tokens=True)
+        text = self._tokenizer.decode(tokens[-(longest * MAX_BYTES + MAX_SPECIAL) :], skip_special_tokens=True)
         return any(stop in text for stop in stops)
 
 

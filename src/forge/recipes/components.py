@@ -87,10 +87,9 @@ async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: Make
         start_if(algorithm.needs_critic, lambda: start_critic(cfg, job.model, job)),
     )
 
-    env: GroupEnv
     if single_turn:
         tokenizer = open_tokenizer(job.model) if cfg.reward.gives_steps else None
-        env = SingleTurnEnv(reward_service, tokenizer, with_tokens=cfg.reward.reads_tokens)
+        env: GroupEnv = SingleTurnEnv(reward_service, tokenizer, with_tokens=cfg.reward.reads_tokens)
     elif make_env is not None:
         env = await make_env(cfg, job)
     elif cfg.episode.agent is not None:

@@ -126,8 +126,7 @@ class PlacedService(NamedTuple):
         """Return the name of the first process option in which the service differs from the trainer; None if it does
         not, so that both can share processes."""
         trainer = self.cfg.services.trainer
-        keys = ("with_gpus", "threads", "env")
-        return next((key for key in keys if self.options[key] != trainer[key]), None)
+        return next((key for key in ("with_gpus", "threads", "env") if self.options[key] != trainer[key]), None)
 
 
 SERVICE_RULES: list[Rule] = [

@@ -75,8 +75,7 @@ class Launcher:
         try:
             inspect.signature(component).bind(*args, **kwargs)
         except TypeError as error:
-            hint = "".join(map(foreign_hint, kwargs))
-            raise TypeError(f"{component.__name__}.as_service: {error}{hint}") from None
+            raise TypeError(f"{component.__name__}.as_service: {error}{''.join(map(foreign_hint, kwargs))}") from None
 
         # Only the class that defines the constructor can promise that it is cheap: a user's subclass that overrides it
         # may load a model there, which belongs in the replica's process.

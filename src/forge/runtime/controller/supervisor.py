@@ -12,6 +12,7 @@ from .balance import LoadBalancer
 from .errors import ReplicaDied, Unrecoverable
 from .options import Options
 from .replica import Replica
+from .types import keep_until_done
 
 log = logging.getLogger(__name__)
 
@@ -137,9 +138,7 @@ class Supervisor:
             log.warning("%s; calls in flight there: %d", death, lost.in_flight_lost)
 
             # Its processes may take seconds to end: the replacement does not wait for that.
-            pending = asyncio.ensure_future(lost.stop())
-            self._pending_stops.add(pending)
-            pending.add_done_callback(self._pending_stops.discard)
+            keep_until_done(self._pending_stops, asyncio.ensure_future(lost.stop()))
 
             if not await self._replace_replica(failures):
                 self.state = "failed"
