@@ -103,8 +103,7 @@ def choose_rooms(
     if max_hosts is not None and len(used) >= max_hosts:
         rooms = [room for room in rooms if room in used]
 
-    counts = range(1, demand.procs + 1) if demand.hosts is None else [demand.hosts]
-    for count in counts:
+    for count in range(1, demand.procs + 1) if demand.hosts is None else [demand.hosts]:
         if demand.procs % count:
             continue
         fitting = [room for room in rooms if room.capacity(demand) >= demand.procs // count]

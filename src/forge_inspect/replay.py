@@ -329,8 +329,9 @@ class Replay(Loop):
         # With the seed of the run the same weights draw the same tokens.
         seed = sample_seed(self.cfg.seed, prompt.index)
         count = self.cfg.grpo.n_samples
-        policy = ScheduledPolicy(self.parts.policy, self.schedule.groups[prompt.index], seed, count)
-        self.active[prompt.index] = policy
+        policy = self.active[prompt.index] = ScheduledPolicy(
+            self.parts.policy, self.schedule.groups[prompt.index], seed, count
+        )
         episodes = await self.parts.env.rollout(policy, sample, n=count, seed=seed)
         del self.active[prompt.index]
         del self.unfinished[prompt.index]

@@ -98,8 +98,7 @@ async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: Make
         env = cfg.multi_turn_env(job.model)  # plays `environment`
 
     # The critic, and the trainers of additional policies, which an environment has started.
-    critic_trainer = {"critic": value_model} if value_model is not None else {}
-    other_trainers = critic_trainer | getattr(env, "trainers", {})
+    other_trainers = ({} if value_model is None else {"critic": value_model}) | getattr(env, "trainers", {})
     learning_reward = reward_service if cfg.reward.learns else None
     has_sampler = cfg.dataset.sampler is not None
     state = RunState(policy_trainer, samples, buffer, other_trainers, learning_reward, has_sampler)

@@ -158,8 +158,7 @@ def _replace_import(library: str, name: str, function: Any, risk: str) -> None:
 
 @_Bind
 def _bind_private(handle: int, address: int, length: int) -> int:
-    requested = ctypes.string_at(address, length)
-    if _folder is None or not requested.startswith(_ABSTRACT):
+    if _folder is None or not ctypes.string_at(address, length).startswith(_ABSTRACT):
         return _libc.bind(handle, address, length)
     path = _FAMILY.pack(socket.AF_UNIX) + os.fsencode(_folder / os.urandom(8).hex())
     replacement = ctypes.create_string_buffer(path)
