@@ -93,20 +93,12 @@ def train(
     if environment is not None:
         values["environment"] = environment
 
+    hooks = Hooks(on_step, on_rollouts)
+
     # A loop may have its own configuration, such as one with several policies that train.
     config_type = getattr(recipe, "config", RLConfig)
     return _run_recipe(
-        _recipe_of(recipe),
-        config_type,
-        "rl",
-        values,
-        Hooks(on_step, on_rollouts),
-        model,
-        dataset,
-        eval_dataset,
-        name,
-        resume,
-        settings,
+        _recipe_of(recipe), config_type, "rl", values, hooks, model, dataset, eval_dataset, name, resume, settings
     )
 
 
@@ -123,18 +115,10 @@ def sft(
     """Fine-tune a model on demonstrations, and return the run's results. Takes the arguments of `train`."""
     from . import sft as recipe
 
+    values = {"eval": {"accuracy": False}}
+    hooks = Hooks(on_step)
     return _run_recipe(
-        recipe.train,
-        recipe.SFTConfig,
-        "sft",
-        {"eval": {"accuracy": False}},
-        Hooks(on_step),
-        model,
-        dataset,
-        eval_dataset,
-        name,
-        resume,
-        settings,
+        recipe.train, recipe.SFTConfig, "sft", values, hooks, model, dataset, eval_dataset, name, resume, settings
     )
 
 

@@ -75,8 +75,9 @@ class Runtime:
         self._names.add(component.name)
         # The run continues without a component that is not vital.
         on_dead = self._on_dead if cls.vital else lambda error: log.warning("%s", error)
-        service = Service(component, endpoints, self._make_launch(component), self.placement.release, on_dead)
-        self.services[component.name] = service
+        service = self.services[component.name] = Service(
+            component, endpoints, self._make_launch(component), self.placement.release, on_dead
+        )
 
         try:
             await service.scale(options.num_replicas)
