@@ -1,6 +1,5 @@
 """`forge agents`: writes the datasets that a run with agents needs before it starts."""
 
-import argparse
 import asyncio
 import json
 from pathlib import Path
@@ -26,7 +25,7 @@ def add_to(commands: Subparsers) -> None:
         "rows",
         about,
         "agent.yaml --held-out .1",
-        _print_rows,
+        lambda args: print(write_rows(Path(args.config), args.limit, args.held_out, args.overwrite)),
         [
             ("config", {"help": "the run's YAML file"}),
             ("--limit", {"type": int, "default": -1, "help": "read at most this many tasks; default: all"}),
@@ -34,10 +33,6 @@ def add_to(commands: Subparsers) -> None:
             ("--overwrite", {"action": "store_true", "help": "replace files that exist"}),
         ],
     )
-
-
-def _print_rows(args: argparse.Namespace) -> None:
-    print(write_rows(Path(args.config), args.limit, args.held_out, args.overwrite))
 
 
 def write_rows(config: Path, limit: int = -1, share: float = 0.1, overwrite: bool = False) -> str:

@@ -20,6 +20,7 @@ from typing import Any, Literal, Self, TypeVar
 from urllib.parse import urlsplit
 
 from forge.config import ConfigError
+from forge.runtime.controller.types import keep_until_done
 from forge.system.scratch import Scratch, remove_tree
 from forge_envs.environment import InfrastructureError
 from forge_sandbox.worker import SandboxError, Settings, Worker
@@ -179,10 +180,7 @@ class CommandRunner:
                 raise
 
         # A task, not only a coroutine: `close` cancels it, and waits for its end.
-        run = asyncio.ensure_future(play_and_clean())
-        self._runs.add(run)
-        run.add_done_callback(self._runs.discard)
-        return await run
+        return await keep_until_done(self._runs, asyncio.create_task(play_and_clean()))
 
     async def close(self) -> None:
         """End all runs, and remove all task folders."""
@@ -353,9 +351,7 @@ class Forwarder:
         self._listener.close()
 
     def _start_task(self) -> None:
-        task = asyncio.create_task(self._forward_next())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        keep_until_done(self._tasks, asyncio.create_task(self._forward_next()))
 
     async def _forward_next(self) -> None:
         # Forward the next connection; meanwhile another task waits for the one after it.

@@ -5,9 +5,8 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from forge.config import ConfigError
 from forge.config.plugin import resolve
-from forge.config.sections import Section
+from forge.config.sections import ConfigError, Section
 
 from .agent import AgentCommand
 

@@ -8,8 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from forge.envs import PolicyService
-from forge.envs.group import GroupEnv
+from forge.envs import GroupEnv, PolicyService
 from forge.observability import Reduce, metrics_of, record_metric
 from forge.recipes.components import POLICY
 from forge.runtime.controller import ForgeError, ServiceStopped

@@ -1,19 +1,15 @@
 """The section `models` of the RL recipe: models that agents may ask in addition to the policy."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import PositiveFloat
 
 from forge.config.sections import ConfigError, Section, build
 from forge.observability.metrics import METRICS_OF
 from forge.recipes.components import POLICY
+from forge.recipes.rl_config import RLConfig
 from forge.runtime.controller import Options
 from forge_envs.calls import Syntax
-
-if TYPE_CHECKING:
-    from forge.recipes.rl_config import RLConfig
 
 
 class FurtherModel(Section):

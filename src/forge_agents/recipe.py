@@ -14,8 +14,7 @@ from httpx import TransportError
 from openai import APIConnectionError, APIError, AsyncOpenAI, DefaultAsyncHttpxClient, InternalServerError
 
 from forge.actors import Generator, RewardActor
-from forge.config import ConfigError
-from forge.config.sections import build
+from forge.config import ConfigError, build
 from forge.recipes.components import POLICY, Job
 from forge.recipes.launch import summarise_error, user_frames
 from forge.recipes.rl_config import RLConfig

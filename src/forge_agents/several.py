@@ -7,8 +7,7 @@ from functools import partial
 from typing import ClassVar
 
 from forge.algorithms import Algorithm
-from forge.observability import metrics_of, record_metric
-from forge.observability.metrics import add_label
+from forge.observability.metrics import add_label, metrics_of, record_metric
 from forge.recipes.components import POLICY, Job, start_critic, start_reference, start_rl_policy, start_rl_trainer
 from forge.recipes.rl_config import RLConfig
 from forge.runtime.controller.handle import Handle

@@ -12,9 +12,8 @@ from secrets import token_hex
 from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Any
 
-from forge.runtime.controller import ForgeError, Options, Unrecoverable
+from forge.runtime.controller import ForgeError, Options, ReplicaDied, Unrecoverable
 from forge.runtime.controller._monarch import HostMesh, enable_tls, new_service_proc_id
-from forge.runtime.controller.errors import ReplicaDied
 from forge.runtime.controller.home import private_folder
 from forge.runtime.controller.hosts import Hosts, attach_workers
 from forge.runtime.controller.placement import Waiting, procs_of
@@ -142,11 +141,6 @@ class PooledHosts(Hosts):
         self._workers: dict[Machine, str] = {}
         self._mesh: HostMesh | None = None
         self._lock = asyncio.Lock()
-
-    @property
-    def spans_machines(self) -> bool:
-        """Return whether the processes of the replica are on several machines."""
-        return self.size > 1
 
     async def mesh(self) -> HostMesh:
         """Return the mesh of all workers, which are started if there is none or one of them has ended.

@@ -110,8 +110,7 @@ class Daemon:
             match message.get("do"):
                 case "describe":
                     holder = self._lease.holder if self._lease else None
-                    inventory = asdict(Inventory.of_this_machine(self.gpus))
-                    send_message(writer, {"ok": {**inventory, "held_by": holder}})
+                    send_message(writer, {"ok": {**asdict(Inventory.of_this_machine(self.gpus)), "held_by": holder}})
                 case "hold":
                     await self._serve_controller(message, reader, writer)
                 case "sees":
@@ -154,8 +153,9 @@ class Daemon:
 
         # The address by which the controller reached this daemon is the one by which other hosts of the run do.
         address = writer.get_extra_info("sockname")[:2]
-        lease = HostLease(message["who"], folder, message["environment"], address, self.credentials, writer)
-        self._lease = lease
+        lease = self._lease = HostLease(
+            message["who"], folder, message["environment"], address, self.credentials, writer
+        )
         log.info("held by %s", lease.holder)
         reason = "it closed the connection"
         try:
@@ -271,8 +271,7 @@ class HostLease:
         port = free_port(host)
         # With the same identity or port, a controller that has lost a worker could not attach to the new one.
         address = f"{identity}@tls://{join_address(host, port)}"
-        worker = self._spawn_worker(address)
-        self.workers[address] = worker
+        worker = self.workers[address] = self._spawn_worker(address)
         try:
             async with asyncio.timeout(LISTEN_TIMEOUT):
                 while not is_listening(worker.pid, port):

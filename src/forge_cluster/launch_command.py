@@ -1,7 +1,5 @@
 """`forge launch slurm|ssh|kubernetes CONFIG`: a run on several machines."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import itertools
@@ -82,8 +80,7 @@ def add_to(commands: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Launch a run, or each run of a sweep; invalid input ends the program with one line."""
-    from forge.config.arguments import Arguments
-    from forge.config.sections import ConfigError
+    from forge.config import Arguments, ConfigError
     from forge.recipes.placement import RAISE, gpus_needed
     from forge.recipes.resume import read_config
 
@@ -173,7 +170,7 @@ def list_variants(sweeps: Sequence[str], seeds: int | None) -> list[tuple[str, l
     return runs
 
 
-def _check_secrets(arguments: Arguments, options: argparse.Namespace) -> None:
+def _check_secrets(arguments: "Arguments", options: argparse.Namespace) -> None:
     """Check that no secret would be in a script, a manifest or the list of processes, which other users can read.
 
     Raises:
@@ -188,7 +185,7 @@ def _check_secrets(arguments: Arguments, options: argparse.Namespace) -> None:
         raise ValueError(f"--setup holds a secret, {fix}")
 
 
-def _launch_slurm(options: argparse.Namespace, cfg: TrainingRecipe, runs: Runs) -> None:
+def _launch_slurm(options: argparse.Namespace, cfg: "TrainingRecipe", runs: Runs) -> None:
     from .slurm import make_script, quote_value
 
     partition = [f"partition={quote_value(options.partition)}"] if options.partition else []
@@ -215,7 +212,7 @@ def _launch_slurm(options: argparse.Namespace, cfg: TrainingRecipe, runs: Runs) 
     print(f"submitted job {number}, output in {folder}/slurm-*.out")
 
 
-def _launch_ssh(options: argparse.Namespace, cfg: TrainingRecipe, runs: Runs) -> None:
+def _launch_ssh(options: argparse.Namespace, cfg: "TrainingRecipe", runs: Runs) -> None:
     from .ssh import check_words_of_ssh, start_workers
 
     hosts = options.hosts.split(",")
@@ -234,7 +231,7 @@ def _launch_ssh(options: argparse.Namespace, cfg: TrainingRecipe, runs: Runs) ->
         raise SystemExit(next(filter(None, codes)))
 
 
-def _launch_kubernetes(options: argparse.Namespace, cfg: TrainingRecipe, runs: Runs) -> None:
+def _launch_kubernetes(options: argparse.Namespace, cfg: "TrainingRecipe", runs: Runs) -> None:
     from .kubernetes import make_manifests
 
     for name, command in runs:

@@ -175,8 +175,7 @@ class Machine:
 
         # Each answer has the number of its request, as they come in any order.
         number = next(self._ids)
-        reply = asyncio.get_running_loop().create_future()
-        self._answers[number] = reply
+        reply = self._answers[number] = asyncio.get_running_loop().create_future()
 
         # The connection belongs to the loop of hosts, which no actor of this process can delay.
         _hosts_loop().call_soon_threadsafe(send_message, self._writer, {"do": action, "id": number, **values})

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.observability.console import log_failure
+from forge.runtime.controller.types import keep_until_done
 from forge_http.addresses import join_address
 
 from .credentials import Credentials
@@ -231,9 +232,7 @@ class Pool:
             except Exception as error:  # of a component on a host that is bad, or was lost meanwhile
                 log.warning("%s: %s", type(error).__name__, error)
 
-        task = asyncio.create_task(run_logged())
-        self._callbacks.add(task)
-        task.add_done_callback(self._callbacks.discard)
+        keep_until_done(self._callbacks, asyncio.create_task(run_logged()))
 
     async def _when_leaving(self, machine: Machine) -> None:
         await machine.leaving.wait()
@@ -241,8 +240,7 @@ class Pool:
             self.on_leaving("SIGTERM at every host")
 
     def _supervise_host(self, address: str) -> None:
-        task = asyncio.create_task(self._reacquire_host(address))
-        self._supervising[address] = task
+        task = self._supervising[address] = asyncio.create_task(self._reacquire_host(address))
         task.add_done_callback(log_failure)
 
     async def _reacquire_host(self, address: str) -> None:

@@ -103,12 +103,10 @@ def choose_rooms(
     if max_hosts is not None and len(used) >= max_hosts:
         rooms = [room for room in rooms if room in used]
 
-    counts = range(1, demand.procs + 1) if demand.hosts is None else [demand.hosts]
-    for count in counts:
+    for count in range(1, demand.procs + 1) if demand.hosts is None else [demand.hosts]:
         if demand.procs % count:
             continue
-        procs = demand.procs // count
-        fitting = [room for room in rooms if room.capacity(demand) >= procs]
+        fitting = [room for room in rooms if room.capacity(demand) >= demand.procs // count]
         if len(fitting) >= count:
             # A host that the service does not use yet is preferred (False), then few free GPUs, then a low load.
             preferred = sorted(

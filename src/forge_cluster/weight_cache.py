@@ -174,8 +174,9 @@ class WeightCache(ForgeActor):
             MissingVersion, TimeoutError: no host has it any more, or it did not arrive within `timeout` seconds.
         """
         if (key, version) not in self._fetching:
-            task = asyncio.get_running_loop().create_task(self._fetch_version(key, version, time.monotonic() + timeout))
-            self._fetching[key, version] = task
+            task = self._fetching[key, version] = asyncio.create_task(
+                self._fetch_version(key, version, time.monotonic() + timeout)
+            )
             task.add_done_callback(lambda _: self._fetching.pop((key, version)))
         # Shielded: a caller that stops waiting must not end the transfer for the others.
         return await asyncio.wait_for(asyncio.shield(self._fetching[key, version]), timeout)
@@ -205,8 +206,9 @@ class WeightCache(ForgeActor):
         with ExitStack() as writing:
             for segment in foreign:
                 size = manifest.extent(segment)
-                reserved = await asyncio.to_thread(writing.enter_context, self.store.segments.writing(size))
-                names[segment], memory = reserved
+                names[segment], memory = await asyncio.to_thread(
+                    writing.enter_context, self.store.segments.writing(size)
+                )
                 # A cache above may be copying too; half of the time is left for another source.
                 timeout = max(1.0, deadline - time.monotonic()) / (1 if parent is None else 2)
                 ask = self.home.named(cache_name(parent or host_of(segment))).window.options(timeout=timeout)

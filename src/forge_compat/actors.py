@@ -10,10 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from forge.actors.generator import Generator as Policy
-from forge.actors.reference import ReferenceModel as Reference
-from forge.actors.replay_buffer import ReplayBuffer as Buffer
-from forge.actors.trainer import Trainer
+from forge.actors import Generator as Policy, ReferenceModel as Reference, ReplayBuffer as Buffer, Trainer
 from forge.config.arguments import check_whole
 from forge.config.sections import flatten_config
 from forge.data.packing import pack
@@ -67,8 +64,7 @@ class ReplayBuffer(Buffer):
         if len(self.items) < self.parts * self.part_size:
             return None
         batch = await super().sample(curr_policy_version, self.parts * self.part_size)
-        starts = range(0, len(batch), self.part_size)
-        return self.collate([batch[start : start + self.part_size] for start in starts])
+        return self.collate([batch[i : i + self.part_size] for i in range(0, len(batch), self.part_size)])
 
     @endpoint
     async def evict(self, curr_policy_version: int) -> None:

@@ -79,8 +79,7 @@ class Frontier(Sampler):
         """Return the number of a row, drawn in proportion to its weight."""
         rates = (self.rates.get(str(row), 0.5) for row in range(len(self.rows)))
         # p (1 - p) is the variance of a reward of 0 or 1. Where it is 0, so are the advantages of a group.
-        weights = [rate * (1 - rate) + self.floor for rate in rates]
-        return self.random().choices(range(len(self.rows)), weights)[0]
+        return self.random().choices(range(len(self.rows)), [rate * (1 - rate) + self.floor for rate in rates])[0]
 
     def observe(self, row: int, outcomes: Sequence[float]) -> None:
         """Update a row's success rate by the outcomes of its group."""

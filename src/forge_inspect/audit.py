@@ -205,8 +205,13 @@ class _Auditor:
         self.fault_if([group for group in known if group < -1], "groups have no valid number")
         counted: Counter[str] = Counter()
         for row in self.history:
-            counts = {name.removeprefix("dropped/"): row[name] for name in row if name.startswith("dropped/")}
-            counted.update({reason: round(count) for reason, count in counts.items()})
+            counted.update(
+                {
+                    name.removeprefix("dropped/"): round(count)
+                    for name, count in row.items()
+                    if name.startswith("dropped/")
+                }
+            )
 
         # Groups that no row stands for: all rollouts do not have those that a resume could not hand out again, and a
         # schedule does not list some dropped ones.

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.actors.replay_buffer import ReplayBuffer
-from forge.config.arguments import read
-from forge.config.sections import ConfigError
+from forge.config import ConfigError, read
 from forge.observability.console import log
 from forge.observability.folder import CONFIG, MARK
 from forge.observability.lines import appended_lines
@@ -330,8 +329,9 @@ class Replay(Loop):
         # With the seed of the run the same weights draw the same tokens.
         seed = sample_seed(self.cfg.seed, prompt.index)
         count = self.cfg.grpo.n_samples
-        policy = ScheduledPolicy(self.parts.policy, self.schedule.groups[prompt.index], seed, count)
-        self.active[prompt.index] = policy
+        policy = self.active[prompt.index] = ScheduledPolicy(
+            self.parts.policy, self.schedule.groups[prompt.index], seed, count
+        )
         episodes = await self.parts.env.rollout(policy, sample, n=count, seed=seed)
         del self.active[prompt.index]
         del self.unfinished[prompt.index]

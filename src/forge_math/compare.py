@@ -4,6 +4,8 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from itertools import pairwise
 
+from forge.rewards.rules.comparison import are_close
+
 from .expressions import Tree, compute_value, has_names, is_numeric, literal_value
 from .notation import LONGEST, Token, join_spelling, tokenize_answer, word_set
 from .structure import EQUALITIES, ORDER, Value, as_interval, is_name, order_sides, read_value, same_spelling, value_of
@@ -328,14 +330,5 @@ def _same_expression(answer: Value, target: Value, tolerance: float) -> bool | N
     if target_number is not None and (answer.computed or not is_value):
         return False
     if answer_number is not None and target_number is not None:
-        return _same_number(*answer_number, *target_number, Fraction(str(tolerance)))
+        return are_close(answer_number, target_number, tolerance)
     return answer.tree == target.tree or are_equivalent("expression", answer.tree, target.tree, tolerance)
-
-
-def _same_number(value: Fraction, percent: bool, target: Fraction, target_percent: bool, tolerance: Fraction) -> bool:
-    if abs(value - target) <= tolerance * min(Fraction(1), abs(target)):
-        return True
-    if percent == target_percent:
-        return False
-    value, target = (value / 100, target) if percent else (value, target / 100)
-    return abs(value - target) <= tolerance * min(Fraction(1), abs(target))

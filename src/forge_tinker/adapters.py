@@ -62,10 +62,11 @@ class Adapter:
         unfinished = folder.with_name(folder.name + ".unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        tensors = {}
-        for path, pair in self.factors.items():
-            for letter, factor in zip("AB", pair, strict=True):
-                tensors[f"base_model.model.{path}.lora_{letter}.weight"] = factor.detach().cpu()
+        tensors = {
+            f"base_model.model.{path}.lora_{letter}.weight": factor.detach().cpu()
+            for path, pair in self.factors.items()
+            for letter, factor in zip("AB", pair, strict=True)
+        }
         save_file(tensors, unfinished / WEIGHTS)
         config = {
             "peft_type": "LORA",

@@ -41,8 +41,7 @@ def serve_protocol(args: argparse.Namespace) -> None:
     try:
         from forge_http.web import bind_socket, is_loopback  # isort: skip (it names a missing package with its fix)
         from forge.config.yaml_files import read_yaml
-        from forge.models.find import check_family, resolve_model
-        from forge.models.tokenizer import open_tokenizer
+        from forge.models import check_family, open_tokenizer, resolve_model
 
         from .tenants import TinkerSettings
         from .wire import protocol  # noqa: F401  (names the package that is missing)

@@ -1,7 +1,5 @@
 """A model of TorchTitan in stages, over groups of ranks, which torch's schedules of pipelines run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -52,7 +50,7 @@ class Stage(nn.Module):
 
     def __init__(
         self,
-        policy: StagedPolicy,
+        policy: "StagedPolicy",
         part: Decoder,
         turns: list[RankTokens],
         longest: int,

@@ -1,7 +1,5 @@
 """Checks before TorchTitan is imported: installation, model and process."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 import warnings
@@ -32,7 +30,7 @@ def check_installed() -> None:
         raise ImportError(f"trainer.backend titan is written for torchtitan {VERSION}, this is {installed}")
 
 
-def check_model(config: PreTrainedConfig) -> None:
+def check_model(config: "PreTrainedConfig") -> None:
     """Check that TorchTitan's models have all features of a transformers config.
 
     Raises:
@@ -52,7 +50,7 @@ def check_model(config: PreTrainedConfig) -> None:
             raise ValueError(f"trainer.backend titan does not support {feature}: take fsdp")
 
 
-def check_layout(layout: Parallelism, config: PreTrainedConfig) -> None:
+def check_layout(layout: "Parallelism", config: "PreTrainedConfig") -> None:
     """Check that TorchTitan can divide a model of this config by these degrees, filled in by `Parallelism.over`.
 
     Raises:

@@ -125,8 +125,7 @@ class ProcessRewardModel(ModelVerifier[list[float]]):
             good = (good_logits - bad_logits).sigmoid()
 
         # `good` has the steps of all rows one after the other.
-        steps_of_rows = at_marker.sum(1).tolist()
-        return [probabilities.tolist() for probabilities in good.split(steps_of_rows)]
+        return [probabilities.tolist() for probabilities in good.split(at_marker.sum(1).tolist())]
 
     def _last_token(self, text: str) -> int:
         # Return the id of a text's last token; ValueError if the tokenizer has no token for it.

@@ -1,7 +1,5 @@
 """vLLM's asynchronous engine behind the interface of the embedded one, in a separate thread and processes."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math
@@ -18,6 +16,7 @@ from forge.engines.interface import EngineFailed, Listener, check_length, check_
 from forge.engines.settings import EngineSettings
 from forge.engines.weights import load_eos, read_config
 from forge.models.tokenizer import has_tokenizer
+from forge.runtime.controller.types import keep_until_done
 from forge.types import Completion, Sampling
 
 from .arguments import (
@@ -175,7 +174,7 @@ class VLLMEngine:
         if threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_TIMEOUT)
 
-    def __enter__(self) -> VLLMEngine:
+    def __enter__(self) -> "VLLMEngine":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -207,7 +206,7 @@ class VLLMEngine:
 
     # The methods below run in the thread of the loop.
 
-    async def _run_vllm(self, args: AsyncEngineArgs, ready: Future[None]) -> None:
+    async def _run_vllm(self, args: "AsyncEngineArgs", ready: Future[None]) -> None:
         """Start vLLM, watch its process, and shut it down when the engine closes."""
         try:
             from vllm.v1.engine.async_llm import AsyncLLM
@@ -251,10 +250,7 @@ class VLLMEngine:
 
     def _create_task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start a task of the loop, which is cancelled when the engine closes; return it."""
-        task = self._loop.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        return keep_until_done(self._tasks, self._loop.create_task(coroutine))
 
     def _begin_request(self, request: VLLMRequest) -> None:
         if self._error is not None:  # the engine has ended meanwhile, and failed the request
@@ -288,7 +284,7 @@ class VLLMEngine:
             pass
         return completion
 
-    async def _attempt_sample(self, request: VLLMRequest, sample: int, params: SamplingParams) -> Completion | None:
+    async def _attempt_sample(self, request: VLLMRequest, sample: int, params: "SamplingParams") -> Completion | None:
         """Return a sample's completion; None if an update came before its first token, so that it must start again."""
         from vllm.inputs import tokens_input
 

@@ -1,7 +1,5 @@
 """A policy's weights for vLLM's processes, in shared memory."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
@@ -28,7 +26,7 @@ class Handover:
 
     def __init__(
         self,
-        config: PreTrainedConfig,
+        config: "PreTrainedConfig",
         named_tensors: Iterable[tuple[str, Tensor]],
         dtype: torch.dtype,
         version: int,

@@ -94,8 +94,10 @@ class Auto(Aggregator):
                 # Both losses on the same responses: problems differ in difficulty.
                 name = type(unlabelled).__name__
                 unsupervised = log_loss(unlabelled.posterior(data)[is_labelled][judged], labels[judged])
-                losses = {"AnchoredLogistic": float(supervised.held_out[judged].mean()), name: unsupervised}
-                self.report.details["log_loss_of_labels"] = losses
+                losses = self.report.details["log_loss_of_labels"] = {
+                    "AnchoredLogistic": float(supervised.held_out[judged].mean()),
+                    name: unsupervised,
+                }
                 if losses["AnchoredLogistic"] <= unsupervised:
                     self.chosen, warning = supervised, None
                 else:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import forge_weaver  # its names are imported on first use
 from forge.cli.subparsers import Option, Subparsers, add_command
 
 # Imports within the steps take seconds.
@@ -48,10 +49,9 @@ def _run_quietly(run: Callable[[argparse.Namespace], None], args: argparse.Names
 
 
 def _score_problems(args: argparse.Namespace) -> None:
-    from . import read_problems, score_table
     from .table import check_path
 
-    problems = read_problems(args.responses)
+    problems = forge_weaver.read_problems(args.responses)
     verifiers = _read_verifiers(args.verifiers)
     if COLUMN in verifiers.names:
         raise ValueError(f"invalid verifier name {COLUMN}: it is the column that predict adds")
@@ -62,7 +62,7 @@ def _score_problems(args: argparse.Namespace) -> None:
 
     async def score() -> Any:
         try:
-            return await score_table(panel, problems, concurrency=args.concurrency)
+            return await forge_weaver.score_table(panel, problems, concurrency=args.concurrency)
         finally:
             await panel.close()
 
@@ -74,8 +74,6 @@ def _score_problems(args: argparse.Namespace) -> None:
 
 
 def _fit_table(args: argparse.Namespace) -> None:
-    from . import fit_table, save_ensemble
-
     table = _read_scores(args.scores)
     verifiers = None if args.verifiers is None else _read_verifiers(args.verifiers)
 
@@ -88,12 +86,12 @@ def _fit_table(args: argparse.Namespace) -> None:
     # An ensemble can only be used with the verifiers that it was fitted on.
     if verifiers is not None and (missing := [name for name in table.verifiers if name not in verifiers.names]):
         raise ValueError(f"{args.verifiers} has no {', '.join(missing)}, which gave scores")
-    aggregator = fit_table(
+    aggregator = forge_weaver.fit_table(
         table, args.method, class_balance=args.class_balance, one_right=args.one_right, labelled=args.labelled
     )
     print(aggregator.report)
     if verifiers is not None:
-        save_ensemble(args.out, verifiers, aggregator)
+        forge_weaver.save_ensemble(args.out, verifiers, aggregator)
     else:
         aggregator.save(args.out)
 
@@ -101,11 +99,10 @@ def _fit_table(args: argparse.Namespace) -> None:
 
 
 def _predict_table(args: argparse.Namespace) -> None:
-    from . import load
     from .table import check_path
 
     check_path(args.out)
-    table, aggregator = _read_scores(args.scores), load(args.aggregator)
+    table, aggregator = _read_scores(args.scores), forge_weaver.load(args.aggregator)
     table.with_verifier(COLUMN, aggregator.predict_proba(table.select(aggregator.verifiers))).save(args.out)
     print(f"written: {args.out}")
 
@@ -113,10 +110,9 @@ def _predict_table(args: argparse.Namespace) -> None:
 def _distil_ensemble(args: argparse.Namespace) -> None:
     from forge.models import resolve_model
 
-    from . import ScoreTable, load
     from .distil import distil
 
-    table, aggregator = ScoreTable.load(args.scores), load(args.aggregator)
+    table, aggregator = forge_weaver.ScoreTable.load(args.scores), forge_weaver.load(args.aggregator)
     report = distil(
         table,
         aggregator.predict_proba(table.select(aggregator.verifiers)),
@@ -149,9 +145,7 @@ def _read_verifiers(path: str) -> Any:
 
 def _read_scores(path: str) -> Any:
     """Return the score table in a .npz file. ValueError: it already has the column that `predict` adds."""
-    from . import ScoreTable
-
-    table = ScoreTable.load(path)
+    table = forge_weaver.ScoreTable.load(path)
     if COLUMN in table.verifiers:
         raise ValueError(f"{path} has a column {COLUMN}, which predict adds: give the scores without it")
     return table

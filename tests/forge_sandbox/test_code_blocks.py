@@ -2,8 +2,7 @@
 
 import pytest
 
-from forge_sandbox.code_blocks import CodeBlock, code_blocks
-from forge_sandbox.code_verifier import code_block
+from forge_sandbox.code_verifier import CodeBlock, code_block, code_blocks
 
 DOC = "def f():\n    '''\n    ```\n    f()\n    ```\n    '''\n"
 

@@ -11,7 +11,7 @@ from ..data.stream import RowStream
 from ..models.tokenizer import open_tokenizer
 from ..observability import Reduce, record_metric
 from ..runtime.controller import ForgeActor, Unrecoverable, endpoint
-from ..types import Episode, Pair, Sample, Seen
+from ..types import Episode, Sample, Seen
 
 
 class DataEnded(ValueError):
@@ -90,8 +90,7 @@ class DatasetActor(ForgeActor):
         Raises:
             DataEnded: none is left.
         """
-        pairs: list[Pair] = self._draw_items(n, "pairs", "preferences")
-        return [episode for pair in pairs for episode in pair]
+        return [episode for pair in self._draw_items(n, "pairs", "preferences") for episode in pair]
 
     @endpoint
     def observe(self, outcomes: Mapping[int, Sequence[float]]) -> None:

@@ -19,8 +19,7 @@ from ..models.flops import count_causal, forward_flops
 from ..models.hub import check_model_name
 from ..models.tokenizer import encode_prompt, model_config, open_tokenizer
 from ..models.weight_layouts import has_adapters, merge_adapters
-from ..observability import Reduce, phase, record_metric
-from ..observability.metrics import record_span
+from ..observability.metrics import Reduce, phase, record_metric, record_span
 from ..runtime.controller import ForgeActor, Options, Service, endpoint
 from ..runtime.store import Store, VersionStore
 from ..system.devices import find_accelerator

@@ -1,7 +1,5 @@
 """The trainer as an actor: one process for each rank, and every endpoint runs on all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
@@ -77,7 +75,7 @@ class Trainer(ForgeActor):
         store: Store | None = None,
         weights_key: str = POLICY,
         optimizer: Mapping[str, Any] | None = None,
-        aggregation: Aggregation | None = None,
+        aggregation: "Aggregation | None" = None,
         horizon: int | None = None,
         parallelism: Mapping[str, Any] | None = None,
         recovery: str | None = None,
@@ -390,9 +388,7 @@ class Trainer(ForgeActor):
 
             return make_batch(items, algorithm, self.trainer.step, **settings)
 
-        episodes: list[Episode] = []
-        for item in items:
-            episodes += item.episodes if isinstance(item, Group) else [item]
+        episodes = [episode for item in items for episode in (item.episodes if isinstance(item, Group) else [item])]
         for episode in (episode for episode in episodes if episode.advantage is None):
             if episode.outcome is None:
                 raise ValueError("an episode without a reward cannot be trained on: drop it, or score it first")

@@ -45,8 +45,7 @@ def gae(
         next_advantage = torch.where(is_trained[:, t], advantage, next_advantage)
         next_value = torch.where(is_trained[:, t], values[:, t], next_value)
 
-    returns = torch.where(is_trained, advantages + values, torch.zeros_like(values))
-    return advantages, returns
+    return advantages, advantages + values
 
 
 def whiten_values(values: Tensor, *, epsilon: float = 1e-8) -> Tensor:

@@ -31,8 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Modules in the working folder can be named, such as a user's rewards, as with `python -m`.
     if not {"", folder} & {*sys.path}:
         sys.path.insert(0, folder)
-    words = sys.argv[1:] if argv is None else argv
-    args = make_parser(words).parse_args(argv)
+    args = make_parser(sys.argv[1:] if argv is None else argv).parse_args(argv)
 
     try:
         args.run(args)

@@ -1,7 +1,5 @@
 """Configurations as files and overrides on the command line."""
 
-from __future__ import annotations
-
 import difflib
 import re
 import typing
@@ -9,20 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
-from pydantic import BaseModel
 
 from ..system.masking import masked_names, without_secrets
 from .plugin import explain_names
 from .sections import ConfigError, Json, T, Type, build, keys_of, plain_types, section_in
 from .yaml_files import Loader, read_yaml
-
-if TYPE_CHECKING:
-    from pydantic._internal._model_construction import ModelMetaclass
-else:
-    ModelMetaclass = type(BaseModel)
 
 
 @dataclass
@@ -39,7 +31,7 @@ class Arguments:
     overrides: list[tuple[str, str]]
 
     @classmethod
-    def parse(cls, argv: Sequence[str]) -> Arguments:
+    def parse(cls, argv: Sequence[str]) -> "Arguments":
         """Return the parsed words of a command line. ConfigError: one has another form, or a name has no value."""
         arguments = cls(None, None, [])
         words = list(argv)

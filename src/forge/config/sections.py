@@ -5,8 +5,6 @@ from which docs/configuration.md is generated. Every mistake is an error of one 
 names the nearest existing key.
 """
 
-from __future__ import annotations
-
 import typing
 from collections.abc import Iterator, Mapping
 from types import UnionType
@@ -113,7 +111,7 @@ class Section(BaseModel, metaclass=_OneLineErrors):
         """Return whether any of these fields differs from its default."""
         return any(self[name] != type(self).model_fields[name].get_default(call_default_factory=True) for name in names)
 
-    def only(self, settings: type[Section]) -> dict[str, Json]:
+    def only(self, settings: "type[Section]") -> dict[str, Json]:
         """Return {name: value} of those fields that the section class `settings` also has."""
         return {name: self[name] for name in settings.model_fields}
 

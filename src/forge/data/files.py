@@ -1,7 +1,5 @@
 """Rows from local files, folders and the Hugging Face hub. Error messages number rows from 1, as lines of a file."""
 
-from __future__ import annotations
-
 import csv
 import difflib
 import hashlib
@@ -167,10 +165,9 @@ def open_rows(path: str | Rows, *, split: str, subset: str | None = None) -> Seq
         return list(path)
 
     # The package datasets reads folders and hub ids, this module reads files.
-    rows: Sequence[Row]
     if file is None or file.is_dir():
         loaded = _load_dataset(path, file, split=split, subset=subset, streaming=False)
-        rows = list(loaded) if isinstance(loaded, FileStream) else StoredColumns(loaded)
+        rows: Sequence[Row] = list(loaded) if isinstance(loaded, FileStream) else StoredColumns(loaded)
     elif file.suffix != ".parquet":
         rows = list(FileStream(file))
     else:
@@ -216,10 +213,9 @@ class FileStream:
     def __iter__(self) -> Iterator[Row]:
         for file in self._files[self._position["file"] :]:
             # (number, place in the file, row) of each row after the position.
-            rows: Iterable[tuple[int, int, Any]]
             start, is_lines = self._position["number"], file.suffix == ".jsonl"
             if is_lines:
-                rows = _read_lines(file, start, self._position["place"])
+                rows: Iterable[tuple[int, int, Any]] = _read_lines(file, start, self._position["place"])
             else:
                 items = enumerate(_read_items(file), 1)
                 rows = ((number, 0, row) for number, row in islice(items, start, None))
@@ -241,7 +237,7 @@ class FileStream:
         self._position = dict(state)
 
 
-def open_stream(path: str, *, split: str, subset: str | None = None) -> IterableDataset | FileStream:
+def open_stream(path: str, *, split: str, subset: str | None = None) -> "IterableDataset | FileStream":
     """Return the rows of a file, a folder or a hub id as a stream, which reads them when they are needed.
 
     Takes the arguments of `open_rows`. A malformed row raises when it is read.

@@ -1,7 +1,5 @@
 """Open the data of a run: one dataset, or a weighted mixture of several."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import math
@@ -161,7 +159,7 @@ def check_settings(kind: Kind, settings: Mapping[str, Any]) -> None:
 
 
 def load_data(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     *,
     kind: Kind = "prompts",
     sources: Sequence[Mapping[str, Any]] | None = None,

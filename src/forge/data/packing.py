@@ -1,7 +1,5 @@
 """Pack episodes into batches, and split a batch into the micro-batches of each data-parallel rank."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def pack(
-    episodes: Sequence[Episode], *, aggregation: Aggregation = "token_mean", horizon: int | None = None, unit: int = 1
+    episodes: Sequence[Episode], *, aggregation: "Aggregation" = "token_mean", horizon: int | None = None, unit: int = 1
 ) -> Batch:
     """Pack scored episodes into one batch: their sequences back to back, the earlier branches of an episode before the
     episode itself.
@@ -124,7 +122,7 @@ def pack_tensors(
     inputs: Sequence[Mapping[str, Any]],
     targets: Sequence[Mapping[str, Any]],
     *,
-    aggregation: Aggregation = "token_mean",
+    aggregation: "Aggregation" = "token_mean",
     horizon: int | None = None,
     unit: int = 1,
 ) -> Batch:

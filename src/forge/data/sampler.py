@@ -52,8 +52,7 @@ class Sampler(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sampler's state as plain JSON: all attributes except `rows`, `seed` and private ones."""
-        attributes = vars(self).items()
-        return {name: value for name, value in attributes if name not in ("rows", "seed") and name[0] != "_"}
+        return {name: value for name, value in vars(self).items() if name not in ("rows", "seed") and name[0] != "_"}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state that `state_dict` returned."""

@@ -5,8 +5,6 @@
 stored order, independently of `read()`.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -133,7 +131,7 @@ class StreamedRows:
     """
 
     def __init__(
-        self, open_dataset: Callable[[], IterableDataset | FileStream], *, shuffle: bool, seed: int, block: int = 1000
+        self, open_dataset: "Callable[[], IterableDataset | FileStream]", *, shuffle: bool, seed: int, block: int = 1000
     ) -> None:
         self._open_dataset, self._size = open_dataset, block
         self._shuffle, self._seed = shuffle, seed
@@ -190,7 +188,7 @@ class StreamedRows:
         self._offset = state["offset"]
 
 
-def _iterate_rows(stream: IterableDataset | FileStream) -> Iterator[Row]:
+def _iterate_rows(stream: "IterableDataset | FileStream") -> Iterator[Row]:
     if isinstance(stream, FileStream):
         return iter(stream)
     return (from_columns(row, getattr(stream, "features", None)) for row in stream)

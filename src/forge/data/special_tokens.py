@@ -4,8 +4,6 @@ A tokenizer turns the text of a special token into that token, which ends a turn
 after its first character prevents that. It changes the text, but of such texts only, and works in any template.
 """
 
-from __future__ import annotations
-
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +34,7 @@ class SpecialTokens:
         ids: of all special tokens.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         # Some tokenizers do not list all their special tokens in all_special_tokens.
         added_tokens = tokenizer.added_tokens_decoder
         added_special = {token_id: token for token_id, token in added_tokens.items() if token.special}

@@ -1,7 +1,5 @@
 """Supervised data: a stream of episodes from conversations, prompts with answers, or plain text."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -154,7 +152,7 @@ def close_tokens(tokens: list[int], mask: list[bool]) -> Marked:
     return tokens[:end], mask[:end]
 
 
-def token_ids(row: Row, name: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def token_ids(row: Row, name: str, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     """Return the token ids that a row holds in the field `name`.
 
     Raises:
@@ -168,7 +166,7 @@ def token_ids(row: Row, name: str, tokenizer: PreTrainedTokenizerBase) -> list[i
     return ids
 
 
-def encode_document(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def encode_document(text: str, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     """Return the token ids of a text, with eos as the last one.
 
     Raises:

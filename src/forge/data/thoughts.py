@@ -24,9 +24,7 @@ def without_thoughts(text: str, prompt: object = "") -> str:
     >>> without_thoughts("<think>2 + 2</think>4")
     '4'
     """
-    end = 0
-    for closing in _CLOSING.finditer(text):
-        end = closing.end()
+    end = max((closing.end() for closing in _CLOSING.finditer(text)), default=0)
     if not end and isinstance(prompt, str) and _OPENED.search(prompt[-40:]):
         return ""
     answer, *_ = _OPENING.split(text[end:], maxsplit=1)  # up to a thought that is still open

@@ -6,17 +6,14 @@ between two turns what the template puts there. Of one turn this is the template
 their episodes with the same chunks, so that conversations and episodes have the same tokens.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from .special_tokens import SpecialTokens
+from .special_tokens import SpecialTokens
 
 Message = dict[str, Any]
 Span = tuple[int, int]

@@ -1,7 +1,5 @@
 """Generation engines: tokens in, tokens with log-probabilities and weight versions out."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +16,7 @@ __all__ = ["EmbeddedEngine", "Engine", "EngineSettings", "load_engine"]
 
 
 def load_engine(
-    engine: str, model: str | Path, *, version: int = 0, device: str | torch.device | None = None, **settings: Any
+    engine: str, model: str | Path, *, version: int = 0, device: "str | torch.device | None" = None, **settings: Any
 ) -> Engine:
     """Start a generation engine with a model folder and return it.
 

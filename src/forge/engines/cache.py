@@ -1,24 +1,19 @@
 """Keys and values of the running sequences of an engine, within a budget of memory."""
 
-from __future__ import annotations
-
 import math
 import mmap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from ..config.plugin import resolve
 from ..models.architecture import is_native, sparse_layers
 from ..models.weight_layouts import head_size
 from ..types import UNKNOWN_EXPERT
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 BLOCK = 128  # the number of positions of a row is a multiple of it
 WIDTH = 8  # rows are padded to a multiple: kernels are prepared for every new number of rows

@@ -4,15 +4,15 @@ Letters in shapes: B active rows, N tokens, C hidden size, H heads, K key-value 
 T cache positions, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..models.architecture import attention_kinds, rotary_parameters
 from ..models.exact import (
@@ -29,9 +29,6 @@ from ..models.weight_layouts import head_size
 from .cache import BLOCK, KeyValueCache, round_up
 from .experts import Experts
 from .weights import Layer, Weights
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 FUSED_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -203,7 +200,7 @@ class Decoder:
 
     def _plan_prompts(
         self, prompts: Sequence[Sequence[int]], rows: Sequence[int], starts: Sequence[int]
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[_Block]]:
+    ) -> "tuple[Tensor, Tensor, Tensor, Tensor, list[_Block]]":
         """Return the tokens of a prefill and their positions, padded to few sizes (N,); the row of each real token, its
         place in the cache (see `KeyValueCache.index`), and the calls of attention."""
         # All prompts are one sequence of tokens, each with its prompt, position and row of the cache.
@@ -225,7 +222,7 @@ class Decoder:
         return F.pad(tokens, padding), F.pad(positions, padding).to(self.device), token_rows, index, blocks
 
     def _attend_blocks(
-        self, blocks: list[_Block], layer: int, kind: int, q: Tensor, attend: Callable[..., Tensor]
+        self, blocks: "list[_Block]", layer: int, kind: int, q: Tensor, attend: Callable[..., Tensor]
     ) -> Tensor:
         """Return the attention (N, H, D) of a prefill's queries, (N, H, D) or (N, K, G, D), to the keys in the cache:
         each block is one call of `attend` for all its prompts, with queries in rows of one length."""
@@ -246,7 +243,7 @@ class Decoder:
 
     def _split_blocks(
         self, prompt_index: Tensor, positions: Tensor, rows: Tensor, starts: Tensor, ends: Tensor
-    ) -> list[_Block]:
+    ) -> "list[_Block]":
         """Split prompt tokens into attention calls, each for `self.queries` positions of all prompts; None: one call.
 
         A block starts at a multiple of its size whatever the pieces of the prompt, so that its keys have a fixed shape.
@@ -369,9 +366,6 @@ def rotary_tables(
     config: PreTrainedConfig, key: str, length: int, dtype: torch.dtype, device: torch.device
 ) -> RotaryTables:
     """Return the tables of positions 0 to `length` - 1 for entry `key` of `rotary_parameters`."""
-    # The frequencies of scaled variants are transformers' own, which takes seconds to import.
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     rope = rotary_parameters(config)[key]
     D = head_size(config)
     if rope["rope_type"] == "default":

@@ -1,7 +1,5 @@
 """The embedded generation engine: a running batch, and the thread that steps it."""
 
-from __future__ import annotations
-
 import bisect
 import logging
 import secrets
@@ -9,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from functools import partial
+from functools import cached_property, partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +23,7 @@ from .cache import BLOCK, WIDTH, round_up, token_bytes
 from .decoder import Decoder
 from .graphs import GRANULE, graphs_on
 from .interface import EngineFailed, Listener, check_length, check_prompt, check_request
-from .requests import EngineRequest, Matcher, fail_passed_over
+from .requests import EngineRequest, fail_passed_over
 from .restrictions import Words
 from .settings import EngineSettings
 from .weights import Weights, is_decodable, load_config, load_eos, read_checkpoint
@@ -84,7 +82,6 @@ class EmbeddedEngine:
             self.dtype = torch.float32
         self.eos = load_eos(folder, config)
         self._folder = folder
-        self._grammars: Any = None  # compiled by the extension, from the first request that has one
         self._words = Words(folder)
         self.on_update = options.on_update
         options.check(config)
@@ -151,7 +148,7 @@ class EmbeddedEngine:
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         limit = min(sampling.max_tokens, self.max_seq_len - len(prompt))
         stops = frozenset((*self.eos, *sampling.stop_token_ids))
-        grammar = self._start_matcher(sampling.grammar, stops) if sampling.grammar else None
+        grammar = self._grammars.matcher(sampling.grammar, stops) if sampling.grammar else None
         if sampling.stop:
             self._words.open()
         request = EngineRequest(prompt, sampling, limit, seed, stops, priority, listener, grammar)
@@ -241,7 +238,7 @@ class EmbeddedEngine:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def __enter__(self) -> EmbeddedEngine:
+    def __enter__(self) -> "EmbeddedEngine":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -279,15 +276,10 @@ class EmbeddedEngine:
 
         return limit
 
-    def _start_matcher(self, grammar: str, stops: frozenset[int]) -> Matcher:
-        """Return a matcher in the first state of a grammar.
-
-        Raises:
-            ValueError: the grammar is malformed, or llguidance is not installed.
-        """
-        if self._grammars is None:
-            self._grammars = resolve("forge_agents.grammar:Grammars", "grammar")(self._folder, self._vocabulary)
-        return self._grammars.matcher(grammar, stops)  # type: ignore[no-any-return]
+    @cached_property
+    def _grammars(self) -> Any:
+        # Compiled by the extension, from the first request that has one.
+        return resolve("forge_agents.grammar:Grammars", "grammar")(self._folder, self._vocabulary)
 
     def _submit_order(self, command: Command) -> Future[None]:
         future: Future[None] = Future()

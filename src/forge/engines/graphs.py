@@ -62,8 +62,7 @@ class StepGraphs:
 
         replay = self._graphs[key]
         if replay is None:
-            replay = self._capture(step)
-            self._graphs[key] = replay
+            replay = self._graphs[key] = self._capture(step)
         self._graphs.move_to_end(key)
         self.replayed += 1
 

@@ -1,7 +1,5 @@
 """The interface of generation engines, and the checks they share."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -51,7 +49,7 @@ class Engine(Protocol):
         """
 
     def update_weights(
-        self, named_tensors: Iterable[tuple[str, Tensor]], version: int, identity: str = ""
+        self, named_tensors: "Iterable[tuple[str, Tensor]]", version: int, identity: str = ""
     ) -> Future[None]:
         """Replace all weights; the setting `on_update` decides about running sequences. A released engine is restored.
 
@@ -122,7 +120,7 @@ def slice_completion(piece: Completion, start: int, end: int) -> Completion:
     )
 
 
-def check_length(config: PreTrainedConfig, max_seq_len: int | None) -> int:
+def check_length(config: "PreTrainedConfig", max_seq_len: int | None) -> int:
     """Return the largest number of tokens of prompt and completion together.
 
     It is `max_seq_len`, or if that is None the smaller one of the model's limit and 4096.

@@ -1,7 +1,5 @@
 """Matrix products of an engine."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +31,7 @@ class Linear:
     bias: Tensor | None = None  # (out,)
 
     @classmethod
-    def from_weight(cls, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    def from_weight(cls, weight: Tensor, bias: Tensor | None = None) -> "Linear":
         """Return a product with a weight (out, in), which is packed for its device."""
         return cls(pack_weight(weight), bias)
 

@@ -1,7 +1,5 @@
 """Requests of the running batch, their samples, and the records of which samples and weights run when."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from concurrent.futures import Future
@@ -24,7 +22,7 @@ class Matcher(Protocol):
     Every method may raise a ValueError, which fails the request.
     """
 
-    def copy(self) -> Matcher:
+    def copy(self) -> "Matcher":
         """Return a matcher in the same state, which advances separately."""
 
     def fill(self, bits: np.ndarray) -> None:

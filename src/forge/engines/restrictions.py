@@ -3,21 +3,18 @@
 In order: the repetition penalty, then (after grammars) top-k and top-p.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..models.tokenizer import has_tokenizer, open_tokenizer
+from .requests import RunningSample
 from .sampling import keep_top
-
-if TYPE_CHECKING:
-    from .requests import RunningSample
 
 MAX_BYTES = 4  # of a character in UTF-8; a byte-level token may be only one of them
 MAX_SPECIAL = 16  # special tokens among the last ones, which have no text
@@ -29,16 +26,12 @@ class Words:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._lock = threading.Lock()
-        self._opened: Any = None
 
-    @property
-    def _open_tokenizer(self) -> Any:
-        with self._lock:
-            if self._opened is None:
-                if not has_tokenizer(self._folder):
-                    raise ValueError(f"stop needs the tokenizer of the model: {self._folder} has none")
-                self._opened = open_tokenizer(str(self._folder))
-            return self._opened
+    @cached_property
+    def _tokenizer(self) -> Any:
+        if not has_tokenizer(self._folder):
+            raise ValueError(f"stop needs the tokenizer of the model: {self._folder} has none")
+        return open_tokenizer(str(self._folder))
 
     def open(self) -> None:
         """Open the tokenizer if it is not open yet.
@@ -46,13 +39,14 @@ class Words:
         Raises:
             ValueError: the model's folder has none.
         """
-        _ = self._open_tokenizer
+        with self._lock:
+            _ = self._tokenizer
 
     def ended(self, tokens: Sequence[int], stops: Sequence[str]) -> bool:
-        """Return whether the last of these tokens completed one of the texts `stops`."""
+        """Return whether the last of these tokens completed one of the texts `stops`; `open` has been called."""
         # Only the last tokens are decoded: earlier texts were found when their tokens were the last.
         longest = max(len(stop.encode()) for stop in stops)
-        text = self._open_tokenizer.decode(tokens[-(longest * MAX_BYTES + MAX_SPECIAL) :], skip_special_tokens=True)
+        text = self._tokenizer.decode(tokens[-(longest * MAX_BYTES + MAX_SPECIAL) :], skip_special_tokens=True)
         return any(stop in text for stop in stops)
 
 

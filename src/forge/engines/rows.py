@@ -93,8 +93,7 @@ class RowState:
         positions, running = self.positions[:rows], self.running[:rows]
         columns = positions[:, None]
         uniform = self.uniform[:rows].gather(1, columns)[:, 0]
-        greedy = self.greedy[:rows] if self.any_greedy else None
-        tokens, logprobs = draw_tokens(logits, uniform, greedy)
+        tokens, logprobs = draw_tokens(logits, uniform, self.greedy[:rows] if self.any_greedy else None)
 
         self.restrictions.record(logprobs, policy, tokens)
         self.tokens[:rows] = tokens

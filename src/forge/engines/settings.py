@@ -1,7 +1,5 @@
 """Settings of the generation engines: the `generator` section of a configuration. Imports no torch."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, PositiveInt
@@ -58,7 +56,7 @@ class EngineSettings(Section):
                     f"generator.{name} is of the other engine, and generator.engine is {self.engine}: omit it"
                 )
 
-    def check(self, config: PreTrainedConfig) -> None:
+    def check(self, config: "PreTrainedConfig") -> None:
         """Check the settings that only some models support.
 
         Raises:
@@ -80,7 +78,7 @@ class EngineSettings(Section):
                 f"this is {config.model_type}: omit it"
             )
 
-    def captures(self, config: PreTrainedConfig, device: str) -> bool:
+    def captures(self, config: "PreTrainedConfig", device: str) -> bool:
         """Return whether the embedded engine captures decode steps of this model as CUDA graphs.
 
         Args:
@@ -89,7 +87,7 @@ class EngineSettings(Section):
         is_possible = device == "cuda" and is_native(config) and not sparse_layers(config)
         return is_possible if self.cuda_graphs is None else self.cuda_graphs
 
-    def over(self, procs: int) -> EngineSettings:
+    def over(self, procs: int) -> "EngineSettings":
         """Return the settings with which one model is divided over `procs` processes by vLLM's tensor parallelism.
 
         Raises:

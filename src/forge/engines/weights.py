@@ -1,15 +1,14 @@
 """Weights of an engine: read from a checkpoint, fused for decoding (q, k, v and gate, up), handed over to vLLM."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from ..config.plugin import resolve
 from ..models.architecture import LAYER_WINDOWS, MLP_BIASES, check_config, is_native, rotary_parameters, sparse_layers
@@ -19,9 +18,6 @@ from ..models.weight_layouts import EMBEDDING, HEAD, FusedPart, engine_layout, h
 from ..types import UNKNOWN_EXPERT
 from .experts import Experts
 from .linear import Linear
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 ACTIVATIONS = {"gemma3_text": "gelu_pytorch_tanh"}  # of other families: silu
@@ -91,8 +87,6 @@ def check_head(folder: Path, config: PreTrainedConfig) -> None:
     if not config.tie_word_embeddings:
         return
 
-    from safetensors import safe_open
-
     files: dict[str, Path] = {}  # by name of the weight
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as tensors:
@@ -127,8 +121,6 @@ def read_checkpoint(folder: Path) -> Iterator[tuple[str, Tensor]]:
     Raises:
         FileNotFoundError: no safetensors file in the folder, or a shard that the index names is missing.
     """
-    from safetensors import safe_open
-
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})

@@ -1,7 +1,5 @@
 """Find a model, check that it is complete, and build a small one from a seed."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -74,7 +72,7 @@ def check_family(name: str) -> None:
     check_config(config)
 
 
-def check_classifier(config: PreTrainedConfig) -> None:
+def check_classifier(config: "PreTrainedConfig") -> None:
     """Raise ValueError if a model of this config cannot be a critic or reward model, which is a sequence classifier."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
 

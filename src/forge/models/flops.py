@@ -8,8 +8,6 @@ those that a token takes. Activations that are computed again (checkpointing) do
 a batch share counts for each of them in training, once in generation.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from ..config.plugin import resolve
@@ -26,7 +24,7 @@ PEAKS = {
 }
 
 
-def forward_flops(config: PreTrainedConfig, tokens: float, attended: float, predicted: float) -> float:
+def forward_flops(config: "PreTrainedConfig", tokens: float, attended: float, predicted: float) -> float:
     """Return the number of floating-point operations of a forward pass.
 
     Args:

@@ -3,8 +3,6 @@
 Plain names are a Hugging Face checkpoint's. All functions are pure; tensors stay on their device.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
@@ -49,7 +47,7 @@ class FusedPart(NamedTuple):
         return self.inner if self.repeated else (self.rows, *self.inner)
 
 
-def head_size(config: PreTrainedConfig) -> int:
+def head_size(config: "PreTrainedConfig") -> int:
     """Return the size of one attention head of a transformers config."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
@@ -64,7 +62,7 @@ def is_derived(name: str, tied: bool) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (tied and name == HEAD)
 
 
-def engine_layout(config: PreTrainedConfig) -> dict[str, tuple[FusedPart, ...]]:
+def engine_layout(config: "PreTrainedConfig") -> dict[str, tuple[FusedPart, ...]]:
     """Return the plain tensors that are fused into each parameter of an engine, in the order of rows, by its name.
 
     The names of matrices and their biases end in `.weight` and `.bias`, of norms in `norm`. With tied embeddings there
@@ -114,7 +112,7 @@ def engine_layout(config: PreTrainedConfig) -> dict[str, tuple[FusedPart, ...]]:
     return table
 
 
-def _dense_layout(engine: str, mlp: str, config: PreTrainedConfig) -> dict[str, tuple[FusedPart, ...]]:
+def _dense_layout(engine: str, mlp: str, config: "PreTrainedConfig") -> dict[str, tuple[FusedPart, ...]]:
     C, I = config.hidden_size, config.intermediate_size  # noqa: E741
     halves = [("gate_up", 2 * I)] if config.model_type == "phi3" else [("gate", I), ("up", I)]
     return {
@@ -123,7 +121,7 @@ def _dense_layout(engine: str, mlp: str, config: PreTrainedConfig) -> dict[str, 
     }
 
 
-def _expert_layout(engine: str, mlp: str, config: PreTrainedConfig) -> dict[str, tuple[FusedPart, ...]]:
+def _expert_layout(engine: str, mlp: str, config: "PreTrainedConfig") -> dict[str, tuple[FusedPart, ...]]:
     """Return the plain tensors of a mixture's parameters, in each of which the experts' matrices follow one another."""
     C, experts = config.hidden_size, range(config.num_experts)
     I = config.moe_intermediate_size if config.model_type == "qwen3_moe" else config.intermediate_size  # noqa: E741

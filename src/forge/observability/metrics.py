@@ -4,8 +4,6 @@
 Snapshots of several processes merge without loss: a mean stays the mean of all values, not of means.
 """
 
-from __future__ import annotations
-
 import asyncio
 import enum
 import math
@@ -41,7 +39,7 @@ class Moments:
     low: float = math.inf
     high: float = -math.inf
 
-    def merge(self, moments: Moments) -> None:
+    def merge(self, moments: "Moments") -> None:
         """Add the statistics of other values, by the method of Chan et al. (1979): the result is the same however the
         values are split."""
         if not moments.count:
@@ -91,7 +89,7 @@ class Snapshot:
     spans: list[Span] = field(default_factory=list)
     usage: list[Usage] = field(default_factory=list)
 
-    def merge(self, snapshot: Snapshot) -> None:
+    def merge(self, snapshot: "Snapshot") -> None:
         """Add the metrics, spans and usage of another snapshot to this one."""
         for key, moments in snapshot.moments.items():
             self.moments.setdefault(key, Moments()).merge(moments)

@@ -5,8 +5,6 @@ appended in one write; a process that is killed during it leaves an incomplete m
 skips and a resumed run removes.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -42,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 @cache
-def make_schema() -> pyarrow.Schema:
+def make_schema() -> "pyarrow.Schema":
     """Return the schema of `rollouts.arrow`, where a row is one token sequence: an episode, or an earlier branch of an
     episode whose conversation was rewritten."""
     import pyarrow as pa
@@ -198,7 +196,7 @@ class RolloutLog:
                 self._size / 1e6,
             )
 
-    def _texts_of(self, tokens: np.ndarray) -> pyarrow.Array:
+    def _texts_of(self, tokens: np.ndarray) -> "pyarrow.Array":
         """Return the text of each token, spelled once for each distinct token."""
         import pyarrow as pa
 
@@ -265,7 +263,7 @@ def _flatten_rows(rows: Sequence[Sequence[float]], dtype: type) -> np.ndarray:
 
 def read_batches(
     path: Path, columns: Sequence[str] | None = None, after: int = 0
-) -> Iterator[tuple[int, pyarrow.RecordBatch]]:
+) -> "Iterator[tuple[int, pyarrow.RecordBatch]]":
     """Yield (offset of its end in the file, rows) of the batch of each step, as far as the file is undamaged.
 
     A file that does not exist has no steps.
@@ -333,7 +331,7 @@ def cut_rollouts(path: Path, last: int) -> None:
             os.fsync(new.fileno())
 
 
-def texts_by_group(batch: pyarrow.RecordBatch) -> list[Row]:
+def texts_by_group(batch: "pyarrow.RecordBatch") -> list[Row]:
     """Return a dict for each group of a batch that trained: its prompt, its first response, the target, all rewards and
     the oldest version that sampled it."""
     groups: dict[int, Row] = {}
@@ -363,10 +361,8 @@ def held_out_lines(step: int, samples: Sequence[Sample], episodes: Sequence[Epis
         episodes: the answers.
         name: of the set; "" for the section `eval` itself.
     """
-    problem_numbers: dict[int, int] = {}  # of problems, by the identity of their samples
-    for sample in samples:
-        problem_numbers.setdefault(id(sample), len(problem_numbers))
-
+    # By the identity of the samples, in their order.
+    problem_numbers = {identity: number for number, identity in enumerate(dict.fromkeys(map(id, samples)))}
     rows = (
         {
             "step": step,

@@ -3,8 +3,6 @@
 With the run's configuration it determines every bit that the run computed: `forge replay` computes them again.
 """
 
-from __future__ import annotations
-
 import json
 from array import array
 from collections.abc import Mapping, Sequence
@@ -36,7 +34,7 @@ class SampleEntry:
     digest: str
 
     @classmethod
-    def from_episode(cls, episode: Episode) -> SampleEntry:
+    def from_episode(cls, episode: Episode) -> "SampleEntry":
         """Return the entry of an episode with all its branches."""
         digest = blake2b(digest_size=8)
         versions: list[int] = []
@@ -67,7 +65,7 @@ class GroupEntry:
     reason: str = ""
 
     @classmethod
-    def from_group(cls, group: Group, reason: str = "") -> GroupEntry:
+    def from_group(cls, group: Group, reason: str = "") -> "GroupEntry":
         """Return the entry of a group; to be called before penalties change its rewards."""
         # Unscored episodes were removed from the group; `group.samples` has the numbers of the remaining ones.
         numbers = group.samples or range(len(group.episodes))

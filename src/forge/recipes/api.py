@@ -5,8 +5,6 @@ everything before it starts a process, runs to the end, and leaves its results i
 notebook, where an event loop is running already.
 """
 
-from __future__ import annotations
-
 import asyncio
 import difflib
 import inspect
@@ -51,7 +49,7 @@ def train(
     eval_dataset: Any = None,
     name: str | None = None,
     resume: str | None = None,
-    recipe: type[Loop] | Recipe | None = None,
+    recipe: "type[Loop] | Recipe | None" = None,
     on_step: OnStep | None = None,
     on_rollouts: OnRollouts | None = None,
     **settings: Any,
@@ -163,8 +161,7 @@ def evaluate(
     """
     from ..data.config import DatasetConfig
     from ..data.load import load_data
-    from ..models.find import check_family, resolve_model
-    from ..models.tokenizer import open_tokenizer
+    from ..models import check_family, open_tokenizer, resolve_model
     from .reward_config import RewardConfig
 
     check_sampling(sampling)
@@ -205,8 +202,7 @@ def generate(
         generator: settings of `forge.engines.EngineSettings`.
         sampling: fields of `forge.types.Sampling`, such as `n`, `max_tokens` and `temperature`.
     """
-    from ..models.find import check_family, resolve_model
-    from ..models.tokenizer import open_tokenizer
+    from ..models import check_family, open_tokenizer, resolve_model
 
     check_sampling(sampling)
     check_family(model)
@@ -232,7 +228,7 @@ def generate(
 
 def _run_recipe(
     recipe: Callable[..., Any],
-    config_type: type[TrainingRecipe],
+    config_type: "type[TrainingRecipe]",
     kind: str,
     sections: dict[str, Any],
     hooks: Hooks,

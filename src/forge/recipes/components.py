@@ -1,12 +1,10 @@
 """The components of a recipe, placed and set up as its configuration says."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from ..actors import DatasetActor, Generator, ReferenceModel, ReplayBuffer, RewardActor, Trainer
 from ..actors.publication import share_store
@@ -22,10 +20,8 @@ from ..runtime.store import Store
 from ..training.settings import OptimizerSettings, PassSettings
 from .evaluation import Evaluation, plan_evaluation
 from .job import Job as Job, RunState
-
-if TYPE_CHECKING:
-    from .rl_config import RLConfig
-    from .schema import RecipeConfig, TrainingRecipe
+from .rl_config import RLConfig
+from .schema import RecipeConfig, TrainingRecipe
 
 
 @dataclass
@@ -52,7 +48,7 @@ class RLComponents:
 
 POLICY = "policy"  # the name of the run's own weights, and the one by which agents ask for its model
 AGENTS = "forge_agents.recipe"  # the extension of `episode.agent`
-MakeEnv = Callable[["RLConfig", Job], Coroutine[Any, Any, GroupEnv]]
+MakeEnv = Callable[[RLConfig, Job], Coroutine[Any, Any, GroupEnv]]
 
 
 async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: MakeEnv | None = None) -> RLComponents:
@@ -91,10 +87,9 @@ async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: Make
         start_if(algorithm.needs_critic, lambda: start_critic(cfg, job.model, job)),
     )
 
-    env: GroupEnv
     if single_turn:
         tokenizer = open_tokenizer(job.model) if cfg.reward.gives_steps else None
-        env = SingleTurnEnv(reward_service, tokenizer, with_tokens=cfg.reward.reads_tokens)
+        env: GroupEnv = SingleTurnEnv(reward_service, tokenizer, with_tokens=cfg.reward.reads_tokens)
     elif make_env is not None:
         env = await make_env(cfg, job)
     elif cfg.episode.agent is not None:
@@ -103,8 +98,7 @@ async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: Make
         env = cfg.multi_turn_env(job.model)  # plays `environment`
 
     # The critic, and the trainers of additional policies, which an environment has started.
-    critic_trainer = {"critic": value_model} if value_model is not None else {}
-    other_trainers = critic_trainer | getattr(env, "trainers", {})
+    other_trainers = ({} if value_model is None else {"critic": value_model}) | getattr(env, "trainers", {})
     learning_reward = reward_service if cfg.reward.learns else None
     has_sampler = cfg.dataset.sampler is not None
     state = RunState(policy_trainer, samples, buffer, other_trainers, learning_reward, has_sampler)

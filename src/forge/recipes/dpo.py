@@ -17,8 +17,7 @@ from ..runtime.controller import Placement
 from ..training.step import evaluate_pairs
 from ..types import Batch, Episode
 from . import components
-from .components import Job
-from .job import RunState
+from .job import Job, RunState
 from .schema import TrainingRecipe, TrainingServices
 
 

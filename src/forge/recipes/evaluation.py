@@ -1,11 +1,9 @@
 """The evaluations of a run: sets of held-out problems, each with its interval, sampling and reward."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..config.sections import build
 from ..envs.group import GroupEnv
@@ -13,9 +11,7 @@ from ..models.tokenizer import model_tokenizer
 from ..runtime.controller.handle import Handle
 from ..types import Sample
 from .eval_config import RLEvalConfig
-
-if TYPE_CHECKING:
-    from .rl_config import RLConfig
+from .rl_config import RLConfig
 
 
 @dataclass(frozen=True)

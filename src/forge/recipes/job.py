@@ -1,14 +1,12 @@
 """A prepared run: its state in checkpoints, and what it does after each step."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..config.sections import ConfigError
 from ..observability import Reduce, Run, record_metric
@@ -19,9 +17,7 @@ from ..runtime.controller.handle import Handle
 from ..runtime.store import Store
 from .hooks import Hooks
 from .preemption import Preempted, Preemption
-
-if TYPE_CHECKING:
-    from .schema import TrainingRecipe
+from .schema import TrainingRecipe
 
 
 @dataclass
@@ -154,8 +150,7 @@ class Job(NamedTuple):
             metrics = metrics | await evaluate()
 
         # A profile covers a step from its start, so the one of the next step is requested here.
-        profiles = {} if last else cfg.metrics.profiles(step + 1, self.record.folder)
-        snapshot = await drain_metrics(profiles)
+        snapshot = await drain_metrics({} if last else cfg.metrics.profiles(step + 1, self.record.folder))
 
         # The hook runs before the row is written, so that the row has what the hook logs, and also the evaluation if
         # the hook ends the run.
@@ -222,8 +217,7 @@ class Job(NamedTuple):
         for step in range(self.record.start + 1, cfg.training.steps + 1):
             if is_ended:
                 break
-            metrics = await train_step(step)
-            is_ended = await self.end_step(cfg, state, step, metrics, evaluate)
+            is_ended = await self.end_step(cfg, state, step, await train_step(step), evaluate)
 
         await state.trainer.export_model.call(self.record.model)
 

@@ -16,8 +16,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..config.arguments import Arguments
-from ..config.sections import ConfigError, keys_of, to_dict
+from ..config import Arguments, ConfigError, keys_of, to_dict
 from ..models.files import try_tokenizer
 from ..models.hub import upload_folder, write_card
 from ..observability import Run

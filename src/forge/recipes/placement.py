@@ -1,7 +1,5 @@
 """The machines of a run: their section, and the checks that its services fit on them, before anything starts."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from secrets import token_hex
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
 RAISE = "raise services.trainer.procs or services.generator.num_replicas (with_gpus: true)"
 
 
-def check_hosts(cfg: TrainingRecipe) -> None:
+def check_hosts(cfg: "TrainingRecipe") -> None:
     """Check that all services fit on the hosts of the run, or on this machine if it has no others.
 
     Raises:
@@ -36,7 +34,7 @@ def check_hosts(cfg: TrainingRecipe) -> None:
         machines_module().check_room(hosts, cfg.placements())
 
 
-def check_shared(cfg: TrainingRecipe, model: str) -> None:
+def check_shared(cfg: "TrainingRecipe", model: str) -> None:
     """Check that all hosts see the model's folder, and also `run.root` if a trainer on a host writes checkpoints there.
 
     Raises:
@@ -64,7 +62,7 @@ def check_shared(cfg: TrainingRecipe, model: str) -> None:
         machines_module().check_files(cfg.cluster.configured_hosts, files)
 
 
-def gpus_needed(cfg: TrainingRecipe) -> dict[str, int]:
+def gpus_needed(cfg: "TrainingRecipe") -> dict[str, int]:
     """Return the number of GPUs that each component of a run takes, by its placement setting without `services.`, as
     {"trainer": 2, "models.rival.trainer": 1}. Components without GPUs are left out.
 
@@ -85,7 +83,7 @@ def gpus_needed(cfg: TrainingRecipe) -> dict[str, int]:
     return needed
 
 
-def check_gpus(cfg: TrainingRecipe) -> None:
+def check_gpus(cfg: "TrainingRecipe") -> None:
     """Check that this machine has as many GPUs as the services take.
 
     Raises:

@@ -1,12 +1,10 @@
 """Resuming a run: which one, from which checkpoint, and whether it is still the same run."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import yaml
 
@@ -16,11 +14,9 @@ from ..observability.console import log
 from ..observability.folder import FINISHED, MARK, made_no_step
 from ..system.checksums import CHECKSUMS, DamagedFile, check_files, read_sealed, write_sealed
 from ..system.masking import MASK, without_secrets
+from .schema import TrainingRecipe
 
-if TYPE_CHECKING:
-    from .schema import TrainingRecipe
-
-C = TypeVar("C", bound="TrainingRecipe")
+C = TypeVar("C", bound=TrainingRecipe)
 
 # The settings that a resumed run may change; any other change would make it another run. A name with a dot at its end
 # stands for a whole section. `model` may move, since its content is compared.

@@ -12,8 +12,7 @@ from ..data.config import PreferencesConfig
 from ..data.packing import pack
 from ..training.step import evaluate_pairs
 from . import components
-from .components import Job
-from .job import RunState
+from .job import Job, RunState
 from .schema import TrainingRecipe
 
 

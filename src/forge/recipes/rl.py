@@ -165,5 +165,4 @@ async def train(cfg: RLConfig, job: Job, make_env: MakeEnv | None = None, loop: 
     passed_objects = [name for name, value in objects.items() if value is not None]
     job.record.begin_schedule(f"{loop.__module__}:{loop.__qualname__}", passed_objects)
 
-    components = await start_rl(cfg, job, cfg.load_algorithm(), make_env)
-    await loop(cfg, job, components).run()
+    await loop(cfg, job, await start_rl(cfg, job, cfg.load_algorithm(), make_env)).run()

@@ -4,8 +4,6 @@ A section checks by itself what concerns only it; `forge.recipes.prepare` checks
 reads, given the values of the others, is only a warning: `unused_keys` lists it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -115,7 +113,7 @@ RECIPE_RULES: list[Rule] = [
 class PlacedService(NamedTuple):
     """A service of a recipe with its placement options: the subject of SERVICE_RULES."""
 
-    cfg: TrainingRecipe
+    cfg: "TrainingRecipe"
     name: str
     options: Options
 
@@ -128,8 +126,7 @@ class PlacedService(NamedTuple):
         """Return the name of the first process option in which the service differs from the trainer; None if it does
         not, so that both can share processes."""
         trainer = self.cfg.services.trainer
-        keys = ("with_gpus", "threads", "env")
-        return next((key for key in keys if self.options[key] != trainer[key]), None)
+        return next((key for key in ("with_gpus", "threads", "env") if self.options[key] != trainer[key]), None)
 
 
 SERVICE_RULES: list[Rule] = [
@@ -223,7 +220,7 @@ OFFLINE_RULES: list[Rule] = [
 class RLFacts(NamedTuple):
     """A configuration of the RL recipe with values that follow from it: the subject of RL_RULES."""
 
-    cfg: RLConfig
+    cfg: "RLConfig"
     algorithm: Algorithm
     aggregation: str
     updates: int  # optimizer updates of a step

@@ -1,7 +1,5 @@
 """The configuration sections that recipes share. Every key is read by something; unknown keys are errors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -366,7 +364,7 @@ def longest_sequence(cfg: RecipeConfig, model: str) -> int:
     return check_length(model_config(model), cfg.generator.max_seq_len)
 
 
-def limit_prompt_tokens(cfg: RLConfig, model: str) -> DatasetConfig:
+def limit_prompt_tokens(cfg: "RLConfig", model: str) -> DatasetConfig:
     """Return a copy of the section `dataset` whose `max_prompt_tokens` leaves space for a completion in the sequences
     that generators take.
 

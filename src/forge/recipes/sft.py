@@ -14,9 +14,8 @@ from ..data.supervised import make_samples
 from ..engines.settings import EngineSettings
 from ..envs.group import SingleTurnEnv
 from . import components, rules
-from .components import Job
 from .eval_config import EvalConfig
-from .job import RunState
+from .job import Job, RunState
 from .schema import RecipeConfig
 
 

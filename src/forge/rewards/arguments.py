@@ -1,7 +1,5 @@
 """How reward functions are called: each parameter gets what it names."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,7 +47,7 @@ class Answers:
         responses: Sequence[str],
         target: str | None = None,
         completions: Sequence[Completion] | None = None,
-    ) -> Answers:
+    ) -> "Answers":
         """Return the answers to a prompt.
 
         Args:

@@ -288,8 +288,7 @@ class Reward:
 
         for verifier, call, weight, name in zip(self.verifiers, self.calls, self.weights, self.names, strict=True):
             scores = await scored_by(verifier, call, answers)
-            part = weight * scores.values.sum(1)
-            parts[name] = part
+            part = parts[name] = weight * scores.values.sum(1)
             for (response, _), reason in scores.reasons.items():
                 reasons[response] = reasons[response] or f"{name}: {reason}"
             if not isinstance(verifier, FunctionVerifier):

@@ -1,7 +1,5 @@
 """The verifier protocol: objects that score the responses to a prompt, in one or more columns."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Awaitable, Sequence
@@ -41,13 +39,13 @@ class Scores:
     extras: list[dict[str, float]] | None = None
 
     @classmethod
-    def none(cls, responses: int, names: int, reason: str) -> Scores:
+    def none(cls, responses: int, names: int, reason: str) -> "Scores":
         """Return scores of which all are missing for the same reason, given the numbers of responses and of names."""
         reasons = {(response, name): reason for response in range(responses) for name in range(names)}
         return cls(np.full((responses, names), np.nan), reasons)
 
     @classmethod
-    def from_outcomes(cls, outcomes: Sequence[float | Sequence[float] | BaseException | None], names: int) -> Scores:
+    def from_outcomes(cls, outcomes: Sequence[float | Sequence[float] | BaseException | None], names: int) -> "Scores":
         """Return the scores of responses.
 
         Args:

@@ -5,8 +5,6 @@ first read from this module: importing the module itself must start no thread, a
 forks.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -101,7 +99,7 @@ def _name_exists(name: str, private: PrivateName) -> bool:
         return False
 
 
-def method_of(marked: EndpointProperty[Any, Any]) -> tuple[Callable[..., Any], bool]:
+def method_of(marked: "EndpointProperty[Any, Any]") -> tuple[Callable[..., Any], bool]:
     """Return (method, has_port): the method that a decorator of Monarch's marked, and whether it answers by a port.
 
     Such a method (`explicit_response_port=True`) gets a port as its first argument, and sends its answer there.
@@ -115,7 +113,7 @@ def method_of(marked: EndpointProperty[Any, Any]) -> tuple[Callable[..., Any], b
     return original, inspect.signature(method) == inspect.signature(original)
 
 
-def meshes_of(state: object) -> Mapping[str, HostMesh]:
+def meshes_of(state: object) -> "Mapping[str, HostMesh]":
     """Return the host meshes of a Monarch job's state (`JobState`) by name; empty for any other object."""
     kind = type(state)
     if kind.__name__ != "JobState" or not kind.__module__.startswith("monarch."):

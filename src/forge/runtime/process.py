@@ -120,10 +120,8 @@ class Process:
     def kill(self) -> None:
         """Send SIGKILL to the process, if it has not ended yet and is still watched."""
         if self._handle is not None:
-            try:
+            with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
-            except ProcessLookupError:
-                return
 
     async def stacks(self) -> str:
         """Return the Python stacks of its threads, see `read_stacks`."""

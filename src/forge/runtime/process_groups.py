@@ -1,7 +1,5 @@
 """The key-value store by which the ranks of a torch.distributed process group find one another."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path
@@ -13,7 +11,7 @@ if TYPE_CHECKING:
 TCP = "tcp://"
 
 
-def process_store(rendezvous: str | None, world_size: int, rank: int = 0) -> dist.Store | None:
+def process_store(rendezvous: str | None, world_size: int, rank: int = 0) -> "dist.Store | None":
     """Return the store of a new process group; None without a rendezvous, as a single process needs no store.
 
     From then on this process accepts no torch.distributed connections of other users of its machine.

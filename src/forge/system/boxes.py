@@ -1,7 +1,5 @@
 """Boxes: which blocks of a tensor one process holds, for any layout of a DTensor."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections.abc import Iterable
@@ -32,7 +30,7 @@ class Box:
         """Return the number of elements."""
         return prod(self.size)
 
-    def meet(self, box: Box) -> Box | None:
+    def meet(self, box: "Box") -> "Box | None":
         """Return the intersection with another block of the same tensor; None if it is empty.
 
         >>> print(Box((0, 0), (2, 3)).meet(Box((1, 1), (4, 4))))
@@ -43,7 +41,7 @@ class Box:
         size = tuple(min(a + n, b + m) - first for a, n, b, m, first in dimensions)
         return Box(start, size) if all(n > 0 for n in size) else None
 
-    def within(self, outer: Box) -> tuple[slice, ...]:
+    def within(self, outer: "Box") -> tuple[slice, ...]:
         """Return the indices of this block in a tensor that holds only the block `outer`, which contains it.
 
         >>> Box((3, 0), (1, 2)).within(Box((2, 0), (2, 2)))
@@ -66,7 +64,7 @@ def full_box(shape: Iterable[int]) -> Box:
     return Box((0,) * len(shape), shape)
 
 
-def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
+def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
     """Return whether a tensor is a DTensor, without importing the class, which takes 0.7 s.
 
     A process that has not imported the class has no DTensor.

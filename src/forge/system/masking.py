@@ -95,8 +95,7 @@ def mask_secrets(text: str) -> str:
     # Values of this process's environment variables that are secrets by their names, longest first. PWD is the shell's
     # working directory.
     variables = ((name, value) for name, value in os.environ.items() if len(value) >= MIN_VALUE and name != "PWD")
-    secrets = [value for name, value in variables if is_secret(name)]
-    for secret in sorted(secrets, key=len, reverse=True):
+    for secret in sorted((value for name, value in variables if is_secret(name)), key=len, reverse=True):
         text = text.replace(secret, MASK)
 
     for pattern, masked in (

@@ -10,8 +10,6 @@ contexts of the same length share a rectangle, and its mask: their keys are the 
 On an accelerator FlexAttention computes the whole pack instead (`forge.training.flex`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -59,7 +57,7 @@ class PackedLayout:
     @classmethod
     def from_lengths(
         cls, lengths: list[int], device: torch.device | str = "cpu", parents: list[int] | None = None
-    ) -> PackedLayout:
+    ) -> "PackedLayout":
         """Return the layout of runs of these lengths, back to back in this order.
 
         Args:
@@ -111,7 +109,7 @@ class PackedLayout:
         return cls(torch.cat(queries).to(device), torch.cat(keys).to(device), scatter.to(device), shapes)
 
     @classmethod
-    def masked(cls, mask: TreeMask) -> PackedLayout:
+    def masked(cls, mask: TreeMask) -> "PackedLayout":
         """Return the layout of an accelerator, which has the mask only."""
         empty = torch.empty(0, dtype=torch.long, device=mask.first.device)
         return cls(empty, empty, empty, [], mask)

@@ -111,8 +111,7 @@ def build_policy(
             resolve("forge_families.four_bits:quantize_base", "lora.quantize")(policy, path)
 
     if exact and head == "policy":
-        replace_modules = resolve("forge_families.exact:replace_modules", "training.exact")
-        replace_modules(policy.model, ranks.device, dtype)
+        resolve("forge_families.exact:replace_modules", "training.exact")(policy.model, ranks.device, dtype)
         policy.use_exact()
     if ranks.tensor.size > 1:
         parallelize_model(policy.model, ranks)

@@ -1,7 +1,5 @@
 """Checkpoints of a trainer: sharded state through torch.distributed.checkpoint, renamed into place when complete."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -76,7 +74,7 @@ class CheckpointPart:
     files: dict[str, bytes]  # this rank's other files, by name
 
     @classmethod
-    def from_trainer(cls, trainer: PolicyTrainer, folder: str | Path, extra: dict[str, Any] | None) -> CheckpointPart:
+    def from_trainer(cls, trainer: PolicyTrainer, folder: str | Path, extra: dict[str, Any] | None) -> "CheckpointPart":
         """Return this rank's part of the trainer's current state and, on rank 0, `extra`; every rank must call it."""
         rank, device = trainer.ranks.rank, trainer.ranks.device
         state: dict[str, Any] = {

@@ -6,8 +6,6 @@ FlexAttention has no backward pass: tests compare its forward pass with the rect
 nothing need no mask: the causal kernels of cuDNN and FlashAttention are faster there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import lru_cache
@@ -52,7 +50,7 @@ class Runs(NamedTuple):
     before: np.ndarray
 
     @classmethod
-    def from_lengths(cls, lengths: list[int], parents: list[int]) -> Runs:
+    def from_lengths(cls, lengths: list[int], parents: list[int]) -> "Runs":
         """Return runs of these lengths, back to back in this order.
 
         Args:
@@ -180,7 +178,7 @@ class TreeMask:
         self._blocks: dict[int | None, BlockMask] = {}
 
     @classmethod
-    def from_lengths(cls, lengths: list[int], parents: list[int]) -> TreeMask:
+    def from_lengths(cls, lengths: list[int], parents: list[int]) -> "TreeMask":
         """Return the mask of runs back to back, in host memory, with the arguments of `Runs.from_lengths`."""
         runs = Runs.from_lengths(lengths, parents)
         return cls(runs, **runs.columns())

@@ -3,8 +3,6 @@
 RMSNorm is one kernel where a device has one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from math import lcm
 from pathlib import Path
@@ -247,7 +245,7 @@ class Policy(PackedModel):
         dtype: torch.dtype = torch.float32,
         gradient_checkpointing: bool = False,
         meta: bool = False,
-    ) -> Policy:
+    ) -> "Policy":
         """Load a model with weights in `dtype` from a folder or a hub id (see `forge.models.resolve_model`).
 
         Args:
@@ -300,7 +298,7 @@ class ScalarModel(PackedModel):
         dtype: torch.dtype = torch.float32,
         gradient_checkpointing: bool = False,
         meta: bool = False,
-    ) -> ScalarModel:
+    ) -> "ScalarModel":
         """Load a sequence classifier, or the backbone of a causal language model with a new head, in `dtype`.
 
         A new head is 0 for a critic, and for a reward model has variance 1 / (dim + 1) (Stiennon et al. 2020), equal on

@@ -1,7 +1,5 @@
 """Settings of training, the sections of a configuration. Imports no torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal
@@ -135,7 +133,7 @@ class PassSettings(Section):
                 "training.exact needs float32 weights, and is not compiled: omit weights_dtype and compile"
             )
 
-    def check(self, config: PreTrainedConfig) -> None:
+    def check(self, config: "PreTrainedConfig") -> None:
         """Check the settings that only some policies support.
 
         Raises:
@@ -214,7 +212,7 @@ class Parallelism(Section):
         degree = self.pipeline_parallel_degree
         return 2 * degree if degree > 1 and self.pipeline_parallel_schedule == "Interleaved1F1B" else degree
 
-    def over(self, ranks: int, subject: str | None = None) -> Parallelism:
+    def over(self, ranks: int, subject: str | None = None) -> "Parallelism":
         """Return these degrees with the unset ones filled in, so that their product is the number of ranks.
 
         Args:
@@ -276,7 +274,7 @@ class Parallelism(Section):
             update={"data_parallel_replicate_degree": replicate, "data_parallel_shard_degree": shard}
         )
 
-    def check(self, config: PreTrainedConfig) -> None:
+    def check(self, config: "PreTrainedConfig") -> None:
         """Check that these degrees can divide a model of this transformers config.
 
         Raises:

@@ -254,8 +254,7 @@ class TokenRecord:
 
     def __init__(self, batch: Batch, device: torch.device) -> None:
         size = int(batch.recorded.max(initial=-1)) + 1  # type: ignore[union-attr]
-        names = (*self.ONCE, *self.MEANS, "loss", "times")
-        self._sums = {name: torch.zeros(size, device=device) for name in names}
+        self._sums = {name: torch.zeros(size, device=device) for name in (*self.ONCE, *self.MEANS, "loss", "times")}
 
     def add(self, micro: Batch, loss: Loss, inputs: Inputs, *, first_epoch: bool) -> None:
         """Add the recorded tokens of a micro-batch of this rank; `inputs` are the loss's."""

@@ -1,7 +1,5 @@
 """Input of a trainer: batches of token arrays, preference pairs, and how far a data set was read."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
@@ -56,7 +54,7 @@ class Batch:
     groups: np.ndarray | None = None
     episodes: np.ndarray | None = None
     branch_shares: np.ndarray | None = None
-    origins: frozenset[Origin] = frozenset()
+    origins: "frozenset[Origin]" = frozenset()
     unit: int = 1
 
     PER_SEQUENCE: ClassVar[tuple[str, ...]] = ("images", "groups", "episodes", "branch_shares")
@@ -69,7 +67,7 @@ class Batch:
         """Return the number of sequences."""
         return len(self.lengths)
 
-    def select(self, sequences: np.ndarray) -> Batch:
+    def select(self, sequences: np.ndarray) -> "Batch":
         """Return a batch of some sequences only, in the order of their numbers in `sequences`."""
         starts = np.concatenate([[0], np.cumsum(self.lengths)])
         tokens = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in sequences])
@@ -92,8 +90,8 @@ class Batch:
 class Pair(NamedTuple):
     """Two episodes that answer the same context, of which `chosen` is preferred."""
 
-    chosen: Episode
-    rejected: Episode
+    chosen: "Episode"
+    rejected: "Episode"
 
 
 @dataclass

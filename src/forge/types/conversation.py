@@ -1,7 +1,5 @@
 """A prompt's text together with the fields of the row that it was rendered from."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +17,7 @@ class Conversation(str):
 
     row: Mapping[str, Any]
 
-    def __new__(cls, text: str, row: Mapping[str, Any] | None = None) -> Conversation:
+    def __new__(cls, text: str, row: Mapping[str, Any] | None = None) -> "Conversation":
         """Return the text with the fields of its row; None: those that it has, or the text itself as the question."""
         conversation = super().__new__(cls, text)
         conversation.row = getattr(text, "row", {"question": text}) if row is None else row

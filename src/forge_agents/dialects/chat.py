@@ -76,8 +76,7 @@ class ChatEvents(EventWriter):
             name = ChoiceDeltaToolCallFunction(name=delta.call.name, arguments="")
             head = ChoiceDeltaToolCall(index=number, id=delta.call.id, type="function", function=name)
             arguments = ChoiceDeltaToolCallFunction(arguments=delta.call.arguments)
-            tail = ChoiceDeltaToolCall(index=number, function=arguments)
-            for call in (head, tail):
+            for call in (head, ChoiceDeltaToolCall(index=number, function=arguments)):
                 chunks += self._write_delta(delta.sample, ChoiceDelta(tool_calls=[call]))
 
         return chunks

@@ -5,8 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from forge.rewards import Scores
-from forge.rewards.verifier import collect_scores
+from forge.rewards.verifier import Scores, collect_scores
 from forge.types import Conversation, Sample
 from forge.types.conversation import as_text
 from forge_envs.environment import CUT, Action, Environment, InfrastructureError, Message, Step, user_message

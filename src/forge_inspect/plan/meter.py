@@ -185,8 +185,7 @@ def _grouped_product(a: Tensor, b: Tensor, offs: Tensor, **_: Any) -> Tensor:
 
 
 def _storage_key(tensor: Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage()._cdata
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()._cdata
 
 
 class PlannedExperts(nn.Module):

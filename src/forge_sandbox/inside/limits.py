@@ -69,7 +69,7 @@ def list_descendants(pid: int) -> list[int]:
     processes = [pid]
     # The list grows while it is iterated over.
     for parent in processes:
-        try:
+        with suppress(OSError):  # it has exited
             tasks = _open_file(f"{parent}/task", os.O_RDONLY | os.O_DIRECTORY)
             try:
                 threads = os.listdir(tasks)
@@ -78,8 +78,6 @@ def list_descendants(pid: int) -> list[int]:
             for thread in threads:
                 with open(f"{parent}/task/{thread}/children", opener=_open_file) as file:
                     processes.extend(map(int, file.read().split()))
-        except OSError:  # it has exited
-            continue
     return processes[1:]
 
 
@@ -104,9 +102,7 @@ def proportional_memory(processes: list[int]) -> int:
     """Return the bytes that processes use, with shared pages counted once (PSS); slower than `measure_usage`."""
     memory = 0
     for pid in processes:
-        try:
-            with open(f"{pid}/smaps_rollup", "rb", opener=_open_file) as file:
-                memory += next(int(line.split()[1]) << 10 for line in file if line.startswith(b"Pss:"))
-        except (OSError, StopIteration):  # it has exited
-            continue
+        # It may have exited.
+        with suppress(OSError, StopIteration), open(f"{pid}/smaps_rollup", "rb", opener=_open_file) as file:
+            memory += next(int(line.split()[1]) << 10 for line in file if line.startswith(b"Pss:"))
     return memory

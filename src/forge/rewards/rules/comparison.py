@@ -186,8 +186,17 @@ def are_equal(answer: str, target: str, tolerance: float) -> bool | None:
     if parsed_answer is None or parsed_target is None:
         return _helper.verdict([answer, target], [target, target])
 
+    return are_close(parsed_answer, parsed_target, tolerance)
+
+
+def are_close(answer: tuple[Fraction, bool], target: tuple[Fraction, bool], tolerance: float) -> bool:
+    """Return whether two numbers, each with whether it is a percentage, are equal as `are_equal` says.
+
+    >>> are_close((Fraction(50), True), (Fraction(1, 2), False), 0.0)
+    True
+    """
     # If only one of the two is a percentage, compare both its figure and its value.
-    (value, is_percent), (expected, is_target_percent) = parsed_answer, parsed_target
+    (value, is_percent), (expected, is_target_percent) = answer, target
     pairs = [(value, expected)]
     if is_percent is not is_target_percent:
         pairs.append((value / 100, expected) if is_percent else (value, expected / 100))

@@ -8,8 +8,6 @@ counter = await Counter.options(num_replicas=2).as_service(start=10)
 await counter.add.route(1)
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -58,7 +56,7 @@ def endpoint(method: F | None = None, *, catch_up: bool = False) -> F | Callable
 class Launcher:
     """A component class with its placement, ready to start. Created by `Component.options(...)`."""
 
-    def __init__(self, cls: type[ForgeActor], options: Options) -> None:
+    def __init__(self, cls: "type[ForgeActor]", options: Options) -> None:
         self._cls, self._options = cls, options
 
     def as_service(self, *args: object, **kwargs: object) -> Pending[Service]:
@@ -77,8 +75,7 @@ class Launcher:
         try:
             inspect.signature(component).bind(*args, **kwargs)
         except TypeError as error:
-            hint = "".join(map(foreign_hint, kwargs))
-            raise TypeError(f"{component.__name__}.as_service: {error}{hint}") from None
+            raise TypeError(f"{component.__name__}.as_service: {error}{''.join(map(foreign_hint, kwargs))}") from None
 
         # Only the class that defines the constructor can promise that it is cheap: a user's subclass that overrides it
         # may load a model there, which belongs in the replica's process.

@@ -100,8 +100,7 @@ class ActorHost(Actor):
             return current_rank().rank, RemoteFailure.capture(f"{method} (pid {os.getpid()})", missing)
 
         # `cancel` stops a call by its task. The endpoint and its thread read both ids from their context.
-        task = asyncio.current_task()
-        self._serving[token] = task  # type: ignore[assignment]
+        self._serving[token] = asyncio.current_task()  # type: ignore[assignment]
         _token.set(token)
         _request.set(request_id)
         try:

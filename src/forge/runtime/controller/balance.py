@@ -101,8 +101,7 @@ class LoadBalancer:
                 return await waiter
         except BaseException:
             # The caller stops waiting. A replica that was assigned to it just before is given back.
-            is_assigned = waiter.done() and not waiter.cancelled() and waiter.exception() is None
-            if is_assigned:
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
                 self.release(waiter.result(), request)
             elif (request, waiter) in self._queue:  # not if `close` emptied the queue
                 self._queue.remove((request, waiter))

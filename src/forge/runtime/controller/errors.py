@@ -1,7 +1,5 @@
 """Errors of processes and of messages between them. Every message names the component, the replica and the call."""
 
-from __future__ import annotations
-
 import pickle
 import traceback
 from contextlib import suppress
@@ -64,7 +62,7 @@ class RemoteFailure:
     payload: bytes | None
 
     @classmethod
-    def capture(cls, origin: str, error: BaseException) -> RemoteFailure:
+    def capture(cls, origin: str, error: BaseException) -> "RemoteFailure":
         """Return the failure that stands for `error`, which `origin` raised."""
         payload = None
 

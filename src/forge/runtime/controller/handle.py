@@ -5,8 +5,6 @@ every rank of a component that has one replica, `call_one` to a component of one
 processes runs a routed call on every rank; rank 0's value is the answer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import inspect
@@ -111,7 +109,7 @@ class Endpoint:
 
     def options(
         self, *, timeout: float | None = None, session: str | None = None, request_id: str | None = None
-    ) -> Endpoint:
+    ) -> "Endpoint":
         """Return the endpoint with other settings: `policy.generate.options(timeout=30).route(prompt)`.
 
         Args:

@@ -82,7 +82,7 @@ class Hosts:
     @property
     def spans_machines(self) -> bool:
         """Return whether the processes are on several machines."""
-        return False
+        return self.size > 1
 
     def gpus(self) -> dict[str, list[str]]:
         """Return the devices that the processes may see, by the address of their machine, e.g. {"host:7000": ["0"]}.
@@ -130,6 +130,11 @@ class LoopbackHosts(Hosts):
         self._workers: list[subprocess.Popen] = []
         self._mesh: HostMesh | None = None
         self._lock = asyncio.Lock()
+
+    @property
+    def spans_machines(self) -> bool:
+        """Return False: all of these hosts are this machine."""
+        return False
 
     async def mesh(self) -> HostMesh:
         """Return the mesh of all workers, started if needed; lost ones are replaced first."""

@@ -1,7 +1,5 @@
 """Placement and supervision of a component: processes, replicas, hosts, devices, limits."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -59,7 +57,7 @@ class UserMesh:
         unit = "processes" if isinstance(self.mesh, ProcMesh) else "hosts"
         return f"a {type(self.mesh).__name__} of {self.mesh.size()} {unit}"
 
-    def for_component(self, name: str) -> UserMesh:
+    def for_component(self, name: str) -> "UserMesh":
         """Return the mesh of the component `name`: the only mesh, or else the mesh that has this name.
 
         Raises:
@@ -233,7 +231,7 @@ class Options(Placement):
     quarantine_after: PositiveInt = 2
     """Replicas that one call may take down before it is an error."""
 
-    def on_mesh_of(self, component: str) -> Options:
+    def on_mesh_of(self, component: str) -> "Options":
         """Return the options with one mesh as `hosts`: of a job's meshes the one that is named after the component.
 
         Raises:

@@ -48,10 +48,9 @@ _folder: Path | None = None  # of the sockets; None before `sockets_in`
 def keep_sockets_private() -> None:
     """Load Monarch's library and replace its `bind`, see the module. Call it before anything of Monarch runs."""
     try:
-        library = importlib.import_module(LIBRARY).__file__
+        library = str(importlib.import_module(LIBRARY).__file__)
     except ImportError:  # the check of Monarch's names reports it
         return
-    assert library is not None
     _replace_import(library, "bind", _bind_private, "every local user can run code as you through Monarch's sockets")
 
 
@@ -147,24 +146,19 @@ def _replace_import(library: str, name: str, function: Any, risk: str) -> None:
                 if ctypes.string_at(dynamic_entries[5] + name_offset) == name.encode():
                     slot_addresses.append(link_map.base + slot_offset)
 
+    # The tables may have been made read-only once they were filled.
     for slot in slot_addresses:
-        _write_address(slot, ctypes.cast(function, ctypes.c_void_p).value or 0)
+        page = slot - slot % mmap.PAGESIZE
+        if _libc.mprotect(page, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE):
+            raise OSError(ctypes.get_errno(), "a table of imports cannot be written")
+        ctypes.c_size_t.from_address(slot).value = ctypes.cast(function, ctypes.c_void_p).value or 0
     if not slot_addresses:
         log.warning("%s of %s was not replaced: %s", name, library, risk)
 
 
-def _write_address(slot: int, value: int) -> None:
-    """Write an address at `slot`, in a table that the loader may have made read-only."""
-    page = slot - slot % mmap.PAGESIZE
-    if _libc.mprotect(page, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE):
-        raise OSError(ctypes.get_errno(), "a table of imports cannot be written")
-    ctypes.c_size_t.from_address(slot).value = value
-
-
 @_Bind
 def _bind_private(handle: int, address: int, length: int) -> int:
-    requested = ctypes.string_at(address, length)
-    if _folder is None or not requested.startswith(_ABSTRACT):
+    if _folder is None or not ctypes.string_at(address, length).startswith(_ABSTRACT):
         return _libc.bind(handle, address, length)
     path = _FAMILY.pack(socket.AF_UNIX) + os.fsencode(_folder / os.urandom(8).hex())
     replacement = ctypes.create_string_buffer(path)

@@ -3,8 +3,6 @@
 One process decides where calls go, so that balance, sessions and quarantine are exact for all callers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Callable
@@ -95,7 +93,7 @@ class RemoteService(Handle):
     def __reduce__(self):
         return RemoteService, (self._name, self._endpoints, self._call_timeout, self._relay)
 
-    def named(self, name: str) -> RemoteService:
+    def named(self, name: str) -> "RemoteService":
         """Return the handle of the service `name` of the same run, which has the same endpoints and time limit."""
         return RemoteService(name, self._endpoints, self._call_timeout, self._relay)
 

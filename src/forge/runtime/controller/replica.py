@@ -18,7 +18,7 @@ from .errors import CallTimeout, RemoteError, RemoteFailure, RemoteTraceback, Re
 from .options import Options
 from .patience import wait_for
 from .processes import ProcessGroup
-from .types import ActorContext, Kwargs, Request, Value
+from .types import ActorContext, Kwargs, Request, Value, keep_until_done
 
 log = logging.getLogger(__name__)
 
@@ -163,9 +163,7 @@ class Replica:
             raise CallTimeout(f"{request.caller} timed out: {error}") from None
         except asyncio.CancelledError:
             if self.alive:
-                task = asyncio.get_running_loop().create_task(self._abandon_request(request))
-                self._abandoning.add(task)
-                task.add_done_callback(self._abandoning.discard)
+                keep_until_done(self._abandoning, asyncio.create_task(self._abandon_request(request)))
             raise
         except Exception:
             self.errors += 1
@@ -289,8 +287,7 @@ class Replica:
                 raise ReplicaDied(f"{self.failed.result()} (while {label} was in flight)") from None
             raise
         except SupervisionError as error:
-            message = _last_line(error)
-            reason = f"its process ended or stopped answering (seen while {label} was in flight: {message})"
+            reason = f"its process ended or stopped answering (seen while {label} was in flight: {_last_line(error)})"
             self.group.fail(reason)
             raise self.fail(reason) from error
         except ValueError as error:

@@ -24,7 +24,7 @@ from .placement import Placement, procs_of
 from .processes import ProcessGroup
 from .replica import TEARDOWN_PATIENCE, Component, Replica
 from .service import Service
-from .types import Kwargs, Pending
+from .types import Kwargs, Pending, keep_until_done
 from .watchdog import Watchdog
 
 __all__ = ["Runtime", "add_local", "drain_metrics", "forked_processes", "runtime", "shutdown"]
@@ -68,10 +68,16 @@ class Runtime:
             Exception: what a replica's `__init__` or `setup` raised; no process of the service remains then.
         """
         endpoints = cls.endpoints()
-        component = Component(self._make_name(cls, options), cls, options, args, kwargs)
-        on_dead = self._on_dead if cls.vital else log_loss
-        service = Service(component, endpoints, self._make_launch(component), self.placement.release, on_dead)
-        self.services[component.name] = service
+        # A new name, such as replay_buffer, and the next time replay_buffer2.
+        base = options.mesh_name or snake_case(cls.__name__)
+        names = (base if number == 1 else f"{base}{number}" for number in itertools.count(1))
+        component = Component(next(name for name in names if name not in self._names), cls, options, args, kwargs)
+        self._names.add(component.name)
+        # The run continues without a component that is not vital.
+        on_dead = self._on_dead if cls.vital else lambda error: log.warning("%s", error)
+        service = self.services[component.name] = Service(
+            component, endpoints, self._make_launch(component), self.placement.release, on_dead
+        )
 
         try:
             await service.scale(options.num_replicas)
@@ -142,9 +148,7 @@ class Runtime:
                 # attempt: they are killed, unless other components share them and this one leaves nothing.
                 if not group.shared or component.options.heavy or isinstance(error, CallTimeout):
                     group.fail("its start failed")
-                pending = asyncio.ensure_future(replica.stop())
-                self._pending_stops.add(pending)
-                pending.add_done_callback(self._pending_stops.discard)
+                keep_until_done(self._pending_stops, asyncio.ensure_future(replica.stop()))
                 raise
             finally:
                 del self._starting[replica]
@@ -195,14 +199,6 @@ class Runtime:
                 self._groups[name] = group
             return group
 
-    def _make_name(self, cls: type[Any], options: Options) -> str:
-        """Return a new name for a service of `cls`, e.g. "replay_buffer", the next time "replay_buffer2"."""
-        base = options.mesh_name or snake_case(cls.__name__)
-        names = (base if number == 1 else f"{base}{number}" for number in itertools.count(1))
-        name = next(name for name in names if name not in self._names)
-        self._names.add(name)
-        return name
-
     def _on_dead(self, error: BaseException) -> None:
         if not self.failure.done():
             self.failure.set_result(error)
@@ -226,11 +222,6 @@ async def _ready_server(seconds: float) -> ForkServer | None:
     finally:
         process.close()
     return server if is_ready else None
-
-
-def log_loss(error: BaseException) -> None:
-    """Log the loss of a component that is not vital: the run continues without it."""
-    log.warning("%s", error)
 
 
 _runtime: Runtime | None = None

@@ -1,7 +1,5 @@
 """Supervision of one replica: replaces it when it dies, with growing pauses, up to a number of failures in a row."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
@@ -14,6 +12,7 @@ from .balance import LoadBalancer
 from .errors import ReplicaDied, Unrecoverable
 from .options import Options
 from .replica import Replica
+from .types import keep_until_done
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +47,7 @@ class Supervisor:
         options: Options,
         launch: Callable[[int], Coroutine[Any, Any, Replica]],
         balancer: LoadBalancer,
-        on_failed: Callable[[Supervisor], None],
+        on_failed: "Callable[[Supervisor], None]",
     ) -> None:
         self.index, self.name, self.options = index, name, options
         self._launch, self._balancer, self._on_failed = launch, balancer, on_failed
@@ -139,9 +138,7 @@ class Supervisor:
             log.warning("%s; calls in flight there: %d", death, lost.in_flight_lost)
 
             # Its processes may take seconds to end: the replacement does not wait for that.
-            pending = asyncio.ensure_future(lost.stop())
-            self._pending_stops.add(pending)
-            pending.add_done_callback(self._pending_stops.discard)
+            keep_until_done(self._pending_stops, asyncio.ensure_future(lost.stop()))
 
             if not await self._replace_replica(failures):
                 self.state = "failed"

@@ -5,8 +5,7 @@ are suspects. They are sent again in groups of an eighth, so that the next death
 the only suspect of its last death is not sent again.
 """
 
-from __future__ import annotations
-
+import asyncio
 import contextvars
 import itertools
 import os
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+F = TypeVar("F", bound="asyncio.Future[Any]")
 SUDDEN = 1.0  # seconds; a request that ends its process mostly does so at once
 Value = Any  # what an endpoint returned: anything that pickle carries
 Kwargs = dict[str, Any]  # the keyword arguments of a call
@@ -104,7 +104,7 @@ class Request:
         self.sent = time.monotonic()
         self.attempts += 1
 
-    def record_death(self, suspects: set[Request]) -> None:
+    def record_death(self, suspects: "set[Request]") -> None:
         """Record that its replica died; does nothing if the request is not among the `suspects` of this death."""
         if self in suspects:
             self.deaths += 1
@@ -211,6 +211,13 @@ class ServiceStatus:
     restarts: int
     retried: int
     quarantined: list[str]
+
+
+def keep_until_done(futures: set[F], future: F) -> F:
+    """Keep a future or task in a set until it is done, as the event loop has only weak references; return it."""
+    futures.add(future)
+    future.add_done_callback(futures.discard)
+    return future
 
 
 def without_stop(method: Callable[..., Any], *args: object, **kwargs: object) -> Value:

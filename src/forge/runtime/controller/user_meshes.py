@@ -86,11 +86,6 @@ class UserHosts(Hosts):
             )
         return self._mesh
 
-    @property
-    def spans_machines(self) -> bool:
-        """Return whether the processes are on several hosts."""
-        return self.size > 1
-
     def gpus(self) -> dict[str, list[str]]:
         """Return the devices under the empty address: they are the same ones on every host."""
         return {"": self._devices}

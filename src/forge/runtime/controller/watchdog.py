@@ -82,10 +82,11 @@ class Watchdog:
 
 
 async def _stacks_of(replica: Replica) -> list[str]:
-    lines = []
-    for process in replica.group.processes:
-        lines += [f"where process {process} of {replica} stands:", await process.stacks()]
-    return lines
+    return [
+        line
+        for process in replica.group.processes
+        for line in (f"where process {process} of {replica} stands:", await process.stacks())
+    ]
 
 
 # Return a line for each of the oldest requests: who waits for `target`, since when and for how long.

@@ -72,11 +72,25 @@ class ForkServer:
 
     def __init__(self, folder: Path, settings: Mapping[str, str]) -> None:
         self.address = folder / f"fork{next(_numbers)}"
-        self._settings = settings
-        self._process: subprocess.Popen[bytes]
-        self._is_up: bool  # whether the process has imported its libraries
+        self._is_up = False  # whether the process has imported its libraries
         self._wait_lock = threading.Lock()  # replicas wait in several threads
-        self._start_server()
+        self._bound = bound_variables(os.environ)
+
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind(str(self.address))
+            listener.listen(1024)  # requests wait until the server has imported
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(listener.fileno())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                pass_fds=[listener.fileno()],
+                env={**os.environ, **settings},
+            )
+
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended already, which `wait` notices
+            self._process.stdin.write(json.dumps(self._bound).encode() + b"\n")
+            self._process.stdin.flush()
         atexit.register(self.end)
 
     @property
@@ -105,29 +119,6 @@ class ForkServer:
         atexit.unregister(self.end)
         self._process.kill()
         self._process.wait()
-        self._close_server()
-
-    def _start_server(self) -> None:
-        self._is_up = False
-        self._bound = bound_variables(os.environ)
-
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-            listener.bind(str(self.address))
-            listener.listen(1024)  # requests wait until the server has imported
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(listener.fileno())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                pass_fds=[listener.fileno()],
-                env={**os.environ, **self._settings},
-            )
-
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended already, which `wait` notices
-            self._process.stdin.write(json.dumps(self._bound).encode() + b"\n")
-            self._process.stdin.flush()
-
-    def _close_server(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()

@@ -1,7 +1,5 @@
 """Write values into segments (`RankPart`), publish them together with other ranks, and read them (`OpenVersion`)."""
 
-from __future__ import annotations
-
 import json
 import operator
 import threading
@@ -130,7 +128,7 @@ class RankPart:
         version: int | None = None,
         dtype: torch.dtype | None = None,
         ranks: Ranks | None = None,
-    ) -> RankPart:
+    ) -> "RankPart":
         """Return the part of a value that this rank writes; see `VersionStore.put` for the arguments.
 
         Args:
@@ -167,8 +165,7 @@ class RankPart:
             )
             if is_dtensor(tensor) and tensor.numel():
                 # Of the ranks along a mesh dimension that replicates the tensor, only the first one writes.
-                coordinate = tensor.device_mesh.get_coordinate() or ()
-                mesh_axes = zip(tensor.placements, coordinate, strict=False)
+                mesh_axes = zip(tensor.placements, tensor.device_mesh.get_coordinate() or (), strict=False)
                 is_writer = all(rank == 0 for placement, rank in mesh_axes if placement.is_replicate())
             else:
                 is_writer = ranks.rank == 0
@@ -219,15 +216,16 @@ def publish_together(
     prefix = f"{prefix}/{_attempts[prefix]}"
 
     def send_result(label: object, work: Callable[[], Any]) -> None:
-        message: tuple[str | None, Any]
         try:
-            message = None, work()
+            message: tuple[str | None, Any] = (None, work())
         except Exception as error:  # any error must reach every rank
             message = type(error).__name__, str(error)
 
         # Compressed, as the store may be a file that only grows.
-        data = zlib.compress(json.dumps(message).encode())
-        key_value_store.set(f"{prefix}/{label}", data)  # type: ignore[arg-type]  # it takes bytes as well
+        key_value_store.set(
+            f"{prefix}/{label}",
+            zlib.compress(json.dumps(message).encode()),  # type: ignore[arg-type]  # it takes bytes as well
+        )
 
     def receive_result(label: object) -> Any:
         try:

@@ -5,8 +5,6 @@ rank. That checks that every tensor is complete and publishes one manifest under
 into place: a process that is killed at any point leaves a whole version or none.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile
@@ -64,7 +62,7 @@ class VersionStore(Store):
         self._scratch: Scratch | None = None
 
     @classmethod
-    def create(cls, keep: int = 2) -> VersionStore:
+    def create(cls, keep: int = 2) -> "VersionStore":
         """Return a new, empty store, which is removed when this process ends; also remove stores of dead processes."""
         sweep_folders()
         scratch = Scratch(PREFIX, memory_folder())
