@@ -52,7 +52,7 @@ def write_model(folder: Path, kind: str) -> None:
         config.vocab_size_per_layer_input = len(tokenizer)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "yarn":  # a factor for a million positions makes those of ten letters alike
-        config.rope_parameters = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+        config.rope_parameters = {**rope, "rope_type": "default"}
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -144,3 +144,53 @@ def test_template_with_ambiguous_turn_bounds_raises(template, conversation, mess
 def test_invalid_chat_messages_name_the_fault(row, message):
     with pytest.raises(ValueError, match=message):
         read_messages(row, "messages")
+
+
+def test_turn_ends_with_the_token_of_the_next_message_as_in_glm():
+    # "<|begin|>" starts users' messages, and ends turns of the assistant; "<|eot|>" starts results of tools.
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}<|start_header|>{{ m.content }}"
+        "{% for c in m.tool_calls %}<call>{{ c.function.name }} {{ c.function.arguments | tojson }}</call>{% endfor %}"
+        "{% else %}{{ '<|eot|>' if m.role == 'tool' else '<|begin|>' }}{{ m.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|start_header|>{% endif %}"
+    )
+    tokenizer = byte_pairs()
+    chat = ChatFormat(tokenizer, template)
+    assert trained(tokenizer, *chat.encode(said("a", "b", "c", "d"))) == "b<|begin|>d<|begin|>"
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {"x": 1}}]}
+    tokens, mask = chat.encode([*said("a"), call])
+    assert trained(tokenizer, tokens, mask) == '<call>add {"x": 1}</call><|eot|>'
+    assert chat.stop_ids[:2] == tuple(tokenizer.convert_tokens_to_ids(["<|begin|>", "<|eot|>"]))
+
+
+def test_template_that_reads_only_parts_gets_them():
+    template = CHATML.replace("{{ m.content }}", "{% for p in m.content %}{{ p.text }}{% endfor %}")
+    tokenizer = byte_pairs()
+    assert ChatFormat(tokenizer, template).encode(said("a", "b")) == ChatFormat(tokenizer, CHATML).encode(
+        said("a", "b")
+    )
+
+
+def test_thoughts_stay_where_a_marked_template_omits_them():
+    answer = "{{ m.content if loop.last else m.content.split('</think>')[-1].lstrip('\\n') }}<|im_end|>\n"
+    template = CHATML_MARKED.replace("{{ m.content }}<|im_end|>{% endgeneration %}", answer + "{% endgeneration %}", 1)
+    template = template.replace("{% endif %}{{ '\n' }}", "\n{% endif %}", 1)
+    tokenizer = byte_pairs()
+    turns = "<think>\nhm\n</think>\n\nyes", "<think>\nso\n</think>\n\nno"
+    conversation = said("a", turns[0], "b", turns[1])
+    assert trained(tokenizer, *ChatFormat(tokenizer, template).encode(conversation)) == "".join(
+        turn + "<|im_end|>" for turn in turns
+    )
+    as_written = ChatFormat(tokenizer, template, thoughts="template").encode(conversation)
+    assert trained(tokenizer, *as_written) == "yes<|im_end|>" + turns[1] + "<|im_end|>"
+
+
+def test_inline_thought_moves_to_the_field_of_a_template_that_only_writes_the_tags():
+    template = CHATML.replace(
+        "{{ m.content }}",
+        "{% if m.role == 'assistant' %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}",
+    )
+    tokenizer = byte_pairs()
+    conversation = said("a", "<think>hm</think>yes")
+    tokens = ChatFormat(tokenizer, template).encode(conversation)
+    assert trained(tokenizer, *tokens) == "<think>\nhm\n</think>\n\nyes<|im_end|>"

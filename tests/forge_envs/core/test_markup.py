@@ -24,6 +24,7 @@ BROKEN = {
     "harmony": '<|channel|>commentary to=functions.search<|message|>{"query',
     "hermes": '<tool_call>\n{"name": "search"\n</tool_call>',
     "llama3": '{"name": "search"',
+    "gemma": '<|tool_call>call:search{query:<|"|>a<|"|>,most}<tool_call|>',
 }
 
 
@@ -42,6 +43,9 @@ BROKEN = {
             "<tool_call>\n<function=search>\n<parameter=query>\na\n\n</parameter>\n<parameter=most>\n2\n</parameter>\n"
             "</function>\n</tool_call>",
         ),
+        ("gemma", '<|tool_call>call:search{most:2,query:<|"|>a\n<|"|>}<tool_call|>'),
+        ("gemma", '<|tool_call>call:search{most:2,query:<|"|>a\n<|"|>}'),  # its closing tag ends the turn
+        ("plain", "<|tool_call_start|>[search(query='a\n', most=2)]<|tool_call_end|>"),  # LFM's
         ("mistral", '[TOOL_CALLS][{"name": "search", "arguments": {"query": "a\\n", "most": 2}}]'),
         ("mistral", '[TOOL_CALLS]search[ARGS]{"query": "a\\n", "most": 2}'),
         ("harmony", '<|channel|>commentary to=functions.search <|constrain|>json<|message|>{"query":"a\\n","most":2}'),
@@ -54,6 +58,15 @@ def test_markup_call_of_each_family_is_parsed(syntax, text):
     assert [(call.name, call.arguments) for call in action.calls] == [("search", {"query": "a\n", "most": 2})]
     assert action.errors == ()
     assert action.content.removeprefix("<think>\n").replace("\n", "") == "a plan</think>"
+
+
+def test_malformed_argument_before_others_is_an_error():
+    text = (
+        "<tool_call><function=search><parameter query>a</parameter><parameter=most>2</parameter></function></tool_call>"
+    )
+    action = read_action(text, "qwen_xml", TOOLS)
+    assert not action.calls
+    assert action.errors == ("a call cannot be read: '<parameter query>a</parameter>' is no argument",)
 
 
 @pytest.mark.parametrize("syntax", BROKEN)
