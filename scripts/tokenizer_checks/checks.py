@@ -128,7 +128,8 @@ def thoughts(family: Family) -> str:
         if family.name == "qwen3":
             options = {"chat_template": family.marked(), "return_dict": False}
             assert tokens == family.tokenizer.apply_chat_template(talk, tokenize=True, **options)
-    return "kept, the template drops them" if family.empty else YES
+    talk = [user("hi"), said("<think>\nqzhm\n</think>\n\nyes"), user("more"), said("no")]
+    return YES if "qzhm" in chat.render(talk) else "dropped"
 
 
 def bos(family: Family) -> str:

@@ -38,13 +38,9 @@ def check_syntax(name: str) -> None:
 _PYTHON_TAG = "<|python_tag|>"
 # Texts by which the syntax of a chat template is recognised: the first one that it contains decides.
 _SIGNS: dict[str, Syntax] = {
-    **{
-        "<|tool_call>": "gemma",
-        "<|channel|>": "harmony",
-        "<arg_key>": "glm",
-        "<function=": "qwen_xml",
-        "<tool_call>": "hermes",
-    },
+    **{"<|tool_call>": "gemma", "<|channel|>": "harmony", "<arg_key>": "glm", "<function=": "qwen_xml"},
+    **{"<tool_call>": "hermes", "tool▁call": "deepseek", "[TOOL_CALLS]": "mistral"},
+    **{"ipython": "llama3", "python_tag": "llama3"},
 }
 
 

@@ -277,6 +277,7 @@ def find_tier(config: PreTrainedConfig) -> Tier:
 
 def _compare_tiers(config: PreTrainedConfig) -> Tier:
     if has_images(config):  # as transformers generates
+        log.info("model: it reads images: each sample is computed separately, which is slow")
         return TIERS[1]
     try:
         with quiet_loading():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from forge_envs import schema_of
-from forge_envs.calls import SYNTAXES, read_action
+from forge_envs.calls import SYNTAXES, read_action, syntax_of
 
 
 def search(query: str, most: int = 3) -> str:
@@ -58,6 +58,13 @@ def test_markup_call_of_each_family_is_parsed(syntax, text):
     assert [(call.name, call.arguments) for call in action.calls] == [("search", {"query": "a\n", "most": 2})]
     assert action.errors == ()
     assert action.content.removeprefix("<think>\n").replace("\n", "") == "a plan</think>"
+
+
+def test_syntax_is_read_from_the_signs_of_a_template():
+    signs = "<|tool_call>call: <|channel|>final <arg_key> <function= <tool_call> <｜tool▁calls▁begin｜> [TOOL_CALLS]"
+    found = [syntax_of(f"{{{{ '{sign}' }}}} <tools>") for sign in [*signs.split(), "ipython"]]
+    assert found == ["gemma", "harmony", "glm", "qwen_xml", "hermes", "deepseek", "mistral", "llama3"]
+    assert syntax_of("{{ message.content }}") == "plain"
 
 
 def test_malformed_argument_before_others_is_an_error():
