@@ -42,8 +42,9 @@ def write_model(folder: Path, kind: str) -> None:
         "head_dim": 32,
         "moe_intermediate_size": 96,
         "mamba_d_head": 32,
+        **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 8),  # ten letters are padded to a chunk
     }
-    probe.SIZES.update(wide, mamba_d_head=32)
+    probe.SIZES.update(wide)
     config = probe.shrink_config(language_config(kind))
     tokenizer = character_tokenizer(ALPHABET)
     config.vocab_size, config.eos_token_id, config.bos_token_id = len(tokenizer), tokenizer.eos_token_id, None

@@ -126,7 +126,7 @@ def _read_llama3(text: str, tools: Mapping[str, Schema]) -> markup.Found:
 
 
 _BRACKET = re.compile(r"[()]")
-_LIST_MARKS = re.compile(r"<\|tool_call_start\|>\[[\s,]*\]<\|tool_call_end\|>")  # of LFM, around its calls
+_LIST_MARKS = re.compile(r"<\|tool_call_start\|>\s*\[[\s,]*\]\s*<\|tool_call_end\|>")  # of LFM, around its calls
 # One bracket, or a text in single or double quotes, in which brackets do not count: the quote, characters other than it
 # and backslashes, escaped characters with such characters after them, and the quote again or the end of the text. The
 # possessive quantifiers (*+) keep the time linear.

@@ -20,6 +20,7 @@ from forge.cli import main
 from forge_inspect.cli.plan import plan_file
 from forge_inspect.plan.components import count_elements, scoring_memory
 from forge_inspect.plan.devices import DEVICES, PUBLIC, Machines, parse_machines, shape_folder
+from forge_inspect.plan.meter import measure_block
 from forge_inspect.plan.plan import plan_lines
 
 APPS = Path(__file__).parents[2] / "apps"
@@ -224,3 +225,10 @@ def test_components_are_planned_with_their_own_models(tmp_path: Path):
     own_critic, _ = (plan_file("apps/selfplay/debate.yaml", words[:2], "16xH100")[1].components[n] for n in (1, 0))
     assert own_critic.name == "critic"
     assert own_critic.parts["weights"] == pytest.approx(4 * elements["0.6B"], rel=0.3)
+
+
+def test_metered_attention_has_the_width_of_the_values():  # of DeepSeek's latent attention it differs from the keys'
+    query, value = torch.empty(1, 2, 5, 24, device="meta"), torch.empty(1, 2, 5, 16, device="meta")
+    with measure_block({}):
+        attended = torch.nn.functional.scaled_dot_product_attention(query, query, value)
+    assert attended.shape == (1, 2, 5, 16)

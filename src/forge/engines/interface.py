@@ -131,7 +131,7 @@ def check_length(config: "PreTrainedConfig", max_seq_len: int | None) -> int:
     limit = max_length(config)
     length = min(limit, LONGEST) if max_seq_len is None else max_seq_len
     if not 2 <= length <= limit:
-        raise ValueError(f"max_seq_len must be 2 to {limit} for this model, got {max_seq_len}")
+        raise ValueError(f"generator.max_seq_len must be 2 to {limit} for this model, got {max_seq_len}")
     return length
 
 
