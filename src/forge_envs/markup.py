@@ -237,7 +237,7 @@ def _read_call(text: str, start: int, tags: Tags) -> tuple[str, list[tuple[str, 
         if key is None:
             break
         if skipped:
-            raise ValueError(f"{skipped[:40]!r} is no argument")
+            raise ValueError(f"{skipped[:40]!r} is not an argument")
         position = _value_end(text, key.end(), start + MAX_CHARACTERS, tags)
         value = text[key.end() : position].removeprefix(tags.margin).removesuffix(tags.margin)
         pairs.append((key[1].strip(), value))
@@ -246,7 +246,7 @@ def _read_call(text: str, start: int, tags: Tags) -> tuple[str, list[tuple[str, 
     if end == len(text) or following < end:
         raise ValueError(f"it is not closed by {_END}")
     if skipped not in ("", "</function>"):
-        raise ValueError(f"{skipped[:40]!r} is no argument")
+        raise ValueError(f"{skipped[:40]!r} is not an argument")
     return name[1].strip(), pairs, end + len(_END)
 
 

@@ -102,7 +102,7 @@ def test_values_that_the_decoder_lacks_run_in_modules(make: Make, change: dict[s
 
 def test_max_seq_len_beyond_longrope_short_factors_raises(make: Make) -> None:
     folder, _ = make("phi3-long")
-    with pytest.raises(ValueError, match="generator.max_seq_len must be 2 to 72 for this model, got 73"):
+    with pytest.raises(ValueError, match=r"generator\.max_seq_len must be 2 to 72 for this model, got 73"):
         EmbeddedEngine(folder, max_seq_len=73)
 
 

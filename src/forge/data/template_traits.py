@@ -1,4 +1,4 @@
-"""What a chat template is tried for: contents as parts, and turns that end where the next message starts."""
+"""Traits of chat templates: contents as parts, and turns that end where the next message starts."""
 
 from __future__ import annotations
 

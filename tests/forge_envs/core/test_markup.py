@@ -73,7 +73,7 @@ def test_malformed_argument_before_others_is_an_error():
     )
     action = read_action(text, "qwen_xml", TOOLS)
     assert not action.calls
-    assert action.errors == ("a call cannot be read: '<parameter query>a</parameter>' is no argument",)
+    assert action.errors == ("a call cannot be read: '<parameter query>a</parameter>' is not an argument",)
 
 
 @pytest.mark.parametrize("syntax", BROKEN)
