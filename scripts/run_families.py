@@ -42,6 +42,7 @@ def write_model(folder: Path, kind: str) -> None:
         "head_dim": 32,
         "moe_intermediate_size": 96,
         "mamba_d_head": 32,
+        **{"kv_lora_rank": 64, "q_lora_rank": 64, "v_head_dim": 32, "global_head_dim": 32},
         **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 8),  # ten letters are padded to a chunk
     }
     probe.SIZES.update(wide)
