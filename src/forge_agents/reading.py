@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from forge.data.special_tokens import UNFINISHED
-from forge.data.turns import thought_of
+from forge.data.writer import thought_of
 from forge_envs.dialogue import Dialogue
 
 from .messages import Call, Message, Schema

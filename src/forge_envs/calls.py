@@ -214,7 +214,8 @@ def _parse_call(arguments: str) -> Any:
     try:
         return ast.parse(f"f({arguments})", "<model output>", mode="eval").body
     except SyntaxError:
-        return ast.parse(f"f({arguments})".replace("\n", "\\n"), "<model output>", mode="eval").body
+        escaped = _QUOTED.sub(lambda text: text[0].replace("\r", "\\r").replace("\n", "\\n"), arguments)
+        return ast.parse(f"f({escaped})", "<model output>", mode="eval").body
 
 
 def _tool_call(call: markup.Call) -> ToolCall:

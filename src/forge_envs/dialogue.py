@@ -125,7 +125,10 @@ class Dialogue:
         if not messages or any(message["role"] == "assistant" for message in messages):
             raise ValueError("an episode continues with at least one message, of the user or of tools")
         between = self._tokens_between(list(map(self._plain_message, messages)), tools)
-        return between[1:] if tokens and tokens[-1] in self._closers else between
+        # Where the start of the next message ends a turn, another one than the policy wrote stays.
+        is_ended = bool(tokens) and tokens[-1] in self._closers
+        has_other = any(self._chat("").turns.borrowed.values()) and tokens[-1:] != between[:1]
+        return between[1:] if is_ended and not has_other else between
 
     def rewrites(self, tokens: Sequence[int], messages: Sequence[Message], tools: Sequence[Schema] = ()) -> bool:
         """Return whether the template renders a conversation differently from the tokens that were read and sampled.

@@ -91,10 +91,14 @@ def read_gemma(text: str, tools: Mapping[str, Schema]) -> Found:
         parts = (brace + values).split('<|"|>')
         parts[::2] = [_GEMMA_KEY.sub(r'\1"\2":', part) for part in parts[::2]]
         parts[1::2] = map(json.dumps, parts[1::2])
-        arguments = json.loads("".join(parts))
-        return (name.strip().removeprefix("call:"), arguments), start + len(name + brace + values) + len(end)
+        position = start + len(name + brace + values)
+        if position < len(text) and not text.startswith(end, position):  # the tag may end the turn
+            raise ValueError(f"it is not closed by {end}")
+        return (name.strip().removeprefix("call:"), json.loads("".join(parts))), position + len(end)
 
-    return read_between(text, "<|tool_call>", "<tool_call|>", read_call)
+    thought, mark, answer = text.rpartition("<channel|>")
+    content, calls, errors = read_between(answer, "<|tool_call>", "<tool_call|>", read_call)
+    return thought + mark + content, calls, errors
 
 
 def read_mistral(text: str, tools: Mapping[str, Schema]) -> Found:
@@ -172,7 +176,7 @@ def read_between(text: str, begin: str, end: str, read: Callable[[str, int, str,
         try:
             call, position = read(text, start, begin, end)
             calls.append(call)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             errors.append(f"a call cannot be read: {error}")
             stop, following = _find_mark(text, end, start), _find_mark(text, begin, start)
             position = following if following < stop else min(stop + len(end), len(text))

@@ -162,6 +162,12 @@ def test_turn_ends_with_the_token_of_the_next_message_as_in_glm():
     assert trained(tokenizer, tokens, mask) == '<call>add {"x": 1}</call><|eot|>'
     assert chat.stop_ids[:2] == tuple(tokenizer.convert_tokens_to_ids(["<|begin|>", "<|eot|>"]))
 
+    # A message of another role keeps the token that starts it.
+    other = [*said("a", "b"), {"role": "tool", "content": "c"}, *said("d", "e")[1:]]
+    tokens, mask = chat.encode(other)
+    assert tokenizer.decode(tokens) == "<|begin|>a<|start_header|>b<|begin|><|eot|>c<|start_header|>e<|begin|>"
+    assert trained(tokenizer, tokens, mask) == "b<|begin|>e<|begin|>"
+
 
 def test_template_that_reads_only_parts_gets_them():
     template = CHATML.replace("{{ m.content }}", "{% for p in m.content %}{{ p.text }}{% endfor %}")
@@ -194,3 +200,5 @@ def test_inline_thought_moves_to_the_field_of_a_template_that_only_writes_the_ta
     conversation = said("a", "<think>hm</think>yes")
     tokens = ChatFormat(tokenizer, template).encode(conversation)
     assert trained(tokenizer, *tokens) == "<think>\nhm\n</think>\n\nyes<|im_end|>"
+    named = ChatFormat(tokenizer, template).encode(said("a", "Write </think> to close it."))
+    assert trained(tokenizer, *named) == "<think>\n\n</think>\n\nWrite </think> to close it.<|im_end|>"

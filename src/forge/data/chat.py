@@ -20,8 +20,9 @@ from ..system.files import read_text
 from .files import Row
 from .messages import row_options, row_system, with_system
 from .special_tokens import SpecialTokens
-from .template_traits import find_missing_end, needs_parts, split_content
-from .turns import Message, Rewritten, Span, Turns, Writer, thought_of
+from .template_traits import find_missing_end, needs_parts, omits_thought, split_content, trim_end
+from .turns import Rewritten, Span, Turns
+from .writer import Message, Writer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -103,7 +104,7 @@ class ChatFormat:
         if self._own_template:
             self.template = self.tokenizer.get_chat_template(tools=self.options.get("tools"))
         self.writer = Writer(self.template, self._render_text)
-        self.turns = Turns(self.render, self.writer, self._special)
+        self.turns = Turns(self.render, self.writer, self._special, self._shared["ends"])
 
     @property
     def exported(self) -> str | None:
@@ -207,7 +208,8 @@ class ChatFormat:
         ends: dict[str, str] = self._shared["ends"]
         if follower not in ends:
             ends[follower] = ""  # while the template is tried
-            ends[follower] = find_missing_end(self._apply_template, self.writer, self._special, follower)
+            found = find_missing_end(self._apply_template, self.writer, self._special, follower)
+            ends[follower] = "" if found == self.tokenizer.bos_token else found
         return text + ends[follower]
 
     def _apply_template(self, conversation: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
@@ -220,7 +222,10 @@ class ChatFormat:
 
         if "parts" not in self._shared:
             self._shared["parts"] = needs_parts(apply)
-        return apply(list(map(split_content, conversation)) if self._shared["parts"] else list(conversation))
+        return apply(self._split_contents(conversation))
+
+    def _split_contents(self, messages: Sequence[Message]) -> list[Message]:
+        return list(map(split_content, messages)) if self._shared["parts"] else list(messages)
 
     def encode(
         self, conversation: Sequence[Message], *, train_on: TrainOn = "assistant", since: int = 0
@@ -263,7 +268,7 @@ class ChatFormat:
 
         # Where the template rewrites a turn or omits its thought, join the turns as they were when each was last.
         written = [text[start:end] for start, end in spans] if len(spans) == len(turns) else [text] * len(turns)
-        omitted = any(thought_of(conversation[i])[0] not in turn for i, turn in zip(turns, written, strict=True))
+        omitted = any(omits_thought(turn, conversation[i]) for i, turn in zip(turns, written, strict=True))
         if self.thoughts == "keep" and (rewritten or omitted):
             try:
                 text, turn_spans = self.turns.kept(conversation)
@@ -345,7 +350,7 @@ class ChatFormat:
         closer, tail = self.turns.ending(conversation, turn)
         if closer and answer.endswith(closer + tail):
             return start, len(upto) - len(tail)
-        return start, _trim_end(upto, closers)
+        return start, trim_end(upto, closers)
 
     def _choose_marked(
         self, conversation: Sequence[Message], turns: list[int], text: str, closers: set[int]
@@ -354,14 +359,16 @@ class ChatFormat:
         if turns != [len(conversation) - 1]:
             self.turns.check_ends()
         start = len(self._encode_context(conversation, turns[0], text)) if turns[0] else 0
-        marked = [(first, _trim_end(text[:end], closers)) for first, end in self._find_marked(conversation)]
+        marked = [(first, trim_end(text[:end], closers)) for first, end in self._find_marked(conversation)]
         written = [i for i, message in enumerate(conversation) if message["role"] == "assistant"]
-        excluded = {i for i in written if i > turns[0]} - {*turns}
-        if not excluded:
-            return [(max(start, first), end) for first, end in marked if end > start]
-        if len(marked) != len(written):
+        if len(marked) == len(written):  # what the prompt of a turn begins is not sampled
+            prompts = {i: self.render(conversation[:i], add_generation_prompt=True) for i in turns if i}
+            starts = {i: len(prompt) for i, prompt in prompts.items() if text.startswith(prompt)}
+            spans = zip(written, marked, strict=True)
+            return [(max(starts.get(i, 0), first), end) for i, (first, end) in spans if i in turns]
+        if excluded := {i for i in written if i > turns[0]} - {*turns}:
             raise ValueError(f"message {min(excluded) + 1}: the template marks other turns than the weights")
-        return [span for i, span in zip(written, marked, strict=True) if i in turns]
+        return [(max(start, first), end) for first, end in marked if end > start]
 
     def _find_marked(self, conversation: Sequence[Message]) -> list[Span]:
         """Return the spans in the text of a conversation that the template marks with `{% generation %}`."""
@@ -371,7 +378,7 @@ class ChatFormat:
         options = {**self.tokenizer.special_tokens_map, **self.options, "add_generation_prompt": False}
         rendered: Any = self._call_template(
             lambda: render_jinja_template(
-                [self._write_messages(conversation)],
+                [self._split_contents(self._write_messages(conversation))],
                 chat_template=self.template,
                 return_assistant_tokens_mask=True,
                 **options,
@@ -385,12 +392,6 @@ class ChatFormat:
             return call()
         except Exception as error:  # templates are programs and raise anything
             raise ValueError(f"the chat template fails: {' '.join(str(error).split())}") from error
-
-
-def _trim_end(text: str, closers: set[int]) -> int:
-    """Return the length of a text without spaces after the special token that ends it, at one of the closers."""
-    stripped_end = len(text.rstrip())
-    return stripped_end if stripped_end in closers else len(text)
 
 
 _REWRITES = (

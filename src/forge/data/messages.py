@@ -6,7 +6,7 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from .files import Row, check_values
-from .turns import Message
+from .writer import Message
 
 MESSAGE_FIELDS = ("messages", "conversations")
 ROLES = ("system", "user", "assistant", "tool")

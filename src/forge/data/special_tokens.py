@@ -64,6 +64,10 @@ class SpecialTokens:
             end = following.end()
         return first, text[first.start() : end]
 
+    def texts(self, text: str) -> list[str]:
+        """Return the special tokens in a text, in order."""
+        return self._special.findall(text)
+
     def inert(self, text: str) -> str:
         """Return the text with a space after the first character of each special token, so that it is plain text."""
         for _ in range(_PASSES):

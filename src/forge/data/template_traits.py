@@ -7,7 +7,8 @@ from contextlib import suppress
 from typing import Any
 
 from .special_tokens import SpecialTokens
-from .turns import MARK, Message, Writer, after_mark
+from .turns import after_mark
+from .writer import MARK, Message, Writer, thought_of
 
 Apply = Callable[..., str]  # (messages, add_generation_prompt=) -> the template's text
 
@@ -50,9 +51,32 @@ def find_missing_end(apply: Apply, writer: Writer, special: SpecialTokens, follo
 
     with suppress(ValueError):  # the template writes no such messages
         turn = writer.mark_turn(answer)
-        found = special.find(after_mark(apply([question, turn, later])))
-        has_end = special.find(after_mark(apply([question, turn]))) is not None
+        tail, continued = (after_mark(apply([question, turn, *more])) for more in ([], [later]))
+        found = special.find(continued)
         prompt = after_mark(apply([question], add_generation_prompt=True))
-        if found and not has_end and found[0][0] not in prompt:
-            return found[0][0]
+        if found and special.find(tail) is None and found[0][0] not in prompt:
+            return found[0][0] if continued.startswith(tail + found[0][0]) else ""
     return ""
+
+
+def omits_thought(written: str, message: Message) -> bool:
+    """Return whether the text of an assistant's turn lacks the thought of its message.
+
+    >>> omits_thought("It is 4.", {"content": "It is 4.", "reasoning_content": "4"})
+    True
+    """
+    thought, words = thought_of(message)
+    return thought not in written.replace(words.strip(), "", 1)
+
+
+def trim_end(text: str, closers: set[int]) -> int:
+    """Return the length of a text without the spaces after the special token that ends it.
+
+    Args:
+        closers: the positions where special tokens end; if none does there, spaces count.
+
+    >>> trim_end("yes<end>\n", {8})
+    8
+    """
+    stripped_end = len(text.rstrip())
+    return stripped_end if stripped_end in closers else len(text)

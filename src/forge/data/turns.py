@@ -6,156 +6,20 @@ between two turns what the template puts there. Of one turn this is the template
 their episodes with the same chunks, so that conversations and episodes have the same tokens.
 """
 
-import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
 
 from .special_tokens import SpecialTokens
+from .writer import MARK, Message, Render, Writer, thought_of
 
-Message = dict[str, Any]
 Span = tuple[int, int]
-Render = Callable[..., str]  # (messages, add_generation_prompt=) -> text
-
-MARK = "\ue000answer\ue001"  # private characters, which JSON leaves as they are
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _OPENED = re.compile(r"<think>\s*\Z")  # a generation prompt that starts the thought
 _OPENING = re.compile(r"<think>\s*(</think>\s*)?\Z")
 
 
 class Rewritten(ValueError):
     """The template renders a turn, or what precedes it, differently once later messages follow."""
-
-
-def thought_of(message: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the thought of an assistant's message, and its content without the thought, as (thought, content).
-
-    The thought is read from a field such as `reasoning_content`, or from the content up to `</think>`; it is "" where
-    there is none.
-
-    >>> thought_of({"content": "<think>Hm.</think>Yes"})
-    ('Hm.', 'Yes')
-    """
-    for name in THOUGHTS:
-        if isinstance(message.get(name), str):
-            return message[name].strip("\n"), message["content"] or ""
-    thought, closing, content = (message["content"] or "").partition("</think>")
-    if not closing:
-        return "", message["content"] or ""
-    return thought.strip().removeprefix("<think>").strip("\n"), content.lstrip("\n")
-
-
-class Writer:
-    """Writes the thoughts and tool calls of messages in the form that a template reads.
-
-    Args:
-        source: text of the template.
-        render: returns the template's text of messages, which it gets in the form that the template reads.
-    """
-
-    def __init__(self, source: str, render: Render) -> None:
-        self._render = render
-        # The fields of thoughts that the template reads, as `message.thinking` or `message["thinking"]`.
-        self._fields = [name for name in THOUGHTS if re.search(rf"""\.{name}\b|["']{name}["']""", source)]
-        self._splits = re.search(r"""["']</think>["']""", source)  # not only writes it
-        self._forms: dict[tuple[bool, bool], bool | None] = {}
-
-    def message(self, message: Message) -> Message:
-        """Return a message with its thought and its tool calls in the form that the template reads; any other message
-        as it is.
-
-        Raises:
-            ValueError: the template writes no tool calls, not as many, or none in a message that also has text.
-        """
-        calls = message.get("tool_calls")
-        thought_fields = [name for name in THOUGHTS if isinstance(message.get(name), str)]
-        has_inline_thought = self._fields and not self._splits and "</think>" in (message["content"] or "")
-        if message["role"] != "assistant" or not (calls or thought_fields or has_inline_thought):
-            return message
-
-        # The thought goes into the template's field for it, or between tags into the content.
-        message = dict(message)
-        if thought_fields or has_inline_thought:
-            thought, content = thought_of(message)
-            for name in thought_fields:
-                del message[name]
-            if self._fields:
-                message |= {self._fields[0]: thought, "content": content}
-            else:
-                message["content"] = f"<think>\n{thought}\n</think>\n\n{content}" if thought else content
-
-        if calls:
-            # Calls in the form that this template writes: arguments as an object, or as JSON text.
-            as_text = self.form(bool(message["content"]), len(calls) > 1)
-            if as_text is None:
-                subject = (
-                    "tool calls" if self.form() is None else f"{len(calls)} tool calls alongside the text of a message"
-                )
-                raise ValueError(f"the chat template has no place for {subject}: take one that writes them")
-            message["tool_calls"] = [_make_call(call, as_text) for call in calls]
-
-        return message
-
-    def form(self, with_text: bool = False, several: bool = False) -> bool | None:
-        """Return how the template reads the arguments of tool calls: True as JSON text, False as an object, None if it
-        writes no such calls.
-
-        Args:
-            with_text: in a message that also has text.
-            several: two calls in one message.
-        """
-        case = (with_text, several)
-        if case not in self._forms:
-            readable = (as_text for as_text in (False, True) if self._check_writing(as_text, with_text, several))
-            self._forms[case] = next(readable, None)
-        return self._forms[case]
-
-    def _check_writing(self, as_text: bool, with_text: bool, several: bool) -> bool:
-        """Return whether the template writes the names, arguments and text of a trial message, all exactly once."""
-        # Words that no template has by itself.
-        trial_names = ["qzname", "qzother"][: 2 if several else 1]
-        calls = [_make_call({"name": name, "arguments": {"qzkey": name + "0"}}, as_text) for name in trial_names]
-        answer = {"role": "assistant", "content": "qztext" if with_text else "", "tool_calls": calls}
-        try:
-            rendered = self._render([{"role": "user", "content": "ask"}, answer])
-        except ValueError:
-            return False
-
-        has_calls = all(name + "0" in rendered for name in trial_names)
-        is_escaped = '\\"qzkey' in rendered  # JSON within JSON
-        return has_calls and not is_escaped and ("qztext" in rendered) == with_text
-
-    def mark_turn(self, message: Message, mark: str = MARK) -> Message:
-        """Return the message without thoughts, and with `mark` as the last thing that its turn says: as its content, or
-        as the argument of its last tool call."""
-        message = {name: value for name, value in message.items() if name not in THOUGHTS}
-        calls = message.pop("tool_calls", None)
-        if not calls or self.form(several=len(calls) > 1) is None:
-            return {**message, "content": mark}
-        plain = [_make_call({**_make_call(call, False), "arguments": {}}, False) for call in calls]
-        plain[-1]["function"]["arguments"] = {"mark": mark}
-        return {**message, "content": "", "tool_calls": plain}
-
-
-def _make_call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
-    """Return a tool call in OpenAI's format, with the type and the id of nine characters that some templates ask for.
-
-    Args:
-        as_text: whether its arguments are JSON text, instead of an object.
-    """
-    function = dict(call.get("function") or {"name": call["name"], "arguments": call.get("arguments", {})})
-    arguments = call["arguments"] if "arguments" in call else function.get("arguments", {})
-    arguments = {} if arguments is None else arguments
-    if isinstance(arguments, str) and not as_text:
-        with suppress(ValueError):  # what is not JSON stays the text that it is
-            arguments = json.loads(arguments)
-    elif as_text and not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-
-    extra = {name: value for name, value in call.items() if name not in ("name", "arguments")}
-    return {"id": "call00000", "type": "function", **extra, "function": {**function, "arguments": arguments}}
 
 
 def after_mark(text: str, mark: str = MARK) -> str:
@@ -180,10 +44,11 @@ class Turns:
         render: returns the template's text of messages.
         writer: of the same template.
         special: the tokenizer's special tokens.
+        borrowed: by the role of the next message, the token that starts it and ends a turn; "" where turns have ends.
     """
 
-    def __init__(self, render: Render, writer: Writer, special: SpecialTokens) -> None:
-        self._render, self._writer, self._special = render, writer, special
+    def __init__(self, render: Render, writer: Writer, special: SpecialTokens, borrowed: Mapping[str, str]) -> None:
+        self._render, self._writer, self._special, self.borrowed = render, writer, special, borrowed
 
     @cached_property
     def plain_tail(self) -> str:
@@ -203,7 +68,10 @@ class Turns:
         if self._writer.form() is None:
             return ""
         call = {"role": "assistant", "content": "", "tool_calls": [{"name": "tool", "arguments": {}}]}
-        return self.ending([{"role": "user", "content": "ask"}, call], 1)[0]
+        found = self._special.find(self.tail([{"role": "user", "content": "ask"}, call], 1))
+        if found is None:
+            return ""
+        return self.closer if self.closer in found[1] else self._special.texts(found[1])[-1]
 
     @cached_property
     def _closes_only_last(self) -> bool:
@@ -254,10 +122,9 @@ class Turns:
         first, run = match
 
         # Calls may end in their own special tokens, before the one that ends the turn.
-        if self.closer not in run:
-            return first.span()
-        start = first.start() + run.index(self.closer)
-        return start, start + len(self.closer)
+        closer = next((end for end in (self.closer, self.closer_of_calls) if end and end in run), first[0])
+        start = first.start() + run.index(closer)
+        return start, start + len(closer)
 
     def tail(self, conversation: Sequence[Message], turn: int) -> str:
         """Return the text that the template writes after the words of message `turn`, when it is the last message."""
@@ -330,9 +197,7 @@ class Turns:
         for turn, following in zip(turns, [*turns[1:], len(conversation)], strict=True):
             continued = following < len(conversation)
             chunk = self.between(conversation, turn, conversation[turn + 1 : following], continued)
-            if (end := self.end(chunk)) is None:
-                raise Rewritten(f"message {turn + 1}: the chat template does not end its turn with a special token")
-            chunks.append(chunk[end[1] :])
+            chunks.append(self._skip_end(conversation, turn, chunk))
 
         # The same texts must stand in the whole conversation, or the template changes more than thoughts.
         self._compare_chunks(conversation, turns, chunks)
@@ -345,6 +210,16 @@ class Turns:
             text += chunk
 
         return text, spans
+
+    def _skip_end(self, conversation: Sequence[Message], turn: int, text: str) -> str:
+        """Return what follows the token that ends message `turn`, in the text after its words. Rewritten: there is no
+        such token."""
+        span = self.end(text)
+        if span is None:
+            raise Rewritten(f"message {turn + 1}: the chat template does not end its turn with a special token")
+        # Where the start of the next message ends a turn, that of another role than expected comes after that end.
+        is_other = any(self.borrowed.values()) and text[slice(*span)] != self.ending(conversation, turn)[0]
+        return text[span[0] if is_other else span[1] :]
 
     def _answer_text(self, conversation: Sequence[Message], turn: int) -> str:
         """Return the text that the policy writes in its turn, with the token that ends it."""
@@ -390,6 +265,4 @@ class Turns:
             before_turn, mark, unread = unread.partition(marks[turn])
             if not mark or not before_turn.startswith(_OPENING.sub("", chunk)):
                 raise Rewritten(f"message {turn + 1}: the chat template renders its context differently")
-            if (end := self.end(unread)) is None:
-                raise Rewritten(f"message {turn + 1}: the chat template does not end its turn with a special token")
-            unread = unread[end[1] :]
+            unread = self._skip_end(conversation, turn, unread)

@@ -15,7 +15,7 @@ from itertools import takewhile
 from typing import Any
 
 from forge.config.plugin import hint_nearest
-from forge.data.turns import thought_of
+from forge.data.writer import thought_of
 
 from ..messages import BadRequest, Call, Message, Schema
 

@@ -67,6 +67,17 @@ def test_syntax_is_read_from_the_signs_of_a_template():
     assert syntax_of("{{ message.content }}") == "plain"
 
 
+def test_calls_of_gemma_end_at_their_tags_and_thoughts_have_none():
+    call = '<|tool_call>call:search{query:<|"|>a<|"|>}'
+    unclosed = read_action(f"{call}{call}<tool_call|>", "gemma", TOOLS)
+    assert len(unclosed.calls) == len(unclosed.errors) == 1
+    thought = read_action(f"<|channel>thought\n{call}<tool_call|>\n<channel|>{call}", "gemma", TOOLS)
+    assert len(thought.calls) == 1
+    deep = read_action(f"<|tool_call>call:search{{query:{'[' * 20_000}{']' * 20_000}}}", "gemma", TOOLS)
+    assert not deep.calls
+    assert len(deep.errors) == 1
+
+
 def test_malformed_argument_before_others_is_an_error():
     text = (
         "<tool_call><function=search><parameter query>a</parameter><parameter=most>2</parameter></function></tool_call>"
