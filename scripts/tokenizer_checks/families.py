@@ -198,11 +198,14 @@ FAMILIES = {
             "gemma4",
             "<|turn>model\n",
             "<turn|>",
-            ("<turn|>", "<tool_call|>", "<end_of_turn>"),
+            ("<turn|>", "<|tool_response>", "<end_of_turn>"),
             "gemma",
             "gemma3",
             "gemma4_v5.jinja",
-            marks=("<|turn>", "<turn|>", "<|tool_call>", "<tool_call|>", "<|channel>", "<channel|>"),
+            marks=(
+                *("<|turn>", "<turn|>", "<|tool_call>", "<tool_call|>", "<|channel>", "<channel|>"),
+                *("<|tool>", "<tool|>", "<|tool_response>", "<tool_response|>", '<|"|>'),
+            ),
         ),
         Family("mistral", "[/INST]", "</s>", ("</s>",), "mistral", template=MISTRAL),
     )
