@@ -70,7 +70,7 @@ def omits_thought(written: str, message: Message) -> bool:
 
 
 def trim_end(text: str, closers: set[int]) -> int:
-    """Return the length of a text without the spaces after the special token that ends it.
+    r"""Return the length of a text without the spaces after the special token that ends it.
 
     Args:
         closers: the positions where special tokens end; if none does there, spaces count.
