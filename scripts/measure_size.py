@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MAX_LINES = 400
-BUDGETS = {"src/forge": 19_000, "src/forge_tinker": 1_500, "src": 39_031, "tests": 26_000, "benchmarks": 4_000}
+BUDGETS = {"src/forge": 19_000, "src/forge_tinker": 1_500, "src": 38_946, "tests": 26_000, "benchmarks": 4_000}
 
 
 def count_statements(path: Path) -> int:
