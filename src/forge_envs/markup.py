@@ -96,9 +96,9 @@ def read_gemma(text: str, tools: Mapping[str, Schema]) -> Found:
             raise ValueError(f"it is not closed by {end}")
         return (name.strip().removeprefix("call:"), json.loads("".join(parts))), position + len(end)
 
-    thought, mark, answer = text.rpartition("<channel|>")
-    content, calls, errors = read_between(answer, "<|tool_call>", "<tool_call|>", read_call)
-    return thought + mark + content, calls, errors
+    thoughts, thoughts_end, answer_text = text.rpartition("<channel|>")
+    content, calls, errors = read_between(answer_text, "<|tool_call>", "<tool_call|>", read_call)
+    return thoughts + thoughts_end + content, calls, errors
 
 
 def read_mistral(text: str, tools: Mapping[str, Schema]) -> Found:
@@ -238,10 +238,8 @@ def _read_call(text: str, start: int, tags: Tags) -> tuple[str, list[tuple[str, 
         end, following = _find_mark(text, _END, position), _find_mark(text, _BEGIN, position)
         key = tags.key.search(text, position, min(end, following))
         skipped = text[position : min(end, following) if key is None else key.start()].strip()
-        if key is None:
+        if key is None or skipped:
             break
-        if skipped:
-            raise ValueError(f"{skipped[:40]!r} is not an argument")
         position = _value_end(text, key.end(), start + MAX_CHARACTERS, tags)
         value = text[key.end() : position].removeprefix(tags.margin).removesuffix(tags.margin)
         pairs.append((key[1].strip(), value))
@@ -249,7 +247,7 @@ def _read_call(text: str, start: int, tags: Tags) -> tuple[str, list[tuple[str, 
 
     if end == len(text) or following < end:
         raise ValueError(f"it is not closed by {_END}")
-    if skipped not in ("", "</function>"):
+    if skipped and (key is not None or skipped != "</function>"):
         raise ValueError(f"{skipped[:40]!r} is not an argument")
     return name[1].strip(), pairs, end + len(_END)
 

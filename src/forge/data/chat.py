@@ -208,8 +208,8 @@ class ChatFormat:
         ends: dict[str, str] = self._shared["ends"]
         if follower not in ends:
             ends[follower] = ""  # while the template is tried
-            found = find_missing_end(self._apply_template, self.writer, self._special, follower)
-            ends[follower] = "" if found == self.tokenizer.bos_token else found
+            missing_end = find_missing_end(self._apply_template, self.writer, self._special, follower)
+            ends[follower] = "" if missing_end == self.tokenizer.bos_token else missing_end
         return text + ends[follower]
 
     def _apply_template(self, conversation: Sequence[Message], *, add_generation_prompt: bool = False) -> str:

@@ -45,17 +45,18 @@ def find_missing_end(apply: Apply, writer: Writer, special: SpecialTokens, follo
         "" if the turn itself has an end, or the token also starts turns of the assistant.
     """
     calls: list[Any] = [{"name": "tool", "arguments": {}}] if follower == "tool" else []
-    answer = {"role": "assistant", "content": "", "tool_calls": calls}
+    trial_turn = {"role": "assistant", "content": "", "tool_calls": calls}
     later = {"role": follower, "content": "more", "name": "tool", "tool_call_id": "call00000"}
     question = {"role": "user", "content": MARK}
 
     with suppress(ValueError):  # the template writes no such messages
-        turn = writer.mark_turn(answer)
+        turn = writer.mark_turn(trial_turn)
         tail, continued = (after_mark(apply([question, turn, *more])) for more in ([], [later]))
-        found = special.find(continued)
+        next_tokens = special.find(continued)
         prompt = after_mark(apply([question], add_generation_prompt=True))
-        if found and special.find(tail) is None and found[0][0] not in prompt:
-            return found[0][0] if continued.startswith(tail + found[0][0]) else ""
+        if next_tokens and special.find(tail) is None:
+            token = next_tokens[0][0]
+            return token if token not in prompt and continued.startswith(tail + token) else ""
     return ""
 
 

@@ -68,10 +68,10 @@ class Turns:
         if self._writer.form() is None:
             return ""
         call = {"role": "assistant", "content": "", "tool_calls": [{"name": "tool", "arguments": {}}]}
-        found = self._special.find(self.tail([{"role": "user", "content": "ask"}, call], 1))
-        if found is None:
+        closing_tokens = self._special.find(self.tail([{"role": "user", "content": "ask"}, call], 1))
+        if closing_tokens is None:
             return ""
-        return self.closer if self.closer in found[1] else self._special.texts(found[1])[-1]
+        return self.closer if self.closer in closing_tokens[1] else self._special.texts(closing_tokens[1])[-1]
 
     @cached_property
     def _closes_only_last(self) -> bool:

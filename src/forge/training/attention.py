@@ -153,9 +153,8 @@ def packed_attention(
         # [1, heads, own tokens, head_dim] to [1, own heads, tokens, head_dim], all three in one collective. Each rank
         # gets consecutive heads, so that its key heads match its query heads. Narrower values are padded.
         width = value.shape[-1]
-        chunks = [
-            F.pad(x[0], (0, query.shape[-1] - x.shape[-1])).unflatten(0, (ranks, -1)) for x in (query, key, value)
-        ]
+        padded_value = F.pad(value, (0, key.shape[-1] - width))
+        chunks = [x[0].unflatten(0, (ranks, -1)) for x in (query, key, padded_value)]
         head_counts = [x.shape[1] for x in chunks]
         own_heads = _exchange(torch.cat(chunks, dim=1), context, _all_to_all, _all_to_all)
         query, key, value = (x.transpose(0, 1).flatten(1, 2)[None] for x in own_heads.split(head_counts, dim=1))
