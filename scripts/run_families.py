@@ -42,7 +42,7 @@ def write_model(folder: Path, kind: str) -> None:
         "head_dim": 32,
         "moe_intermediate_size": 96,
         "mamba_d_head": 32,
-        **{"kv_lora_rank": 64, "q_lora_rank": 64, "v_head_dim": 32, "global_head_dim": 32},
+        **{"kv_lora_rank": 64, "q_lora_rank": 64, "v_head_dim": 32},
         **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 8),  # ten letters are padded to a chunk
     }
     probe.SIZES.update(wide)
@@ -55,8 +55,19 @@ def write_model(folder: Path, kind: str) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "yarn":  # a factor for a million positions makes those of ten letters alike
         config.rope_parameters = {**rope, "rope_type": "default"}
+    if getattr(config, "per_layer_config", None):  # heads of 512 in Gemma 4's global layers
+        layers = [i for i, layer_type in enumerate(config.layer_types) if layer_type == "full_attention"]
+        config.per_layer_config = dict.fromkeys(layers, {"head_dim": config.head_dim})
+
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for module in model.modules():
+            # Gemma 3n and 4 do not divide the scores of normalised queries and keys, which one key then wins at random:
+            # their published models have learned small norms.
+            if getattr(module, "scaling", None) == 1 and hasattr(module, "q_norm"):
+                module.q_norm.weight.mul_(module.head_dim**-0.5)
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

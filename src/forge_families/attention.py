@@ -12,8 +12,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 # Names of attention implementations. Under PROBE the masks are `describe_mask`'s; for ENGINE transformers makes none.
 ENGINE, PROBE = "forge_engine", "forge_probe"
 # Arguments of attention that change nothing in the forward pass of a sequence.
-KNOWN = {"dropout", "position_ids", "use_cache", "cache", "output_attentions", "output_router_logits", "is_causal"}
-KNOWN |= {"kwargs", "logits_to_keep"}
+KNOWN = {
+    *("dropout", "position_ids", "use_cache", "cache", "output_attentions", "output_router_logits", "is_causal"),
+    *("kwargs", "logits_to_keep"),
+}
 Attend = Callable[..., Tensor]  # of query (B, H, N, D), key and value (B, K, N, D): (B, N, H, D)
 _current = threading.local()  # `attend` of the forward pass that runs in this thread
 

@@ -4,7 +4,6 @@ Attention and cache are the engine's, all else is theirs.
 """
 
 import copy
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from forge.models.find import quiet_loading
 from forge.models.tokenizer import has_images
 
 from .attention import UnsupportedModel, run_model
-from .probe import build_small_model, first_words
+from .probe import build_small_model, first_words, recall_answer
 from .samples import SampleDecoder
 from .states import RowStates, StateCache
 from .weights import AttentionTemplate, ModuleWeights, Template, read_model
@@ -32,7 +31,6 @@ from .weights import AttentionTemplate, ModuleWeights, Template, read_model
 # The most that log-probabilities may differ from those of transformers' forward pass, for large random weights.
 MAX_DIFFERENCE = 1e-3
 STEPS = 12  # of decoding that are compared
-log = logging.getLogger(f"forge.{__name__}")
 
 
 class ModuleDecoder(Decoder):
@@ -247,7 +245,6 @@ TIERS = (
     Tier("cached", Template, SampleDecoder),
     Tier("whole", Template, partial(SampleDecoder, has_cache=False)),
 )
-_tiers: dict[str, Tier] = {}  # by the config's values
 
 
 def open_model(folder: Path, dtype: torch.dtype, device: torch.device) -> Opened:
@@ -269,32 +266,27 @@ def find_tier(config: PreTrainedConfig) -> Tier:
     Raises:
         ValueError: in no way; names the feature, or the difference from transformers.
     """
-    key = config.to_json_string(use_diff=False)
-    if key not in _tiers:
-        _tiers[key] = _compare_tiers(config)
-    return _tiers[key]
+    return TIERS[recall_answer(config, _compare_tiers)]
 
 
-def _compare_tiers(config: PreTrainedConfig) -> Tier:
+def _compare_tiers(config: PreTrainedConfig) -> tuple[int, str]:
+    """Return the number of the first tier that computes a model of this config, and what to tell the user."""
     if has_images(config):  # as transformers generates
-        log.info("model: it reads images: each sample is computed separately, which is slow")
-        return TIERS[1]
+        return 1, "it reads images: each sample is computed separately, which is slow"
     try:
         with quiet_loading():
             model = build_small_model(config)
     except Exception as error:
         # Forward passes of all tokens need no comparison: they are transformers' own.
-        log.info("model: its config cannot be cut to a small model (%s): every token is a new pass", first_words(error))
-        return TIERS[-1]
+        return -1, f"its config cannot be cut to a small model ({first_words(error)}): every token is a new pass"
 
     fault = ""
-    for tier in TIERS:
+    for number, tier in enumerate(TIERS):
         try:
             difference = measure_difference(model, tier)
             if difference <= MAX_DIFFERENCE:
-                if fault:
-                    log.info("model: each sample is computed separately, which is slow: the engine lacks %s", fault)
-                return tier
+                slow = f"each sample is computed separately, which is slow: the engine lacks {fault}"
+                return number, slow if fault else ""
             tier_fault = f"this model: log-probabilities differ by {difference:.2g}"
         except UnsupportedModel as error:
             tier_fault = str(error)

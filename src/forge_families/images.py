@@ -66,13 +66,9 @@ def insert_images(messages: Sequence[dict[str, Any]], count: int) -> list[dict[s
         texts = [""] * count + texts
     if len(texts) != count + 1:
         raise ValueError(f"the prompt says {MARK} {len(texts) - 1} times, and has {count} images")
-    parts: list[dict[str, Any]] = []
-    for number, text in enumerate(texts):
-        if number:
-            parts.append({"type": "image"})
-        if text:
-            parts.append({"type": "text", "text": text})
-    return [*messages[:last], {**messages[last], "content": parts}, *messages[last + 1 :]]
+    parts = [part for text in texts for part in ({"type": "image"}, {"type": "text", "text": text})]
+    content = [part for part in parts[1:] if part.get("text") != ""]
+    return [*messages[:last], {**messages[last], "content": content}, *messages[last + 1 :]]
 
 
 def expand_tokens(folder: str | Path, text: str, images: Sequence[bytes]) -> list[int]:

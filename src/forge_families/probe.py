@@ -8,16 +8,21 @@ import copy
 import json
 import logging
 import math
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
+import xxhash
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from forge.models.find import quiet_loading
 from forge.models.tokenizer import has_images, model_class
+from forge.system.files import cache_folder, write_atomic
 from forge.training.attention import NAME
 from forge.types import Batch
 
@@ -81,7 +86,7 @@ SIZES = {
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
 
 
-_TRAITS: dict[str, Traits] = {}  # by the config's values
+_ANSWERS: dict[Path, Any] = {}  # by the cache's path
 
 
 def check_config(config: PreTrainedConfig) -> None:
@@ -137,24 +142,44 @@ def find_traits(config: PreTrainedConfig) -> Traits:
     Raises:
         ValueError: transformers' padded rows differ from its own single sequences, or tokens see later ones.
     """
+    return Traits(*recall_answer(config, _ask_model))
+
+
+def recall_answer(config: PreTrainedConfig, ask: Callable[[PreTrainedConfig], tuple[Any, str]]) -> Any:
+    """Return what `ask` answers about a config, and log the line that comes with it, once in each process.
+
+    The cache directory keeps answers for this code, these versions and this kind of CPU: a model is asked once.
+    """
     values = {name: value for name, value in config.to_dict().items() if name not in ("_name_or_path", "dtype")}
-    key = json.dumps(values, sort_keys=True, default=str)
-    if key not in _TRAITS:
-        _TRAITS[key] = _ask_model(config)
-    return _TRAITS[key]
+    modules = (
+        file for name in ("forge", "forge_families") for file in (Path(__file__).parents[1] / name).rglob("*.py")
+    )
+    changed = max(file.stat().st_mtime_ns for file in modules)
+    versions = transformers.__version__, torch.__version__, torch.backends.cpu.get_cpu_capability()
+    question = json.dumps([ask.__qualname__, changed, versions, values], sort_keys=True, default=str)
+    path = cache_folder() / "probes" / xxhash.xxh3_128_hexdigest(question.encode())
+
+    if path not in _ANSWERS:
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, json.dumps(ask(config)))
+        _ANSWERS[path], line = json.loads(path.read_text())
+        if line:
+            log.info("model: %s", line)
+    return _ANSWERS[path]
 
 
-def _ask_model(config: PreTrainedConfig) -> Traits:
+def _ask_model(config: PreTrainedConfig) -> tuple[Traits, str]:
     if has_images(config):  # whose tokens may see one another in both directions
-        return Traits("eager", None, "it reads images")
+        return Traits("eager", None, "it reads images"), ""
     try:
         with quiet_loading():
             model = build_small_model(config)
             sequences = draw_sequences(model.config.get_text_config().vocab_size)
             expected = [score_alone(model, tokens) for tokens in sequences]
     except Exception as error:
-        log.info("model: %s is trained in padded rows: it has no small model (%s)", config.model_type, error)
-        return Traits("eager", None, f"its config cannot be cut to a small model ({first_words(error)})")
+        traits = Traits("eager", None, f"its config cannot be cut to a small model ({first_words(error)})")
+        return traits, f"{config.model_type} is trained in padded rows: it has no small model ({error})"
 
     changed = sequences[-1].clone()
     changed[-1] = (changed[-1] + 1) % 3
@@ -166,7 +191,7 @@ def _ask_model(config: PreTrainedConfig) -> Traits:
     for attention in (NAME, "sdpa", "eager"):
         fault = _find_fault(model, Traits(attention, scale), sequences, expected)
         if not fault:
-            return Traits(attention, scale, reason)
+            return Traits(attention, scale, reason), ""
         reason = reason or f"packed attention does not compute it ({fault})"
     raise ValueError(f"padded rows of transformers' model differ from its sequences: {fault}")
 

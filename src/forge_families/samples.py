@@ -1,7 +1,5 @@
 """Rows that transformers computes separately, for models whose attention or cache the engine's cannot replace."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from inspect import signature
@@ -34,7 +32,7 @@ class Sample:
         self.arguments: dict[str, Any] = {}
         self.images = images
 
-    def clone(self) -> Sample:
+    def clone(self) -> "Sample":
         """Return a copy that shares no memory."""
         return copy.deepcopy(self)
 

@@ -1,7 +1,5 @@
 """Bytes and operations of a model by its config: estimates from transformers' module without memory."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any, NamedTuple
 
@@ -12,10 +10,9 @@ from transformers import PreTrainedConfig
 from forge.models.find import quiet_loading
 from forge.models.tokenizer import model_class
 
+from .probe import recall_answer
+
 EXPERTS_OF_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
-
-
-_sizes: dict[str, ModelSizes] = {}  # by the config's values
 
 
 class ModelSizes(NamedTuple):
@@ -46,16 +43,13 @@ def forward_flops(config: PreTrainedConfig, tokens: float, attended: float, pred
 
 def measure_model(config: PreTrainedConfig) -> ModelSizes:
     """Return the sizes of a model, which are computed once for each config."""
-    key = config.to_json_string(use_diff=False)
-    if key not in _sizes:
-        _sizes[key] = _measure_model(copy.deepcopy(config))
-    return _sizes[key]
+    return ModelSizes(*recall_answer(config, _count_sizes))
 
 
-def _measure_model(config: PreTrainedConfig) -> ModelSizes:
+def _count_sizes(config: PreTrainedConfig) -> tuple[ModelSizes, str]:
     text: Any = config.get_text_config()
     with quiet_loading(), torch.device("meta"):
-        model = model_class(config).from_config(config, trust_remote_code=False)
+        model = model_class(config).from_config(copy.deepcopy(config), trust_remote_code=False)
     head = model.get_output_embeddings()
     taken = next((getattr(text, name) for name in EXPERTS_OF_TOKEN if getattr(text, name, None)), 1)
     active = 0.0
@@ -76,9 +70,10 @@ def _measure_model(config: PreTrainedConfig) -> ModelSizes:
     heads = getattr(text, "num_attention_heads", 0)
     kv_heads = values.get("num_key_value_heads") or heads
     size = getattr(text, "qk_head_dim", None) or values.get("head_dim") or text.hidden_size // max(heads, 1)
-    return ModelSizes(
+    sizes = ModelSizes(
         active=active,
         head=0 if head is None else head.weight.numel(),
         queries=layers * heads * size,
         cached=2 * layers * kv_heads * size,
     )
+    return sizes, ""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
 from forge.engines import EmbeddedEngine
 from forge.losses import SFTLoss
@@ -19,6 +19,7 @@ from forge.models.find import check_classifier
 from forge.training import checkpoint
 from forge.training.settings import Parallelism
 from forge.types import Sampling
+from forge_families import probe
 from forge_families.probe import find_traits, make_policy, shrink_config
 from tests.training.cases import TOKENIZER, example, largest_difference, make_trainer, weights_of
 
@@ -105,6 +106,20 @@ def test_adapters_and_checkpointing_train_a_family(tmp_path: Path):
     losses = [trainer.train_step(example(0), SFTLoss())["loss"] for _ in range(6)]
     assert losses[-1] < losses[0]
     assert all("lora" in name for name in trainer.weights())
+
+
+def test_probe_answers_are_kept_for_other_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    asked: list[str] = []
+
+    def ask(config: PreTrainedConfig) -> tuple[str, str]:
+        asked.append(config.model_type)
+        return config.model_type, ""
+
+    for kind in ("glm4_moe", "gpt_oss", "glm4_moe"):
+        monkeypatch.setattr(probe, "_ANSWERS", {})  # as in a new process
+        assert probe.recall_answer(small_config(kind), ask) == kind
+    assert asked == ["glm4_moe", "gpt_oss"]
 
 
 def test_config_without_a_small_model_is_trained_in_rows(caplog: pytest.LogCaptureFixture):

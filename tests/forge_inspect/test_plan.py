@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import CONFIG_MAPPING
 
 from benchmarks.planned_memory import (
     CASES,
@@ -74,6 +75,18 @@ def test_gpu_recipes_fit_their_gpus(recipe: Path):
     gpus = "32xH100" if "32b_grpo" in recipe.stem else "8xH100"
     _, plan_of_recipe = plan_file(str(recipe), [], gpus)
     assert plan_of_recipe.fits, "\n".join(plan_lines(plan_of_recipe))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_5_moe_text", "gemma4_text", "nemotron_h"])
+def test_colocated_adapters_of_published_sizes_fit_one_gpu(kind: str, tmp_path: Path):
+    layers = {"num_hidden_layers": 24, "num_local_experts": 32} if kind == "gpt_oss" else {}  # of the 20B
+    CONFIG_MAPPING[kind](**layers).save_pretrained(tmp_path)
+    _, planned = plan_file(str(APPS / "grpo/one_h100.yaml"), ["--model", str(tmp_path)], "1xH100")
+    assert planned.fits, "\n".join(plan_lines(planned))
+
+    # A released engine holds one version of the weights.
+    assert all("next version" not in component.parts for component in planned.components)
 
 
 @pytest.mark.full

@@ -151,7 +151,9 @@ def trainer_plan(cfg: TrainingRecipe, folder: Path, name: str, machines: Machine
         {part: size for part, size in parts.items() if size},
         machines.memory,
         memory.moment,
-        elements=passes.elements * layout.tensor_parallel_degree if layout.stages == 1 else count_elements(folder),
+        elements=count_elements(folder)
+        if layout.stages > 1 or (cfg.lora is not None and cfg.lora.quantize)
+        else passes.elements * layout.tensor_parallel_degree,
     )
 
 
@@ -214,7 +216,8 @@ def engine_plan(cfg: RecipeConfig, folder: Path, name: str, machines: Machines) 
         most = cache // (length * per_token)
         sequences = min(settings.slots, most)
     else:
-        update = weights  # the next version is filled while this one decodes
+        # The next version is filled while this one decodes, which a colocated engine has released.
+        update = 0 if cfg.colocated else weights
         logits = 4 * settings.slots * config.vocab_size * 4  # about four float32 tensors [slots, vocabulary]
         if settings.captures(config, machines.type if on_gpus else "cpu"):
             logits *= 2
@@ -226,7 +229,7 @@ def engine_plan(cfg: RecipeConfig, folder: Path, name: str, machines: Machines) 
             cache = min(cache, round(settings.cache_gb * 1e9))
         elif on_gpus:
             others += ENGINE_MARGIN
-            free = max(0, int(machines.memory - CONTEXT) - 2 * weights - others)
+            free = max(0, int(machines.memory - CONTEXT) - weights - update - others)
             cache = min(cache, free)
             # Each slot needs a row of the cache and its logits.
             most = (free + logits) // (length * per_token + logits // settings.slots) - 1
