@@ -4,8 +4,6 @@ The grammars that this module writes are in Lark, which both engines accept. A t
 them: a grammar refers to such a token by its name.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -42,16 +40,16 @@ class Matcher:
         stops: `stop_ids` as bits.
     """
 
-    state: LLMatcher
+    state: "LLMatcher"
     stop_ids: frozenset[int]
-    text: NDArray[np.uint32]
-    stops: NDArray[np.uint32]
+    text: "NDArray[np.uint32]"
+    stops: "NDArray[np.uint32]"
 
-    def copy(self) -> Matcher:
+    def copy(self) -> "Matcher":
         """Return a matcher in the same state, which advances independently."""
         return replace(self, state=self.state.deep_copy())
 
-    def fill(self, bits: NDArray[np.int32]) -> None:
+    def fill(self, bits: "NDArray[np.int32]") -> None:
         """Write which tokens may come next into `bits`: bit t % 32 of `bits[t // 32]` is 1 if token t may.
 
         The request's stop tokens may come exactly where the text so far is complete by the grammar.
@@ -101,7 +99,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._compiled = lru_cache(COMPILED)(self._compile_grammar)
 
-    def matcher(self, grammar: str, stops: frozenset[int]) -> Matcher:
+    def matcher(self, grammar: str, stops: frozenset[int]) -> "Matcher":
         """Return a matcher in the initial state of a grammar.
 
         Args:
@@ -122,10 +120,10 @@ class Grammars:
         return Matcher(self._compiled(grammar), stops, text, _token_bits(stops, tokenizer.vocab_size))
 
     @cached_property
-    def _tokenizer(self) -> LLTokenizer:
+    def _tokenizer(self) -> "LLTokenizer":
         return _open_tokenizer(self._folder, self._vocab)
 
-    def _compile_grammar(self, grammar: str) -> LLMatcher:
+    def _compile_grammar(self, grammar: str) -> "LLMatcher":
         from llguidance import LLMatcher
 
         state = LLMatcher(self._tokenizer, grammar, log_level=0)
@@ -179,8 +177,10 @@ def calls_grammar(
     for number, function in enumerate(functions):
         schema = {"properties": {}, "additionalProperties": False, **(function.get("parameters") or {"type": "object"})}
         opening = json.dumps(f'{{"name": {json.dumps(function["name"])}, "{key}": ')
-        rules.append(f'call_{number}: {tags[0]} {opening} arguments_{number} "}}" {tags[1]}')
-        rules.append(f"arguments_{number}: %json {json.dumps({**schema, 'x-guidance': SPACED})}")
+        rules += [
+            f'call_{number}: {tags[0]} {opening} arguments_{number} "}}" {tags[1]}',
+            f"arguments_{number}: %json {json.dumps({**schema, 'x-guidance': SPACED})}",
+        ]
 
     more = f" ({json.dumps(separator)} call){{0,{MAX_CALLS - 1}}}" if parallel else ""
     alternatives = " | ".join(f"call_{number}" for number in range(len(functions)))
@@ -203,7 +203,7 @@ def _check_installed() -> None:
         raise ValueError(INSTALL)
 
 
-def _open_tokenizer(folder: Path, vocab: int) -> LLTokenizer:
+def _open_tokenizer(folder: Path, vocab: int) -> "LLTokenizer":
     """Return the tokenizer of a model's folder as llguidance's, filled up to at least `vocab` tokens.
 
     Raises:
@@ -256,7 +256,7 @@ def _first_line(message: str) -> str:
     return " ".join(message.partition("<state>")[0].split())[:300]
 
 
-def _token_bits(tokens: Iterable[int], vocab: int) -> NDArray[np.uint32]:
+def _token_bits(tokens: Iterable[int], vocab: int) -> "NDArray[np.uint32]":
     """Return a set of tokens as bits: bit t % 32 of word t // 32 is 1 for each token t."""
     word_count = -(-vocab // 32)  # rounded up
     flags = np.zeros(word_count * 32, dtype=np.uint8)

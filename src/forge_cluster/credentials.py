@@ -4,8 +4,6 @@ Every process that has the secret derives the same certificate authority from it
 Nothing else has to be distributed: a launcher hands the secret to the machines of a run, and no other peer is accepted.
 """
 
-from __future__ import annotations
-
 import datetime
 import hashlib
 import ipaddress
@@ -84,7 +82,7 @@ class Credentials:
     @classmethod
     def make(
         cls, secret: str, folder: Path, addresses: Iterable[str] = (), lifetime: datetime.timedelta = LIFETIME
-    ) -> Credentials:
+    ) -> "Credentials":
         """Write new credentials for a process into a folder, readable by this user only.
 
         Args:
@@ -165,14 +163,14 @@ class Credentials:
 
 
 def _start_certificate(
-    authority: ec.EllipticCurvePrivateKey,
-    issuer: x509.Name,
-    subject: x509.Name,
-    public_key: ec.EllipticCurvePublicKey,
+    authority: "ec.EllipticCurvePrivateKey",
+    issuer: "x509.Name",
+    subject: "x509.Name",
+    public_key: "ec.EllipticCurvePublicKey",
     lifetime: datetime.timedelta,
     *,
     is_ca: bool,
-) -> x509.CertificateBuilder:
+) -> "x509.CertificateBuilder":
     """Return an unsigned certificate with the fields that those of the authority and of processes have in common."""
     from cryptography import x509
 

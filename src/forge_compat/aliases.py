@@ -22,7 +22,6 @@ ALIASES = {
     "forge.store": "forge_compat.store",
     "forge.verifiers": "forge_verifiers",
     "forge.watch": "forge_inspect.watch",
-    "forge.actors._torchstore_utils": "forge_compat.upstream.torchstore_utils",
     "forge.actors.reference_model": "forge.actors.reference",
     "forge.controller.provisioner": "forge_compat.launcher",
     **{
@@ -43,6 +42,7 @@ ALIASES = {
 
 # Modules of Meta's torchforge that are not here, and the modules that have their contents.
 ABSENT = {
+    "forge.actors._torchstore_utils": "weights are shared in memory by forge.runtime.store, without keys or handles",
     "forge.actors.coder": "forge_sandbox",
     "forge.controller.launcher": "forge launch slurm | kubernetes | ssh CONFIG, or a Monarch job as options(hosts=...)",
     "forge.data.collate": "forge.data.packing",

@@ -37,7 +37,6 @@ TRACKER = "a class of your own as metrics.tracker: module:Class (docs/watching.m
 PLACEMENT = "Component.options(procs=..., with_gpus=..., hosts=...), which starts processes itself"
 ROUTER = "options(router=...), a name or a function (forge.runtime.controller.routers)"
 LAUNCH = "forge launch slurm | kubernetes | ssh CONFIG, or a Monarch job as options(hosts=...)"
-SHARED = "weights are shared in memory by forge.runtime.store, without handles"
 TOKENIZER = "forge.models.tokenizer.open_tokenizer, or transformers.AutoTokenizer"
 WORKERS = "the engine starts its own processes: generator.engine vllm"
 
@@ -82,8 +81,7 @@ REPLACED = {
     **dict.fromkeys((f"{kind}Accumulator" for kind in ("Mean", "Sum", "Max", "Min", "Std")), COLLECTORS),
     "get_proc_name_with_rank": "forge.runtime.controller.ActorContext, as self.context",
     # Helpers.
-    **dict.fromkeys(("SharedTensor", "SharedTensorHandle", "DcpHandle", "load_tensor_from_dcp"), SHARED),
-    **dict.fromkeys(("KEY_DELIM", "DCP_WHOLE_STATE_TAG", "extract_param_name"), SHARED),
+    **dict.fromkeys(("SharedTensor", "SharedTensorHandle"), "weights are shared in memory by forge.runtime.store"),
     "ForgeRecipeArgParser": "forge.util.config.parse",
     "resolve_hf_hub_paths": "nothing to call: hf:// is removed, and models are downloaded when they are opened",
 }

@@ -127,6 +127,9 @@ def compute_experts(module: Any, x: Tensor, experts: Tensor, gates: Tensor) -> T
         bias = getattr(module, f"{name}_bias")[expert] if module.has_bias else None
         return Linear(module.products[name][expert], bias)(rows)
 
+    if x.is_meta:  # a plan
+        return x
+
     k = experts.shape[-1]
     first = "gate_up_proj" if module.has_gate else "up_proj"
     order = experts.flatten().argsort(stable=True)

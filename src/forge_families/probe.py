@@ -151,10 +151,8 @@ def recall_answer(config: PreTrainedConfig, ask: Callable[[PreTrainedConfig], tu
     The cache directory keeps answers for this code, these versions and this kind of CPU: a model is asked once.
     """
     values = {name: value for name, value in config.to_dict().items() if name not in ("_name_or_path", "dtype")}
-    modules = (
-        file for name in ("forge", "forge_families") for file in (Path(__file__).parents[1] / name).rglob("*.py")
-    )
-    changed = max(file.stat().st_mtime_ns for file in modules)
+    folders = (Path(__file__).parents[1] / name for name in ("forge", "forge_families"))
+    changed = max(file.stat().st_mtime_ns for folder in folders for file in folder.rglob("*.py"))
     versions = transformers.__version__, torch.__version__, torch.backends.cpu.get_cpu_capability()
     question = json.dumps([ask.__qualname__, changed, versions, values], sort_keys=True, default=str)
     path = cache_folder() / "probes" / xxhash.xxh3_128_hexdigest(question.encode())

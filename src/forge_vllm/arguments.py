@@ -1,7 +1,5 @@
 """Arguments of vLLM's engine, and the sampling parameters of a request."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import hashlib
@@ -68,7 +66,7 @@ def check_installed() -> None:
         raise ImportError(INSTALL)
 
 
-def import_args() -> type[AsyncEngineArgs]:
+def import_args() -> "type[AsyncEngineArgs]":
     """Import vLLM, with the environment that it reads at its import, and return its class AsyncEngineArgs.
 
     Raises:
@@ -103,7 +101,7 @@ def inherited_environment() -> Iterator[None]:
             del os.environ[name]
 
 
-def check_keys(config: PreTrainedConfig) -> None:
+def check_keys(config: "PreTrainedConfig") -> None:
     """Check that vLLM computes the same model as transformers for a config.
 
     Raises:
@@ -150,8 +148,8 @@ def check_options(options: Iterable[str]) -> None:
 
 
 def engine_args(
-    folder: Path, config: PreTrainedConfig, slots: int, max_seq_len: int, dtype: str, options: Mapping[str, Any]
-) -> tuple[AsyncEngineArgs, bool]:
+    folder: Path, config: "PreTrainedConfig", slots: int, max_seq_len: int, dtype: str, options: Mapping[str, Any]
+) -> "tuple[AsyncEngineArgs, bool]":
     """Return vLLM's arguments for a model's folder, and whether vLLM runs on a CPU.
 
     Args:
@@ -190,7 +188,7 @@ def engine_args(
 
 
 def _on_cpu(
-    config: PreTrainedConfig, slots: int, max_seq_len: int, dtype: str, options: Mapping[str, Any]
+    config: "PreTrainedConfig", slots: int, max_seq_len: int, dtype: str, options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return defaults of vLLM's arguments on a CPU; raise ValueError for a head size that it does not support there."""
     size = head_size(config)
@@ -239,7 +237,7 @@ def settle_future(future: Future[Any], result: object = None, error: BaseExcepti
             future.set_exception(error)
 
 
-def sampling_params(request: VLLMRequest, sample: int, vocab: int) -> SamplingParams:
+def sampling_params(request: VLLMRequest, sample: int, vocab: int) -> "SamplingParams":
     """Return vLLM's SamplingParams for sample number `sample` of a request, to a model of `vocab` tokens."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 

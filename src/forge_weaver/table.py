@@ -247,8 +247,7 @@ def reading_npz(path: Path, kind: str) -> Iterator[dict[str, np.ndarray]]:
     """
     try:
         with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-        yield arrays
+            yield {name: file[name] for name in file.files}
     except KeyError as error:
         raise ValueError(f"{path} is not a {kind}: it lacks {error}") from error
     except (

@@ -42,6 +42,7 @@ class Generator(ForgeActor):
         weights_key: key of the versions in the store, the same as their trainer's.
         temperature, top_p, top_k, max_tokens, stop_token_ids: defaults of `generate`.
         sampling: other defaults of `generate`, fields of `forge.types.Sampling`.
+        colocated: takes turns with a trainer on its device, and is released before each weight update.
         settings: fields of `forge.engines.EngineSettings`: engine, slots, max_seq_len, dtype, on_update, vllm.
     """
 
@@ -59,6 +60,7 @@ class Generator(ForgeActor):
         max_tokens: int = 128,
         stop_token_ids: Sequence[int] = (),
         sampling: Mapping[str, Any] | None = None,
+        colocated: bool = False,
         **settings: Any,
     ) -> None:
         check_model_name(model)
@@ -66,6 +68,7 @@ class Generator(ForgeActor):
         self.store_ref = store
         self.weights_key = weights_key
         self.settings = EngineSettings(**settings)
+        self.colocated = colocated
         self.store: Store | None = None
 
         # Weight updates: number in progress, number requested so far, and the latest request that was loaded.
@@ -92,7 +95,7 @@ class Generator(ForgeActor):
         engine_settings = {name: value for name, value in kwargs.items() if name in EngineSettings.model_fields}
         settings = EngineSettings(**engine_settings).over(options.procs)
         if options.procs == 1:
-            return options, kwargs
+            return options, kwargs | {"colocated": options.share == "device"}
         if options.hosts not in (None, 1) or options.share is not None:
             raise ValueError(
                 f"a generator over {options.procs} processes is within one host, in no share: leave hosts and share out"
@@ -122,7 +125,7 @@ class Generator(ForgeActor):
         if self.settings.engine == "embedded" and (kind := find_accelerator()):
             # A process that is shared with a trainer sees the devices of all of these processes.
             device = torch.device(kind.type, self.context.replica % torch.accelerator.device_count())
-        self.engine = load_engine(model=self.model, device=device, **self.settings)
+        self.engine = load_engine(model=self.model, device=device, colocated=self.colocated, **self.settings)
         self.streams = Streams(self.engine)
 
     def teardown(self) -> None:

@@ -4,8 +4,6 @@ The whole conversation is rendered and tokenized once, and the mask follows from
 tokenized in pieces, so that the tokens match inference.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import re
@@ -61,7 +59,7 @@ class ChatFormat:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: "PreTrainedTokenizerBase",
         template: bool | str = True,
         options: Mapping[str, Any] | None = None,
         thoughts: Thoughts = "keep",
@@ -117,7 +115,7 @@ class ChatFormat:
 
     def with_row(
         self, row: Row, messages: Sequence[Message], read: Container[str] = ()
-    ) -> tuple[list[Message], ChatFormat]:
+    ) -> "tuple[list[Message], ChatFormat]":
         """Return the messages of a row after its system message, and the format that also has the row's tools and
         arguments of the template (`row_system`, `row_options`).
 
@@ -129,7 +127,7 @@ class ChatFormat:
         """
         return with_system(messages, row_system(row, read)), self.with_options(row_options(row))
 
-    def with_options(self, options: Mapping[str, Any]) -> ChatFormat:
+    def with_options(self, options: Mapping[str, Any]) -> "ChatFormat":
         """Return a format with more arguments of the template, such as `tools`; without any, this format itself.
 
         Special tokens in them become plain text. A template that writes no tools is warned of once.

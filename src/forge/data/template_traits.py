@@ -1,7 +1,5 @@
 """Traits of chat templates: contents as parts, and turns that end where the next message starts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any

@@ -16,7 +16,13 @@ __all__ = ["EmbeddedEngine", "Engine", "EngineSettings", "load_engine"]
 
 
 def load_engine(
-    engine: str, model: str | Path, *, version: int = 0, device: "str | torch.device | None" = None, **settings: Any
+    engine: str,
+    model: str | Path,
+    *,
+    version: int = 0,
+    device: "str | torch.device | None" = None,
+    colocated: bool = False,
+    **settings: Any,
 ) -> Engine:
     """Start a generation engine with a model folder and return it.
 
@@ -25,6 +31,7 @@ def load_engine(
         model: a folder in Hugging Face format.
         version: the number of the weights in the folder.
         device: for the embedded engine; by default a GPU if there is one.
+        colocated: a trainer takes turns with the engine on its device: it is released before each weight update.
         settings: fields of `EngineSettings`.
 
     Raises:
@@ -38,7 +45,7 @@ def load_engine(
         return resolve("forge_vllm.engine:VLLMEngine", "generator.engine")(model, version=version, **options)
     from .engine import EmbeddedEngine
 
-    return EmbeddedEngine(model, version=version, device=device, **options)
+    return EmbeddedEngine(model, version=version, device=device, colocated=colocated, **options)
 
 
 def __getattr__(name: str) -> object:

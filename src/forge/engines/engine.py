@@ -49,6 +49,7 @@ class EmbeddedEngine:
         device: str | torch.device | None = None,
         version: int = 0,
         prefill_tokens: int | None = None,
+        colocated: bool = False,
         **settings: Any,
     ):
         """Load a Hugging Face folder (config.json and safetensors).
@@ -59,6 +60,7 @@ class EmbeddedEngine:
             prefill_tokens: prompt tokens computed between two decode steps; a longer prompt is computed in pieces. By
                 default 4096, and 1024 on a CPU: larger products are no faster there, and the first prompts would wait
                 for the last.
+            colocated: it is released before each weight update, so that no memory is kept for the next weights.
             settings: fields of `forge.engines.settings.EngineSettings`. With `on_update` "finish" nothing is admitted
                 before an update; with "recompute" running sequences are preempted and resume before waiting requests.
                 Drawn tokens keep their log-probabilities and versions.
@@ -103,7 +105,7 @@ class EmbeddedEngine:
             self.dtype,
             self.device,
             options.router_replay,
-            self._cache_limit(options),  # measured after the weights have taken their part of the memory
+            self._cache_limit(options, colocated),  # measured after the weights have taken their part of the memory
             granule=16 if graphs is None else GRANULE,
         )
         self._batch = RunningBatch(
@@ -244,7 +246,7 @@ class EmbeddedEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _cache_limit(self, settings: EngineSettings) -> int | None:
+    def _cache_limit(self, settings: EngineSettings, colocated: bool) -> int | None:
         """Return the maximum bytes of keys and values; None on a CPU: as many as `slots` sequences need.
 
         Raises:
@@ -260,7 +262,7 @@ class EmbeddedEngine:
             torch.accelerator.empty_cache()
             free, _ = torch.cuda.mem_get_info(self.device)
             # The rest of the memory must hold the next weights, which are filled while these decode, and the logits.
-            files = [path.stat().st_size for path in self._folder.glob("*.safetensors")]
+            files = [] if colocated else [path.stat().st_size for path in self._folder.glob("*.safetensors")]
             weights = sum(files) * self.dtype.itemsize // getattr(self.config.dtype, "itemsize", 4)
             logits = 4 * settings.slots * self._vocabulary * 4  # float32, with three copies that sampling makes
             if settings.captures(self.config, self.device.type):

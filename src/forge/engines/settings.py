@@ -33,8 +33,9 @@ class EngineSettings(Section):
     turn, is computed from where they differ. A weight update empties it. 0: no cache. vLLM has another."""
     cache_gb: float | None = Field(None, gt=0)
     """Memory for keys and values of running sequences, in GB (`embedded`): a request whose longest possible answer has
-    no room alongside those that run waits. Null: what two versions of the weights leave of a GPU's memory; on a CPU as
-    much as `slots` sequences need, taken as it is written. vLLM has `gpu_memory_utilization`."""
+    no room alongside those that run waits. Null: what two versions of the weights, or one if `colocated`, leave of a
+    GPU's memory; on a CPU as much as `slots` sequences need, taken as it is written. vLLM has
+    `gpu_memory_utilization`."""
     cuda_graphs: bool | None = None
     """Capture decode steps as CUDA graphs: one launch a step instead of hundreds (`embedded`, on a GPU, no mixture of
     experts). Null: where that is possible. Requests with a grammar or `top_logprobs` decode without them

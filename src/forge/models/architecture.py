@@ -1,7 +1,5 @@
 """The layers of a model by its transformers config: their attention, and which are mixtures of experts."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..config.plugin import resolve
@@ -31,7 +29,7 @@ BIASES = ("llama", "qwen3", "olmo2", "smollm3", "gemma3_text", "qwen3_moe", "olm
 MLP_BIASES = ("llama", "smollm3")  # `mlp_bias`
 
 
-def check_config(config: PreTrainedConfig) -> None:
+def check_config(config: "PreTrainedConfig") -> None:
     """Check that trainer and engines compute the same as transformers for a config.
 
     Dropout is not checked: it is always off.
@@ -43,7 +41,7 @@ def check_config(config: PreTrainedConfig) -> None:
         resolve("forge_families.probe:check_config", "model")(config)
 
 
-def is_native(config: PreTrainedConfig) -> bool:
+def is_native(config: "PreTrainedConfig") -> bool:
     """Return whether trainer and engines compute a model of this config by themselves, not by transformers' modules."""
     # The type may differ from config.json's: transformers reads some types as a related one.
     family, window = config.model_type, getattr(config, "sliding_window", None)
@@ -60,7 +58,7 @@ def is_native(config: PreTrainedConfig) -> bool:
     return family in FAMILIES and is_causal and not (is_capped or is_unclear or is_quantised)
 
 
-def attention_kinds(config: PreTrainedConfig) -> list[AttentionKind]:
+def attention_kinds(config: "PreTrainedConfig") -> list[AttentionKind]:
     """Return the kind of attention of each layer, in order."""
     layers, family = config.num_hidden_layers, config.model_type
     has_window = [family in WINDOWS] * layers
@@ -76,7 +74,7 @@ def attention_kinds(config: PreTrainedConfig) -> list[AttentionKind]:
     ]
 
 
-def rotary_parameters(config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
+def rotary_parameters(config: "PreTrainedConfig") -> dict[str, dict[str, Any]]:
     """Return transformers' parameters of the rotary embeddings by type of layer; by "" if all layers have the same."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
@@ -85,7 +83,7 @@ def rotary_parameters(config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
     return {"": rope}
 
 
-def max_length(config: PreTrainedConfig) -> int:
+def max_length(config: "PreTrainedConfig") -> int:
     """Return the maximum number of tokens of a sequence: `max_position_embeddings`, or less by `rotary_limit`.
 
     A model without positions, such as Mamba, has no maximum: a million stands for it.
@@ -95,7 +93,7 @@ def max_length(config: PreTrainedConfig) -> int:
     return longest if limit is None else min(longest, limit[0])
 
 
-def rotary_limit(config: PreTrainedConfig) -> tuple[int, str] | None:
+def rotary_limit(config: "PreTrainedConfig") -> tuple[int, str] | None:
     """Return the maximum number of tokens of a sequence, and the `rope_type` that sets it; None if there is no limit.
 
     With some types a longer sequence would change the frequencies of its whole batch: with LongRoPE beyond the length
@@ -110,7 +108,7 @@ def rotary_limit(config: PreTrainedConfig) -> tuple[int, str] | None:
     return min(limits, default=None)
 
 
-def sparse_layers(config: PreTrainedConfig) -> list[int]:
+def sparse_layers(config: "PreTrainedConfig") -> list[int]:
     """Return the numbers of the layers that are mixtures of experts, in order; [] for a model without any."""
     if config.model_type == "qwen3_moe":
         dense, step = config.mlp_only_layers, config.decoder_sparse_step

@@ -4,8 +4,6 @@ A process reads the configuration and tokenizer of a model folder only once, as 
 them. Each caller gets a copy of the configuration; all share the tokenizer, which one thread uses.
 """
 
-from __future__ import annotations
-
 import string
 from copy import deepcopy
 from functools import lru_cache
@@ -13,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 PRINTABLE = string.digits + string.ascii_letters + string.punctuation + " \n"
 
 
-def character_tokenizer(alphabet: str = PRINTABLE) -> PreTrainedTokenizerFast:
+def character_tokenizer(alphabet: str = PRINTABLE) -> "PreTrainedTokenizerFast":
     """Return a Hugging Face tokenizer with one token per character of `alphabet`, after pad (0), eos (1) and unk (2).
 
     Encoding adds no special token; other characters become unk. `decode(encode(text)) == text` over the alphabet.
@@ -85,19 +83,16 @@ def encode_prompt(text: str, tokenizer: Any) -> list[int]:
     return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] and not is_written else ids
 
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
-
 # A run reads its model, a reference or teacher, a critic and a reward model.
 MODELS = 4
 
 
-def model_config(folder: str | Path) -> PretrainedConfig:
+def model_config(folder: str | Path) -> "PretrainedConfig":
     """Return a new copy of the transformers configuration of the language model of a folder."""
     return deepcopy(_read_config(str(folder), _time_of_change(folder, "config.json")))
 
 
-def model_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+def model_tokenizer(folder: str | Path) -> "PreTrainedTokenizerBase":
     """Return the tokenizer of a model folder, which all callers share.
 
     Raises:
@@ -117,7 +112,7 @@ def smaller_vocabulary(tokenizer: Any) -> int | None:
 
 
 @lru_cache(maxsize=MODELS)
-def _read_config(folder: str, changed: int) -> PretrainedConfig:
+def _read_config(folder: str, changed: int) -> "PretrainedConfig":
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
@@ -127,14 +122,14 @@ def _read_config(folder: str, changed: int) -> PretrainedConfig:
     return config if has_images(config) or CLASSES.get(text.model_type) != CLASSES[config.model_type] else text
 
 
-def has_images(config: PretrainedConfig) -> bool:
+def has_images(config: "PretrainedConfig") -> bool:
     """Return whether a model is computed with its part for images: its config is marked, or it has no other form."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
     return getattr(config, "forge_images", False) or config.model_type not in CLASSES
 
 
-def model_class(config: PretrainedConfig) -> Any:
+def model_class(config: "PretrainedConfig") -> Any:
     """Return transformers' class that loads models of this config."""
     import transformers
 
@@ -142,7 +137,7 @@ def model_class(config: PretrainedConfig) -> Any:
 
 
 @lru_cache(maxsize=MODELS)
-def _read_tokenizer(folder: str, changed: int) -> PreTrainedTokenizerBase:
+def _read_tokenizer(folder: str, changed: int) -> "PreTrainedTokenizerBase":
     return open_tokenizer(folder)
 
 

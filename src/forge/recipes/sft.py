@@ -68,6 +68,8 @@ async def train(cfg: SFTConfig, job: Job) -> None:
         ),
         components.start_if(samples_answers, lambda: components.start_reward(cfg)),
     )
+    if cfg.colocated and policy is not None:
+        await policy.release.fanout()
     state = RunState(trainer, dataset)
     await state.resume(record)
 
@@ -86,7 +88,10 @@ async def train(cfg: SFTConfig, job: Job) -> None:
         await trainer.push_weights.call(version)
         await policy.update_weights.fanout(version)
         env = SingleTurnEnv(reward, with_tokens=cfg.reward.reads_tokens)
-        return metrics | await env.evaluate(policy, samples, record.keep_evaluation)
+        metrics |= await env.evaluate(policy, samples, record.keep_evaluation)
+        if cfg.colocated:
+            await policy.release.fanout()
+        return metrics
 
     async def train_step(step: int) -> dict[str, float]:
         nonlocal version

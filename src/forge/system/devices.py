@@ -1,7 +1,5 @@
 """The accelerator that this process uses, and what a device can compute."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +17,7 @@ class NoAccelerator(RuntimeError):
     """GPUs were promised to this process, and torch sees none."""
 
 
-def type_of(device: torch.device) -> str:
+def type_of(device: "torch.device") -> str:
     """Return the type of a device, such as "cpu"; for the meta device, within `planning_for` the type it stands for."""
     return (_planned_type or device.type) if device.type == "meta" else device.type
 
@@ -38,7 +36,7 @@ def planning_for(device_type: str) -> Iterator[None]:
         _planned_type = outer_type
 
 
-def has_wide_products(a: torch.Tensor, b: torch.Tensor) -> bool:
+def has_wide_products(a: "torch.Tensor", b: "torch.Tensor") -> bool:
     """Return whether `torch.mm(a, b, out_dtype=torch.float32)` works for two half-precision matrices: only on CUDA."""
     import torch
 
@@ -46,7 +44,7 @@ def has_wide_products(a: torch.Tensor, b: torch.Tensor) -> bool:
     return type_of(a.device) == "cuda" and torch.version.hip is None and a.dtype == b.dtype and a.dtype in halves
 
 
-def has_bfloat16(device: torch.device) -> bool:
+def has_bfloat16(device: "torch.device") -> bool:
     """Return whether the device has bfloat16 arithmetic: other CPUs emulate it at a quarter of float32's speed."""
     import torch
 
@@ -56,7 +54,7 @@ def has_bfloat16(device: torch.device) -> bool:
     return torch.cpu._is_avx512_bf16_supported() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def find_accelerator() -> torch.device | None:
+def find_accelerator() -> "torch.device | None":
     """Return the accelerator that torch can use; None if it computes on the CPU.
 
     Raises:

@@ -14,10 +14,11 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
+from forge.config.plugin import resolve
 from forge.engines.cache import BLOCK, WIDTH, round_up, token_bytes
 from forge.engines.engine import MARGIN as ENGINE_MARGIN
 from forge.engines.interface import check_length
-from forge.models.architecture import max_length
+from forge.models.architecture import is_native, max_length
 from forge.models.tokenizer import model_config
 from forge.recipes.schema import RecipeConfig, TrainingRecipe
 from forge.runtime.controller import Options
@@ -205,6 +206,8 @@ def engine_plan(cfg: RecipeConfig, folder: Path, name: str, machines: Machines) 
     elements = count_elements(folder)
     length = round_up(check_length(config, settings.max_seq_len), BLOCK)
     per_token = token_bytes(config, getattr(torch, settings.dtype), settings.router_replay) // options.procs
+    states = 0 if is_native(config) else resolve("forge_families.sizes:measure_model", "model")(config).states
+    per_sequence = length * per_token + states
     weights = elements * (2 if settings.dtype == "bfloat16" else 4) // options.procs
 
     # `most`: number of slots that would fit, where that is known.
@@ -213,7 +216,7 @@ def engine_plan(cfg: RecipeConfig, folder: Path, name: str, machines: Machines) 
         share = float(settings.vllm.get("gpu_memory_utilization", 0.9))
         others = ENGINE_MARGIN
         cache = max(0, int(share * machines.memory) - weights - others)
-        most = cache // (length * per_token)
+        most = cache // per_sequence
         sequences = min(settings.slots, most)
     else:
         # The next version is filled while this one decodes, which a colocated engine has released.
@@ -224,7 +227,7 @@ def engine_plan(cfg: RecipeConfig, folder: Path, name: str, machines: Machines) 
         others = logits + int(settings.prefix_cache_mb * 1e6)
 
         # One more row, in which prompts are computed.
-        cache = (round_up(settings.slots, WIDTH) + 1) * length * per_token
+        cache = (round_up(settings.slots, WIDTH) + 1) * per_sequence
         if settings.cache_gb is not None:
             cache = min(cache, round(settings.cache_gb * 1e9))
         elif on_gpus:
@@ -232,10 +235,10 @@ def engine_plan(cfg: RecipeConfig, folder: Path, name: str, machines: Machines) 
             free = max(0, int(machines.memory - CONTEXT) - weights - update - others)
             cache = min(cache, free)
             # Each slot needs a row of the cache and its logits.
-            most = (free + logits) // (length * per_token + logits // settings.slots) - 1
+            most = (free + logits) // (per_sequence + logits // settings.slots) - 1
             most -= most % WIDTH
 
-        sequences = max(0, min(settings.slots, cache // (length * per_token) - 1))
+        sequences = max(0, min(settings.slots, cache // per_sequence - 1))
 
     limits = f"{sequences} of {settings.slots} slots at once with sequences of full length"
     if most > settings.slots:
