@@ -89,7 +89,7 @@ def test_core_trains_without_any_extension(tmp_path: Path):
 
 
 @pytest.mark.processes
-def test_list_of_commands_imports_no_library(tmp_path: Path):
+def test_forge_help_imports_no_heavy_library(tmp_path: Path):
     done = run_python(
         {**os.environ},
         *(tmp_path, "-c", "import sys; from forge.cli import make_parser; make_parser(); print(*sys.modules)"),

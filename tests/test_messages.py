@@ -143,7 +143,7 @@ def test_unusable_listen_address_raises(host, port, text):
 
 
 @pytest.mark.parametrize("root", ["file", "file/deeper", "missing-link"])
-def test_unwritable_run_root_is_named(tmp_path, root):
+def test_unwritable_run_root_error_names_directory(tmp_path, root):
     (tmp_path / "file").write_text("")
     (tmp_path / "missing-link").symlink_to("/proc/nothing/here")
     folder = tmp_path / root / "run"
@@ -161,7 +161,7 @@ def test_unwritable_run_root_is_named(tmp_path, root):
         ),
     ],
 )
-def test_missing_gpus_error_names_with_gpus_flags(overrides, flags):
+def test_missing_gpus_error_names_with_gpus_settings(overrides, flags):
     gpus = ("--generator.with_gpus", "true", "--trainer.with_gpus", "true")
     cfg = load(RLConfig, ["--config", TINY, *gpus, *overrides])
     with pytest.raises(ValueError, match=re.escape(f"set with_gpus to false ({flags})")):
@@ -183,7 +183,7 @@ class Lazy(ForgeActor):
         return self.engine
 
 
-def test_local_component_before_setup_raises_hint():
+def test_local_component_used_before_setup_raises_with_hint():
     with pytest.raises(AttributeError, match=r"^'Lazy' object has no attribute 'engine': call setup\(\) first"):
         Lazy().ask()
     with pytest.raises(AttributeError, match=r"no attribute 'engine': call setup"):

@@ -18,11 +18,11 @@ ROWS = [{"question": "ab", "answer": "ba"}]
         (("model", ROWS), {"kind": "pairs"}, "kind must be one of"),
     ],
 )
-def test_invalid_dataset_arguments_raise(arguments, settings, message):
+def test_invalid_dataset_actor_arguments_raise(arguments, settings, message):
     with pytest.raises((ValueError, ConfigError), match=message):
         DatasetActor(*arguments, **settings)
 
 
-def test_dataset_accepts_rows_and_settings_of_its_stream():
+def test_dataset_actor_accepts_in_memory_rows_and_stream_settings():
     actor = DatasetActor("model", ROWS, prompt_template="{question}>", seed=3, epochs=1, checked=True)
     assert list(actor.settings["path"]) == ROWS

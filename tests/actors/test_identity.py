@@ -94,7 +94,7 @@ async def step(policy, trainer, version: int) -> None:
 
 
 @pytest.mark.full
-async def test_version_missing_a_shard_is_not_published(model, store):
+async def test_weight_version_missing_a_shard_is_not_published(model, store):
     policy, trainer = await start(model, store, trainer=LossyTrainer, procs=2)
     with pytest.raises(IncompleteVersion, match=rf"tensor '{TENSOR}' is not whole: .* were not written"):
         await step(policy, trainer, 0)
@@ -102,7 +102,7 @@ async def test_version_missing_a_shard_is_not_published(model, store):
 
 
 @pytest.mark.full
-async def test_stale_replica_tokens_raise_in_lock_step(model, store):
+async def test_tokens_from_stale_replica_raise_in_lock_step(model, store):
     policy, trainer = await start(model, store, generator=DeafGenerator, age=0)
     await step(policy, trainer, 0)
     wanted = r"step 1 was given tokens that version 0 sampled \(deaf_generator\[1\]\): max_policy_age is 0"
@@ -111,7 +111,7 @@ async def test_stale_replica_tokens_raise_in_lock_step(model, store):
 
 
 @pytest.mark.full
-async def test_failed_weight_swap_keeps_previous_weights(model, store):
+async def test_failed_weight_swap_keeps_previous_generator_weights(model, store):
     policy, trainer = await start(model, store)
     before = await policy.generate.route("abc>", temperature=0.0)
     await trainer.train_step.route([Episode(await policy.generate.route("abc>"), 1.0)])
@@ -131,7 +131,7 @@ async def test_failed_weight_swap_keeps_previous_weights(model, store):
 
 
 @pytest.mark.full
-def test_trainer_rejects_tokens_with_wrong_identity(model, store):
+def test_trainer_rejects_tokens_with_wrong_weight_digest(model, store):
     async def main():
         policy, trainer = await start(model, store, generator=QuietCountingGenerator)
         await step(policy, trainer, 0)
@@ -154,7 +154,7 @@ def batch(versions: list[int], identities: dict[int, str]):
     return pack([Episode(completion(versions, identities), 1.0, advantage=1.0)])
 
 
-def test_trainer_accepts_known_and_rejects_unknown_identities(store):
+def test_trainer_accepts_known_and_rejects_unknown_weight_digests(store):
     digests = {}
     for version in range(4):
         store.put(POLICY, {"w": np_tensor(version)}, version)

@@ -87,7 +87,7 @@ def short_alone(prompt, response, target):
     return 1.0
 
 
-def test_scorers_are_closed_after_a_failing_close(ensemble, monkeypatch):
+def test_failing_scorer_close_still_closes_other_scorers(ensemble, monkeypatch):
     closed = []
 
     async def failing(panel):
@@ -171,7 +171,7 @@ def test_restored_online_ensemble_continues_identically(tmp_path):
 
 
 @pytest.mark.processes
-def test_code_verifier_in_reward_actor_runs_programs_in_sandbox():
+def test_reward_actor_code_verifier_runs_programs_in_sandbox():
     verifiers = VerifiersConfig(plugins=[{"use": "forge_sandbox:CodeVerifier", "credit": "share"}])
     verifiers.check_sources()
     actor = started(RewardActor(verifiers=verifiers))
@@ -212,7 +212,7 @@ IN_A_THREAD = [StopIteration(), asyncio.CancelledError(), GeneratorExit(), Syste
     ("kind", "error"),
     [*((Raising, error) for error in IN_A_THREAD), (RaisingLater, SystemExit(0)), (RaisingLater, KeyboardInterrupt())],
 )
-def test_system_exit_of_a_reward_is_contained(kind, error):
+def test_reward_calling_sys_exit_does_not_end_reward_actor(kind, error):
     scored = asyncio.wait_for(FunctionVerifier(kind(error)).score("abc>", GROUP, "cba"), 10)
     with pytest.raises(RuntimeError, match=f"^the reward {kind.__name__} raised {type(error).__name__}") as caught:
         asyncio.run(scored)

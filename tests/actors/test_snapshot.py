@@ -124,7 +124,7 @@ moves = st.one_of(
     order=st.sampled_from(["fifo", "random"]),
     remember=st.sampled_from([None, 0, 2]),
 )
-def test_each_step_trains_full_batch_after_any_kills(
+def test_each_step_trains_a_full_batch_after_process_kills(
     history: list, batch: int, age: int, sync: int, order: Any, remember: int | None
 ):
     async def main() -> None:

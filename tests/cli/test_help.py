@@ -45,7 +45,7 @@ def test_help_of_each_command_has_an_example_that_parses(name: str):
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_launch_help_examples_run(launcher: str, capsys):
+def test_examples_in_launch_help_run(launcher: str, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["launch", launcher, "--help"])
     assert ended.value.code == 0
@@ -66,7 +66,7 @@ def test_version_command_prints_project_version(capsys):
 
 
 @pytest.mark.processes
-def test_installed_recipe_config_is_found_from_any_folder(tmp_path, monkeypatch):
+def test_installed_recipe_config_is_found_from_any_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match=r"error: model folder runs/quickstart-warmup/model does not exist"):
         main(["train", "apps/grpo/tiny.yaml"])

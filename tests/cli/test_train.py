@@ -8,7 +8,7 @@ from forge.cli import main
 
 
 @pytest.mark.processes
-def test_train_imports_modules_of_working_folder(tmp_path, monkeypatch):
+def test_forge_train_imports_modules_of_working_directory(tmp_path, monkeypatch):
     (tmp_path / "losses_of_mine.py").write_text(
         "def loss(logprobs, weights):\n    return -(weights * logprobs).sum()\n"
     )

@@ -120,7 +120,7 @@ def test_max_policy_age_defaults_to_sync_interval(config):
     assert read(config, *together).async_.max_policy_age == 0
 
 
-def test_kl_without_reference_model_uses_generator_logprobs(config):
+def test_kl_penalty_without_reference_model_uses_generator_logprobs(config):
     cfg = read(config, *NO_REFERENCE)
     algorithm = cfg.load_algorithm()
     assert algorithm.needs_reference
@@ -226,7 +226,7 @@ def test_kl_without_reference_model_uses_generator_logprobs(config):
         (["--reward.verifiers", "{judges: [{url: a, model: b, no: x}]}"], r"judges\[0\].False'.*quote the key"),
     ],
 )
-def test_invalid_setting_combination_raises_one_line(config, overrides, message):
+def test_invalid_setting_combination_raises_one_line_error(config, overrides, message):
     with pytest.raises(ConfigError, match=message) as caught:
         read(config, *overrides)
     assert "\n" not in str(caught.value)
@@ -242,7 +242,7 @@ def test_verifiers_disable_default_reward_functions(config):
     ]
 
 
-def test_algorithm_receives_only_settings_that_are_set(config):
+def test_algorithm_receives_only_explicitly_set_settings(config):
     cfg = read(config, "--grpo.loss", "{dual_clip: 5.0}", "--training.entropy_coef", "0.01")
     made = cfg.load_algorithm()
     assert (made.clip_low, made.clip_high, made.beta, made.dual_clip) == (0.2, 0.28, 0.1, 5.0)
@@ -293,7 +293,7 @@ class Cupboard(Section):
     spare: Shelf = Shelf(name="spare", width=9.0)
 
 
-def test_lists_of_sections_are_validated_and_round_trip():
+def test_config_lists_of_sections_are_validated_and_round_trip():
     values = {"shelves": [{"name": "low", "width": 2}, {"name": "high"}], "names": ["a"]}
     cupboard = build(Cupboard, values)
     assert cupboard.shelves == [Shelf(name="low", width=2.0), Shelf(name="high")]
@@ -309,7 +309,7 @@ def test_lists_of_sections_are_validated_and_round_trip():
     assert build(Cupboard, {"spare": {"name": "other"}}).spare == Shelf(name="other", width=9.0)
 
 
-def test_invalid_sections_built_in_python_raise():
+def test_invalid_config_sections_built_in_python_raise():
     with pytest.raises(ConfigError, match=r"^unknown key 'widht'; did you mean 'width'"):
         Shelf(name="low", widht=2.0)
     with pytest.raises(ConfigError, match=r"^width must be a number, got 'wide'$"):
@@ -356,7 +356,7 @@ def test_every_config_key_is_read_in_code(cls):
 
 
 @pytest.mark.parametrize("moment", ["2027-01-31 08:00:00", "2027-01-31T08:00:00Z", "2027-01-31", "2027-01-31T08:00"])
-def test_dates_in_yaml_are_text(config, moment):
+def test_dates_in_config_yaml_are_read_as_text(config, moment):
     config.write_text(f"{config.read_text()}\ncheckpoint: {{every: 1}}\n")
     assert read(config, "--run.save_before", moment).run.save_before == moment
     with pytest.raises(ConfigError, match=r"run\.save_before is a number of seconds or a date and time"):

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("offline")
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("form", ["rows.json", "rows.jsonl", "rows.parquet", "saved", "splits", "folder"])
-def test_every_file_format_yields_same_samples(places, form, streaming):
+def test_every_dataset_file_format_yields_same_samples(places, form, streaming):
     data = make(places[form], streaming=streaming, shuffle=False, epochs=1, target_pattern=r"####\s*(.+)")
     samples = list(data)
     assert [(str(s.prompt), s.target, s.prompt.index) for s in samples] == [(f"q{i}", str(i), i) for i in range(23)]
@@ -25,7 +25,7 @@ def test_every_file_format_yields_same_samples(places, form, streaming):
 
 
 @pytest.mark.parametrize("form", ["splits", "folder"])
-def test_named_split_is_read_and_unknown_split_raises(places, form):
+def test_named_dataset_split_is_read_and_unknown_split_raises(places, form):
     assert len(list(make(places[form], split="test", epochs=1))) == 5
     with pytest.raises(ValueError, match="nosuch"):
         make(places[form], split="nosuch")
@@ -74,7 +74,7 @@ def test_dataset_resumes_exactly_at_every_position(places, name, monkeypatch):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_each_epoch_is_shuffled_differently(places, streaming):
+def test_each_dataset_epoch_is_shuffled_differently(places, streaming):
     epochs = [
         [str(next(data).prompt) for _ in ROWS] for data in [make(places["folder"], streaming=streaming)] for _ in "ab"
     ]
@@ -93,7 +93,7 @@ def test_dataset_state_of_other_data_raises(places, change, jsonl):
         make(jsonl(ROWS[0])).load_state_dict(state)
 
 
-def test_held_out_rows_are_fixed_and_do_not_move_position(places):
+def test_held_out_dataset_rows_are_fixed_and_do_not_move_position(places):
     for settings in ({"path": places["rows.jsonl"]}, {"path": places["folder"], "streaming": True}):
         data, other = make(**settings), make(**settings)
         first = [next(data) for _ in range(10)]
@@ -146,7 +146,7 @@ def test_unreadable_data_file_raises_with_its_path(tmp_path, places):
 )
 @pytest.mark.parametrize("place", ["rows.jsonl", "rows.json", "folder"])
 @pytest.mark.parametrize("read", [open_rows, open_stream])
-def test_json_rows_keep_values_and_types(offline, tmp_path, rows, place, read):
+def test_json_dataset_rows_keep_values_and_types(offline, tmp_path, rows, place, read):
     (tmp_path / "folder").mkdir()
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     for name in ("rows.jsonl", "folder/train.jsonl"):
@@ -157,7 +157,7 @@ def test_json_rows_keep_values_and_types(offline, tmp_path, rows, place, read):
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(("name", "delimiter"), [("rows.csv", ","), ("rows.tsv", "\t")])
-def test_cells_of_tables_are_exact_text(tmp_path, name, delimiter, streaming):
+def test_csv_and_tsv_cells_are_read_as_exact_text(tmp_path, name, delimiter, streaming):
     cells = [["question", "answer"], ['"a\n,\tb"', "007"], ["q", "NA"], ["r", "1.50"]]
     (tmp_path / name).write_text("\n".join(delimiter.join(row) for row in cells), encoding="utf-8-sig")
     data = make(str(tmp_path / name), shuffle=False, epochs=1, streaming=streaming)
@@ -176,14 +176,14 @@ def test_cells_of_tables_are_exact_text(tmp_path, name, delimiter, streaming):
 @pytest.mark.parametrize("split", ["train[:1]", "validation", "nosuch"])
 @pytest.mark.parametrize("form", ["rows.json", "rows.jsonl", "rows.parquet", "saved", Rows(ROWS)])
 @pytest.mark.parametrize("streaming", [False, True])
-def test_split_of_rows_without_splits_raises(places, split, form, streaming):
+def test_dataset_split_of_rows_without_splits_raises(places, split, form, streaming):
     with pytest.raises(ValueError, match="has no split"):
         make(places.get(form, form) if isinstance(form, str) else form, split=split, streaming=streaming)
 
 
 @pytest.mark.parametrize("form", ["rows", "saved", "parquet"])
 @pytest.mark.parametrize("streaming", [False, True])
-def test_class_labels_are_read_as_their_names(offline, tmp_path, form, streaming):
+def test_dataset_class_labels_are_read_as_label_names(offline, tmp_path, form, streaming):
     from datasets import ClassLabel, Dataset, Features, Value
 
     features = Features({"question": Value("string"), "answer": ClassLabel(names=["no", "yes"])})

@@ -101,7 +101,7 @@ ALIKE = [
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(("rows", "settings"), ALIKE)
-def test_pairs_with_equal_answers_are_skipped_and_counted(jsonl, rows, settings, streaming):
+def test_preference_pairs_with_equal_answers_are_skipped_and_counted(jsonl, rows, settings, streaming):
     data = prefer(jsonl(*rows), streaming=streaming, shuffle=False, epochs=1, **settings)
     assert [read(pair) for pair in data] == [read(data.held_out(1)[0])] * 2
     assert (data.served, data.skipped) == (2, 1)
@@ -111,7 +111,7 @@ def test_pairs_with_equal_answers_are_skipped_and_counted(jsonl, rows, settings,
         prefer(jsonl(rows[1], rows[1]), streaming=streaming, **settings)
 
 
-def test_scored_pairs_mask_only_last_token(jsonl):
+def test_reward_model_pairs_mask_only_last_token(jsonl):
     plain, scored = (next(prefer(jsonl(WHOLE), chat_template=TALK, as_scores=on)) for on in (False, True))
     for one, other in zip(plain, scored, strict=True):
         assert one.tokens == other.tokens
@@ -125,7 +125,7 @@ def test_preference_pairs_are_packed_as_units_of_two(jsonl):
     assert (len(batch), batch.unit) == (10, 2)
 
 
-def test_pair_with_one_long_answer_is_skipped(jsonl):
+def test_preference_pair_with_one_too_long_answer_is_skipped(jsonl):
     rows = [{"prompt": "q", "chosen": "a" * n, "rejected": "b" * m} for n, m in ((2, 2), (5, 2), (2, 5))]
     data = prefer(jsonl(*rows), max_tokens=4, epochs=1)
     assert [read(pair) for pair in data] == [("q", "aa<eos>", "bb<eos>")]
@@ -135,7 +135,7 @@ def test_pair_with_one_long_answer_is_skipped(jsonl):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_preference_tasks_pair_right_answers_with_near_misses(task):
+def test_toy_preference_tasks_pair_right_answers_with_near_misses(task):
     data = prefer(task=task, difficulty=3, seed=5, prompt_template="{question}=")
     pairs = [read(pair) for pair in islice(data, 200)]
     rows = list(islice(load_task(task).rows(difficulty=3, seed=5), 200))
@@ -162,7 +162,7 @@ def edits(word: str) -> set[str]:
 @given(
     answer=st.text("abcxyz0019", min_size=1, max_size=8) | st.text("0123", min_size=1, max_size=4), seed=st.integers()
 )
-def test_mistake_is_one_edit_and_never_right(answer, seed):
+def test_generated_mistake_is_one_edit_from_right_answer(answer, seed):
     wrong = mistake(answer, Random(seed))
     assert wrong
     assert wrong in edits(answer)
@@ -217,7 +217,7 @@ def test_preference_pairs_resume_at_every_position(jsonl, settings):
         ([TEXTS], {"too_long": "truncate"}, "too_long must be one of skip, error; got 'truncate'"),
     ],
 )  # fmt: skip
-def test_invalid_preference_pair_names_the_fault(jsonl, rows, settings, message):
+def test_invalid_preference_pair_error_names_the_fault(jsonl, rows, settings, message):
     with pytest.raises(ValueError, match=message) as caught:
         prefer(jsonl(*rows), **settings)
     assert "\n" not in str(caught.value)

@@ -42,7 +42,7 @@ def test_conversation_prompts_are_rendered_with_chat_template():
     assert first({"prompt": "2+2", "answer": "4"}).prompt.stop_ids == ()
 
 
-def test_row_tools_are_rendered_into_prompt():
+def test_tools_of_dataset_row_are_rendered_into_prompt():
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     assert (
         first({"prompt": TALK, "answer": "", "tools": tools}, TOOLS, target_field=None).prompt.text
@@ -64,7 +64,7 @@ def test_row_tools_are_rendered_into_prompt():
         ({"prompt": TALK, "tools": "add"}, {}, "the tools of a conversation are not JSON"),
     ],
 )
-def test_invalid_prompt_conversation_raises_one_line(row, settings, message):
+def test_invalid_prompt_conversation_raises_one_line_error(row, settings, message):
     with pytest.raises(ValueError, match=message):
         first(row, target_field=None, **settings)
 

@@ -26,7 +26,7 @@ def test_prompt_template_fills_fields_and_formats_numbers(jsonl):
 
 @pytest.mark.parametrize("form", ["$A", "<pad> $A", "$A <eos>", "<pad> $A <eos>"])
 @pytest.mark.parametrize("text", ["2+2", "<pad>2+2", "2+2<eos>"])
-def test_prompt_has_bos_once_and_no_eos_but_its_own(form, text):
+def test_prompt_tokens_have_bos_once_and_no_added_eos(form, text):
     tokenizer = character_tokenizer()
     tokenizer.bos_token = "<pad>"
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(form, special_tokens=[("<pad>", 0), ("<eos>", 1)])
@@ -34,7 +34,7 @@ def test_prompt_has_bos_once_and_no_eos_but_its_own(form, text):
     assert (ids.count(0), ids.count(1)) == ("<pad>" in form + text, "<eos>" in text)
 
 
-def test_chat_template_setting_renders_prompts(jsonl):
+def test_chat_template_setting_renders_dataset_prompts(jsonl):
     tokenizer = character_tokenizer()
     tokenizer.chat_template = CHAT
     settings = {"tokenizer": tokenizer, "chat_template": True}
@@ -49,7 +49,7 @@ def test_chat_template_setting_renders_prompts(jsonl):
     assert all(TOKENIZER.decode(list(s.prompt.token_ids)) == str(s.prompt) for s in given.held_out(3))
 
 
-def test_answered_prompts_end_with_eos():
+def test_answered_dataset_prompts_end_with_eos():
     tokens, mask = PromptFormat(TOKENIZER, "{question}=").answered({"question": "1+2"}, "3")
     assert TOKENIZER.decode([t for t, own in zip(tokens, mask, strict=True) if own]) == "3<eos>"
     assert TOKENIZER.decode([t for t, own in zip(tokens, mask, strict=True) if not own]) == "1+2="
@@ -118,7 +118,7 @@ CHOOSE = {"choices_field": "options", "prompt_template": "{choices}"}
         ([ROW], {"task": "apps.toys.numbers:Add"}, "needs either a path .*, a task, or sources"),
     ],
 )  # fmt: skip
-def test_invalid_prompt_row_names_the_fault(jsonl, rows, settings, message):
+def test_invalid_prompt_row_error_names_the_fault(jsonl, rows, settings, message):
     with pytest.raises(ValueError, match=message) as caught:
         make(jsonl(*rows), **settings)
     assert "\n" not in str(caught.value)
@@ -132,7 +132,7 @@ def test_gsm8k_targets_are_accepted_by_math_reward():
         assert MathReward()(str(sample.prompt), f"The answer is {sample.target}.", sample.target) == 1.0
 
 
-def test_prompts_carry_the_end_of_turn_tokens_of_their_chat_template(jsonl):
+def test_prompts_list_end_of_turn_tokens_of_chat_template(jsonl):
     ends = "{% for m in messages %}{{ m.content }}{{ '<pad>' if m.role == 'assistant' }}{% endfor %}"
     only_prompts = "{{ messages[0].content }}{% if messages | length > 1 %}{{ raise_exception('no') }}{% endif %}"
     pad, eos = range(2)

@@ -84,7 +84,7 @@ TOOLS = {"tokenizer": byte_pairs(), "chat_template": CALLS.replace("FORM", "c.fu
     ],
 )
 @pytest.mark.parametrize("form", ["rows", "jsonl"])
-def test_untrainable_stored_row_raises_with_its_number(jsonl, kind, good, bad, settings, message, form):
+def test_untrainable_dataset_row_error_names_row_number(jsonl, kind, good, bad, settings, message, form):
     rows = [good] * 9 + [bad]
     path = Rows(rows) if form == "rows" else jsonl(*rows)
     with pytest.raises(ValueError, match=message) as caught:
@@ -101,7 +101,7 @@ CALLED = [
 
 
 @pytest.mark.parametrize("form", ["parquet", "saved", "folder", "streamed", "dataset"])
-def test_columnar_rows_do_not_gain_keys_of_other_rows(offline, tmp_path, form):
+def test_rows_stored_in_columns_do_not_gain_keys_of_other_rows(offline, tmp_path, form):
     from datasets import Dataset
 
     columns = Dataset.from_list(CALLED)
@@ -158,7 +158,7 @@ def test_stream_of_invalid_rows_raises_at_start(stream):
     ("questions", "count", "first"),
     [(["ab", "añb"], "1 of 2", 2), (["XY"] * 3, "3 of 3", 1), (["a b"], "1 of 1", 1), (["a\n"], "1 of 1", 1)],
 )
-def test_prompts_with_characters_without_a_token_warn(caplog, questions, count, first):
+def test_prompts_with_characters_missing_in_vocabulary_warn(caplog, questions, count, first):
     rows = [{"question": question, "answer": "a"} for question in questions]
     PromptDataset(Rows(rows), tokenizer=character_tokenizer("ab"))
     [record] = [record for record in caplog.records if "without a token" in record.message]
@@ -189,7 +189,7 @@ def test_byte_order_mark_of_jsonl_is_skipped(offline, tmp_path, encoding, name, 
         ("utf-32", "it is in UTF-16"),
     ],
 )
-def test_file_that_is_not_utf8_raises_with_line_number(tmp_path, name, encoding, fault):
+def test_dataset_file_that_is_not_utf8_raises_with_line_number(tmp_path, name, encoding, fault):
     word = "漢" if encoding == "shift_jis" else "größer"
     (tmp_path / name).write_text(f'{json.dumps(GOOD)}\n{{"question": "{word}", "answer": ""}}\n', encoding=encoding)
     line = 1 if encoding in ("utf-16", "utf-32") else 2

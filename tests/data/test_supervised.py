@@ -40,7 +40,7 @@ def test_supervised_prompts_equal_prompt_dataset_prompts(places):
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_MARKED, LLAMA3, LLAMA3_MARKED, THINKING])
 @pytest.mark.parametrize("system", [None, "Be brief."])
-def test_prompt_answer_row_equals_two_message_conversation(jsonl, template, system):
+def test_prompt_answer_row_is_encoded_like_two_message_conversation(jsonl, template, system):
     tokenizer, settings = byte_pairs(), {"tokenizer": byte_pairs(), "chat_template": template}
     talk = [{"role": "user", "content": "how are you?"}, {"role": "assistant", "content": "I am well"}]
     talk = [{"role": "system", "content": system}, *talk] if system else talk
@@ -64,7 +64,7 @@ def test_supervised_conversations_train_only_assistant_turns(jsonl):
     assert read(next(learn(named, chat_template=TALK, messages_field="talk"))) == ("u1>", "a1<eos>a1<eos>")
 
 
-def test_conversation_is_cut_after_last_trained_token(jsonl):
+def test_supervised_conversation_is_cut_after_last_trained_token(jsonl):
     conversation = [*CHATS[0]["messages"], {"role": "user", "content": "bye"}]
     whole, _ = ChatFormat(byte_pairs(), CHATML).encode(conversation)
     episode = next(learn(jsonl({"messages": conversation}), tokenizer=byte_pairs(), chat_template=CHATML))
@@ -74,7 +74,7 @@ def test_conversation_is_cut_after_last_trained_token(jsonl):
 
 
 @pytest.mark.parametrize("form", ["rows.jsonl", "rows.parquet", "saved", "folder"])
-def test_plain_text_rows_train_all_but_first_token(places, form):
+def test_supervised_plain_text_rows_train_all_but_first_token(places, form):
     data = learn(places[form], text_field="answer", epochs=1)
     assert sorted(read(episode) for episode in data) == sorted(("s", f"tep\n#### {i}<eos>") for i in range(23))
 
@@ -147,7 +147,7 @@ USER = {"messages": [{"role": "user", "content": "hi"}]}
         ([CHAT], {"train_on": "first"}, "train_on must be one of assistant, last; got 'first'"),
     ],
 )  # fmt: skip
-def test_invalid_supervised_row_names_the_fault(jsonl, rows, settings, message):
+def test_invalid_supervised_row_error_names_the_fault(jsonl, rows, settings, message):
     with pytest.raises(ValueError, match=message) as caught:
         learn(jsonl(*rows), **{"chat_template": TALK, **settings})
     assert "\n" not in str(caught.value)

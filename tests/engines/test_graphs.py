@@ -30,7 +30,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulation]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-def test_cuda_graph_steps_draw_the_tokens_of_the_cpu(family: str, folders: dict[str, Path], device: Emulation):
+def test_cuda_graph_decode_steps_sample_the_tokens_of_cpu(family: str, folders: dict[str, Path], device: Emulation):
     """Requests of all kinds, a growing cache, updates, a release: what a graph could not hold would fail the engine."""
     expected = decode(folders[family], device="cpu")
     assert_equal(decode(folders[family], cuda_graphs=True), expected)
@@ -72,7 +72,7 @@ def test_decode_step_is_one_graph_launch_and_one_wait(
     assert (many[3] - few[3]).total() <= 20 * waits_a_step, lines(many[3] - few[3])
 
 
-def test_top_logprobs_decode_without_a_graph(folders: dict[str, Path], device: Emulation):
+def test_decode_steps_with_top_logprobs_skip_cuda_graphs(folders: dict[str, Path], device: Emulation):
     assert steps(folders["qwen3"], device, 20, top_logprobs=2)[:2] == (20, 0)
 
 

@@ -45,13 +45,13 @@ def play(agent, target):
 
 
 @pytest.mark.parametrize("reward", ["null", "true", '"1"', "NaN", "Infinity"])
-def test_non_numeric_collection_reward_loses_episode(odd, reward):
+def test_non_numeric_agent_reward_marks_episode_as_lost(odd, reward):
     outcome = play(odd, f'{{"reward": {reward}}}')
     assert (outcome.reward, outcome.stop, outcome.is_lost) == (None, "infrastructure", True)
     assert "not a finite number" in outcome.info["error"]
 
 
-def test_hold_out_splits_rows_by_question():
+def test_agent_collection_hold_out_splits_rows_by_question():
     rows = [{"question": f"{n % 40}?", "answer": {"n": n}} for n in range(80)]
     train, held_out = hold_out(rows, 0.25)
     assert len(train) + len(held_out) == 80
@@ -76,7 +76,7 @@ def configured(tmp_path, agent, **settings):
     return file
 
 
-def test_write_rows_splits_into_configured_files(tmp_path, odd):
+def test_write_rows_writes_train_and_eval_files_of_config(tmp_path, odd):
     file = configured(tmp_path, {"collection": ODD})
     assert write_rows(file) == f"4 rows in {tmp_path}/rows/train.jsonl, 1 rows in {tmp_path}/rows/eval.jsonl"
     row = json.loads((tmp_path / "rows/train.jsonl").read_text().splitlines()[1])

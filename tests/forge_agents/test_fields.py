@@ -121,7 +121,7 @@ REJECTED = [
 
 
 @pytest.mark.parametrize(("dialect", "fields", "message"), REJECTED)
-def test_unsupported_request_fields_are_named(dialect, fields, message):
+def test_unsupported_request_fields_are_reported_by_name(dialect, fields, message):
     with pytest.raises(BadRequest) as error:
         read(dialect, **fields)
     assert str(error.value).startswith(message)
@@ -137,7 +137,7 @@ def test_requested_sampling_settings_are_reported_as_overridden():
     assert request.overridden == {"thinking": {"type": "adaptive"}, "top_k": 5, "effort": "high"}
 
 
-def test_tools_are_read_alike_in_every_dialect():
+def test_tool_definitions_are_parsed_equally_in_every_api_dialect():
     tools = [
         read("chat", tools=[CHAT_TOOL]).tools,
         read("responses", tools=[FLAT_TOOL]).tools,
@@ -162,7 +162,7 @@ CHOICES = [
 
 
 @pytest.mark.parametrize(("dialect", "tool", "choice", "expected"), CHOICES)
-def test_tool_choice_is_read_in_every_dialect(dialect, tool, choice, expected):
+def test_tool_choice_is_parsed_in_every_api_dialect(dialect, tool, choice, expected):
     assert read(dialect, tools=[tool], tool_choice=choice).tool_choice == expected
     assert read(dialect, tools=[tool], tool_choice=None).tool_choice == "auto"
 
@@ -245,7 +245,7 @@ def replaced(value, path, new):
 
 @pytest.mark.parametrize("dialect", BODIES)
 @given(data=st.data())
-def test_arbitrary_field_value_is_read_or_raises_bad_request(dialect, data):
+def test_arbitrary_request_field_is_parsed_or_raises_bad_request(dialect, data):
     body = {"model": "m", **BODIES[dialect]}
     path = data.draw(st.sampled_from(list(places(body))))
     try:
@@ -264,7 +264,7 @@ def test_arbitrary_field_value_is_read_or_raises_bad_request(dialect, data):
     ("text", "is_thinking", "count"),
     [("<think>hm</think>yes", False, 17), ("hm</think>yes", True, 10), ("hm, cut", True, 7), ("yes", False, 0)],
 )
-def test_tokens_of_a_thought_are_counted(text, is_thinking, count):
+def test_reasoning_tokens_are_counted_in_response_usage(text, is_thinking, count):
     tokenizer = character_tokenizer()
     reader = TurnReader(Dialogue(tokenizer, "plain"), is_thinking=is_thinking)
     reader.read(tokenizer(text)["input_ids"], lambda: "", truncated=True)

@@ -98,7 +98,7 @@ async def count_long(gateway, run):
     return statuses, several, answer.json()["choices"][0]["finish_reason"], finish, run(gateway.close(long))
 
 
-def test_texts_far_beyond_limit_are_not_tokenised(served):
+def test_request_texts_far_beyond_limit_are_not_tokenised(served):
     statuses, several, finish, quick, record = asyncio.run(count_long(*served))
     assert statuses == [400] * 3
     assert {200, 429} >= set(several) >= {200}
@@ -106,7 +106,7 @@ def test_texts_far_beyond_limit_are_not_tokenised(served):
     assert quick in ("stop", "length")
 
 
-def test_requests_beyond_limits_get_rate_limit_errors(gated):
+def test_gateway_requests_beyond_limits_get_rate_limit_errors(gated):
     rejected, quick, answers, patience, (record, other) = asyncio.run(flood(*gated))
     for error in rejected:
         assert isinstance(error, openai.RateLimitError)

@@ -24,7 +24,7 @@ def place(rooms: list[HostRoom], demands: list[Demand]) -> list[list[str]]:
     return found
 
 
-def test_documented_512_gpu_demands_are_placed():
+def test_documented_512_gpu_services_are_placed():
     """As on the slides of the documents: policies of 16 x 8, a trainer of 1 x 128, 4 x 4 of rewards, 16 of none."""
     rooms = [HostRoom.of_host(host(f"n{number}")) for number in range(64)]
     demands = [
@@ -44,7 +44,7 @@ def test_documented_512_gpu_demands_are_placed():
     check_fit([host(f"n{number}") for number in range(64)], demands)
 
 
-def test_oversized_demand_error_lists_free_devices():
+def test_oversized_placement_error_lists_free_devices():
     hosts = [host("a", 8), host("b", 2)]
     demands = [Demand("services.trainer", procs=8, gpus=1), Demand("services.generator, replica 0", procs=4, gpus=1)]
     with pytest.raises(NoHostRoom) as caught:
@@ -63,7 +63,7 @@ def test_oversized_demand_error_lists_free_devices():
     st.lists(st.tuples(st.integers(0, 8), st.integers(1, 64)), min_size=1, max_size=8),
     st.lists(st.tuples(st.integers(1, 16), st.integers(0, 4), st.integers(1, 4)), max_size=12),
 )
-def test_devices_have_one_owner_and_return_on_release(hosts, wanted):
+def test_devices_have_one_owner_and_are_free_after_release(hosts, wanted):
     rooms = [HostRoom.of_host(host(f"n{n}", gpus, cores)) for n, (gpus, cores) in enumerate(hosts)]
     before = [list(room.gpus) for room in rooms]
     taken = []
@@ -90,7 +90,7 @@ def test_devices_have_one_owner_and_return_on_release(hosts, wanted):
     assert [room.threads for room in rooms] == [0] * len(rooms)
 
 
-def test_host_addresses_are_parsed_from_text_file_and_folder(tmp_path):
+def test_host_addresses_are_parsed_from_text_file_and_directory(tmp_path):
     assert parse_addresses("a, b:8000,[fe80::1]:9,10.0.0.1") == ["a:7070", "b:8000", "[fe80::1]:9", "10.0.0.1:7070"]
     assert parse_addresses(["a"]) == ["a:7070"]
     file = tmp_path / "hosts"

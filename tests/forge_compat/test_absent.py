@@ -24,7 +24,7 @@ def test_absent_torchforge_module_error_names_replacement(name: str):
         importlib.import_module(name)
 
 
-def test_replacements_of_absent_modules_exist():
+def test_named_replacements_of_absent_torchforge_modules_exist():
     for here in ABSENT.values():
         for word in here.replace(",", "").replace(";", "").split():
             module, _, attribute = word.rpartition(".")

@@ -36,7 +36,7 @@ def collated(parts):
     return [[episode.number for episode in part] for part in parts]
 
 
-def test_replay_buffer_sample_is_split_over_dp_ranks():
+def test_torchforge_replay_buffer_sample_is_split_over_dp_ranks():
     async def main():
         buffer = await ReplayBuffer.as_local(batch_size=2, dp_size=2, max_policy_age=1, collate=collated, order="fifo")
         assert await buffer.sample.call_one(curr_policy_version=0) is None
@@ -59,7 +59,7 @@ def test_replay_buffer_sample_is_split_over_dp_ranks():
 
 
 @pytest.mark.processes
-def test_reference_forward_matches_transformers(model):
+def test_torchforge_reference_forward_matches_transformers(model):
     tokens = torch.randint(3, 20, (3, 12), generator=torch.Generator().manual_seed(0))
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
@@ -240,14 +240,14 @@ LOSS = {"model": "m", "loss": ReinforceLoss(clip_ratio=0.2)}
         ),
     ],
 )
-def test_invalid_actor_settings_raise_before_start(component, settings, error, message):
+def test_invalid_torchforge_actor_settings_raise_before_start(component, settings, error, message):
     for start in (component.options(procs=1).as_service, component.options(procs=1).as_actor):
         with pytest.raises(error, match=message) as caught:
             start(**settings)  # not awaited, and without an event loop: nothing can have started
         assert "\n" not in str(caught.value)
 
 
-def test_subclass_constructor_runs_only_in_its_process():
+def test_actor_subclass_constructor_runs_only_in_actor_process():
     constructed = []
 
     class Named(ReplayBuffer):
@@ -286,7 +286,7 @@ class Recorder(ReplayBuffer):
 
 @pytest.mark.full
 @pytest.mark.processes
-async def test_metric_logger_merges_values_of_all_processes(caplog):
+async def test_torchforge_metric_logger_merges_values_of_all_processes(caplog):
     logger = await get_or_create_metric_logger(process_name="Controller")
     assert await get_or_create_metric_logger() is logger
     await logger.init_backends.call_one({"console": {"logging_mode": "global_reduce"}})

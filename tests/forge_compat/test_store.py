@@ -25,7 +25,7 @@ def stored(work):
     return asyncio.run(main())
 
 
-def test_store_puts_and_gets_tensors_and_plain_values():
+def test_torchforge_store_puts_and_gets_tensors_and_plain_values():
     async def work():
         await ts.put("a", torch.arange(4))
         await ts.put("b", {"step": 3, "rows": [torch.ones(2), "x"]})
@@ -42,7 +42,7 @@ def test_store_puts_and_gets_tensors_and_plain_values():
     stored(work)
 
 
-def test_get_batch_reads_all_keys_or_none():
+def test_torchforge_store_get_batch_reads_all_keys_or_raises():
     async def work():
         await ts.put_batch({"x": torch.ones(2), "y": {"n": 1}})
         target = torch.zeros(2)
@@ -58,7 +58,7 @@ def test_get_batch_reads_all_keys_or_none():
     stored(work)
 
 
-def test_state_dicts_are_stored_cast_and_filled_in_place():
+def test_torchforge_store_casts_and_fills_state_dicts_in_place():
     async def work():
         model, serving = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
         state = {"model": model.state_dict(), "step": 7}

@@ -227,7 +227,7 @@ def test_unknown_torchforge_key_is_noted_without_equivalent():
         ("a: [", "is not valid YAML"),
     ],
 )
-def test_unreadable_torchforge_files_raise_one_line(tmp_path: Path, text: str, message: str):
+def test_unreadable_torchforge_files_raise_one_line_error(tmp_path: Path, text: str, message: str):
     file = tmp_path / "c.yaml"
     file.write_text(text)
     with pytest.raises(ValueError, match=message) as caught:
@@ -235,7 +235,7 @@ def test_unreadable_torchforge_files_raise_one_line(tmp_path: Path, text: str, m
     assert "\n" not in str(caught.value)
 
 
-def test_config_interpolations_keep_types(tmp_path: Path):
+def test_torchforge_config_interpolations_keep_types(tmp_path: Path):
     file = tmp_path / "c.yaml"
     file.write_text("n: 3\nflag: true\na: {b: '${n}', c: 'x${n}', d: ['${flag}'], e: '${oc.env:NEVER_SET, z}'}\n")
     values = Settings(read_upstream(file))
@@ -244,7 +244,7 @@ def test_config_interpolations_keep_types(tmp_path: Path):
         values.absent  # noqa: B018
 
 
-def test_vllm_arguments_are_kept_unless_other_keys_set_them():
+def test_converted_vllm_arguments_yield_to_explicit_keys():
     engine = {
         "model": "a/b",
         "tensor_parallel_size": 1,
@@ -329,13 +329,13 @@ RL = {"group_size": 8, "local_batch_size": 16}
         ),
     ],
 )
-def test_invalid_torchforge_values_name_the_key(tmp_path: Path, values: dict[str, Any], message: str):
+def test_invalid_torchforge_value_errors_name_the_key(tmp_path: Path, values: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message) as caught:
         convert_config(read_upstream(written(tmp_path, values)))
     assert "\n" not in str(caught.value)
 
 
-def test_checkpoint_and_activation_switches_are_converted():
+def test_torchforge_checkpoint_and_activation_settings_are_converted():
     def converted(**sections: Any) -> dict[str, Any]:
         return convert_config(RL | {"trainer": sections}).values
 

@@ -15,7 +15,7 @@ def drawn(sampler, count):
     return [sampler.draw() for _ in range(count)]
 
 
-def test_curriculum_advances_when_level_is_solved():
+def test_curriculum_sampler_advances_when_level_is_solved():
     sampler = Curriculum(ROWS, 0, advance_at=0.75, window=4)
     assert {ROWS[row]["level"] for row in drawn(sampler, 40)} == {0}
     for rewards in ([1.0, 0.0], [1.0, 1.0], [1.0, 1.0]):
@@ -53,7 +53,7 @@ def test_frontier_sampler_prefers_sometimes_solved_rows():
         (Sampler, {}),
     ],
 )
-def test_state_of_sampler_is_in_metrics(use, state, monkeypatch):
+def test_sampler_state_is_recorded_as_metrics(use, state, monkeypatch):
     recorded = {}
     monkeypatch.setattr("forge.data.sources.record_metric", recorded.__setitem__)
     monkeypatch.setattr(Sampler, "__abstractmethods__", frozenset())
@@ -73,7 +73,7 @@ def test_state_of_sampler_is_in_metrics(use, state, monkeypatch):
         lambda rows: Retire(rows, 3),
     ],
 )
-def test_resumed_sampler_draws_the_same_rows(make):
+def test_resumed_row_sampler_returns_the_same_rows(make):
     """Whatever was drawn and observed before, and with outcomes that are known only later."""
 
     def play(source, first, last):

@@ -117,7 +117,7 @@ def test_audit_names_each_seeded_fault(folder, tmp_path, change, fault):
 
 
 @pytest.mark.processes
-def test_audit_names_edited_file(folder, tmp_path):
+def test_audit_names_edited_run_file(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "run")
     text = (tmp_path / "run/metrics.jsonl").read_text()
     (tmp_path / "run/metrics.jsonl").write_text(text.replace('"reward"', '"rewarf"', 1))
@@ -147,7 +147,7 @@ def test_audit_of_interrupted_run_has_no_faults(tmp_path):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("words", [["audit", "nowhere"]])
-def test_unauditable_run_raises(words):
+def test_audit_of_missing_run_raises(words):
     with pytest.raises(SystemExit, match="is not a run that has made a step"):
         main(words)
 

@@ -119,14 +119,14 @@ def test_reward_doctor_finds_nothing_in_good_reward(rewards):
     assert {finding.kind for finding in result.findings} <= {"form"}
 
 
-def test_hung_reward_process_is_replaced(rewards):
+def test_reward_doctor_replaces_hung_reward_process(rewards):
     with closing(RewardProcess(f"{rewards}:hangs", limit=0.5)) as process:
         assert process.call(CASES[0], ["#### 7"]).rewards == (1.0,)
         assert "no answer within" in process.call(CASES[0], ["9" * 200_000]).error
         assert process.call(CASES[0], ["#### 7", "#### 8"]).rewards == (1.0, 0.0)
 
 
-def test_doctor_reward_command_reports_faults(rewards, tmp_path, capsys):
+def test_forge_doctor_reward_command_reports_faults(rewards, tmp_path, capsys):
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(f'{{"question": "What is {a} + {b}?", "answer": "{a + b}"}}\n' for a, b in SUMS))
     main(["doctor", "reward", f"{rewards}:good", "--data", str(rows)])
@@ -144,7 +144,7 @@ def test_doctor_reward_command_reports_faults(rewards, tmp_path, capsys):
         (["doctor", "reward", "ExactMatch", "--data", "rows.jsonl"], "rows.jsonl"),
     ],
 )
-def test_invalid_doctor_input_raises(words, problem):
+def test_invalid_forge_doctor_reward_input_raises(words, problem):
     with pytest.raises(SystemExit, match=problem) as caught:
         main(words)
     assert "\n" not in str(caught.value)

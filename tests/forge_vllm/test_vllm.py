@@ -56,7 +56,7 @@ def test_invalid_vllm_options_raise(tmp_path: Path, options: dict, message: str)
         EngineSettings(engine="vllm", vllm=options).check_installed()
 
 
-def test_embedded_engine_options_raise_with_vllm(tmp_path: Path) -> None:
+def test_embedded_engine_options_raise_with_vllm_engine(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"generator\.vllm is of the other engine"):
         load_engine("embedded", tmp_path, vllm={"seed": 1})
     with pytest.raises(ConfigError, match=r"generator\.vllm is of the other engine"):
@@ -76,7 +76,7 @@ def test_missing_vllm_names_install_command(tmp_path: Path) -> None:
 
 
 @installed
-def test_untied_model_matches_and_dead_vllm_process_fails_calls(
+def test_vllm_matches_untied_model_and_dead_process_fails_calls(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before, model, new = processes(), build("llama"), build("llama", seed=1)
@@ -120,7 +120,7 @@ def test_vllm_mixture_of_experts_matches_after_updates(tmp_path: Path) -> None:
 
 
 @installed
-def test_preempted_vllm_sequences_finish_on_their_weights(tmp_path: Path) -> None:
+def test_preempted_vllm_sequences_finish_on_starting_weights(tmp_path: Path) -> None:
     before, models = processes(), [build(seed=seed) for seed in range(4)]
     models[0].save_pretrained(tmp_path)
     # 7 blocks of 128 tokens, and one that vLLM keeps, for sequences of up to 4: most of them are preempted.

@@ -16,14 +16,14 @@ def table() -> ScoreTable:
     return scenario("independent", 0, problems=20, responses=4, verifiers=4).table
 
 
-def test_missing_labels_raise_in_weaver_fit(tmp_path, table):
+def test_weaver_fit_of_unlabelled_problems_raises(tmp_path, table):
     scores = tmp_path / "scores.npz"
     table.with_labels_of(range(5, 20)).save(scores)
     with pytest.raises(SystemExit, match="labelled is 5, and there are no labels of these problems"):
         forge(["weaver", "fit", str(scores), "--labelled", "5", "--out", str(tmp_path / "fitted.npz")])
 
 
-def test_invalid_weaver_names_raise_before_scoring(tmp_path, monkeypatch):
+def test_invalid_weaver_output_and_verifier_names_raise_before_scoring(tmp_path, monkeypatch):
     (tmp_path / "responses.jsonl").write_text('{"prompt": "p", "responses": ["a"]}\n')
     monkeypatch.chdir(tmp_path)
     for name, out, said in (
@@ -37,7 +37,7 @@ def test_invalid_weaver_names_raise_before_scoring(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["binned", "online"])
-def test_overconfident_method_warns_about_correlated_verifiers(tmp_path, capsys, method):
+def test_overconfident_aggregator_warns_of_correlated_verifiers(tmp_path, capsys, method):
     table = scenario("independent", 0, problems=100, responses=8, verifiers=4).table
     scores = tmp_path / "scores.npz"
     for made, warned in ((table, False), (copies(table), True)):

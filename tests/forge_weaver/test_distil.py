@@ -59,7 +59,7 @@ def made(encoder, taught, tmp_path_factory):
 
 
 @pytest.mark.full
-def test_distilled_model_agrees_with_ensemble_on_new_problems(made):
+def test_distilled_verifier_agrees_with_ensemble_on_new_problems(made):
     _, found, lines = made
     assert found.agreement > 0.9
     assert found.error < 0.15
@@ -98,12 +98,12 @@ def test_reopened_distilled_verifier_separates_right_from_wrong(made, taught):
         (lambda t, p: (t, p[:, :0] * 0), "probabilities are"),
     ],
 )
-def test_invalid_distillation_raises(encoder, taught, tmp_path, change, message):
+def test_invalid_weaver_distillation_settings_raise(encoder, taught, tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
         distil(*change(*taught), encoder, tmp_path / "d")
 
 
-def test_distillation_does_not_overwrite_non_empty_folder(encoder, taught):
+def test_distillation_does_not_overwrite_non_empty_directory(encoder, taught):
     before = (encoder / "config.json").read_text()
     with pytest.raises(ValueError, match="is not empty"):
         distil(*taught, encoder, encoder)

@@ -55,7 +55,7 @@ def faults(cells: list[Cell]) -> list[Cell]:
 
 @pytest.mark.full
 @pytest.mark.parametrize(("family", "field"), SOME)
-def test_config_field_values_are_computed_or_rejected(family: str, field: str) -> None:
+def test_each_model_config_value_is_computed_or_rejected(family: str, field: str) -> None:
     cells = list(sweep([family], [field]))
     assert faults(cells) == []
     assert any(result.trainer for result in cells)
@@ -79,7 +79,7 @@ def with_values(folder: Path, family: str, **values: Any) -> Path:
 
 
 @pytest.mark.parametrize(("family", "values", "message"), WRONG)
-def test_unsupported_config_field_raises_one_line(
+def test_unsupported_model_config_field_raises_one_line_error(
     tmp_path: Path, family: str, values: dict[str, Any], message: str
 ) -> None:
     folder = with_values(tmp_path, family, **values)
@@ -106,7 +106,9 @@ RECIPES: dict[str, tuple[type, dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_recipes_reject_unsupported_config_fields(tmp_path: Path, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipes_reject_unsupported_model_config_fields(
+    tmp_path: Path, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def never(*_: Any) -> None:
         raise AssertionError("started")
 
@@ -128,7 +130,7 @@ def test_recipes_reject_unsupported_config_fields(tmp_path: Path, recipe: str, m
 
 
 @pytest.mark.parametrize("family", ["phi3", "llama", "gemma3", "qwen3_moe", "smollm3"])
-def test_configured_dropout_is_off_when_scoring(tmp_path: Path, family: str) -> None:
+def test_configured_dropout_is_off_when_computing_logprobs(tmp_path: Path, family: str) -> None:
     rates = {"attention_dropout": 0.5} | ({"resid_pdrop": 0.5, "embd_pdrop": 0.5} if family == "phi3" else {})
     write_model(tmp_path / "plain", family)
     write_model(tmp_path / "dropping", family, **rates)
@@ -141,7 +143,7 @@ def test_configured_dropout_is_off_when_scoring(tmp_path: Path, family: str) -> 
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "default", "linear", "yarn", "llama3"])
-def test_packed_sequence_ignores_rope_length_of_neighbours(tmp_path: Path, kind: str) -> None:
+def test_rope_of_packed_sequence_ignores_length_of_neighbours(tmp_path: Path, kind: str) -> None:
     """Beyond `max_position_embeddings` the frequencies of a dynamic rope would be those of the longest in the pack."""
     rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     rope |= {"short_factor": [1.0, 1.5, 2.0, 1.0], "long_factor": [4.0, 3.0, 2.0, 4.0]}
@@ -162,7 +164,7 @@ def test_packed_sequence_ignores_rope_length_of_neighbours(tmp_path: Path, kind:
 
 
 @pytest.mark.parametrize("equal", [True, False])
-def test_tied_checkpoint_with_different_head_raises(tmp_path: Path, equal: bool) -> None:
+def test_tied_checkpoint_with_separate_lm_head_weights_raises(tmp_path: Path, equal: bool) -> None:
     """With `tie_word_embeddings` transformers ties what is equal, and else keeps both."""
     write_model(tmp_path, "llama", tied=True)
     weights = load_file(tmp_path / "model.safetensors")
@@ -195,7 +197,9 @@ LENGTHS: list[tuple[Any, list[str], int | str]] = [
 
 
 @pytest.mark.parametrize(("schema", "words", "most"), LENGTHS)
-def test_row_length_is_capped_at_model_length(tmp_path: Path, schema: Any, words: list[str], most: int | str) -> None:
+def test_packed_row_length_is_capped_at_model_length(
+    tmp_path: Path, schema: Any, words: list[str], most: int | str
+) -> None:
     def never(*_: Any) -> None:
         raise AssertionError("started")
 
@@ -240,7 +244,7 @@ def test_row_length_is_capped_at_model_length(tmp_path: Path, schema: Any, words
         ("phi3", {"partial_rotary_factor": 0.5}, None),
     ],
 )
-def test_config_keys_only_vllm_computes_raise(family: str, values: dict[str, Any], stray: str | None) -> None:
+def test_model_config_keys_supported_only_by_vllm_raise(family: str, values: dict[str, Any], stray: str | None) -> None:
     config = config_of(family, **values)
     if stray is None:
         check_keys(config)
@@ -249,7 +253,7 @@ def test_config_keys_only_vllm_computes_raise(family: str, values: dict[str, Any
         check_keys(config)
 
 
-def test_models_missing_in_vllm_raise() -> None:
+def test_models_unsupported_by_vllm_raise() -> None:
     with pytest.raises(ValueError, match="does not tie its head"):
         check_keys(config_of("olmoe", tie_word_embeddings=True))
     check_keys(config_of("olmoe", tie_word_embeddings=False))

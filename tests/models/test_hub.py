@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from forge.models.hub import check_upload, is_hub_id, split_revision, write_card
 
 
-def test_hub_id_revision_is_split_off():
+def test_model_id_revision_after_at_sign_is_parsed():
     assert split_revision("Qwen/Qwen3-0.6B@main") == ("Qwen/Qwen3-0.6B", "main")
     assert split_revision("Qwen/Qwen3-0.6B") == ("Qwen/Qwen3-0.6B", None)
     assert is_hub_id("Qwen/Qwen3-0.6B@c1899de289a04d12100db370d81485cdf75e47ca")
@@ -62,7 +62,7 @@ except ValueError as error: print(error)
         ("me/model", "hf_x", True, "HF_HUB_OFFLINE is set"),
     ],
 )
-def test_invalid_upload_raises_before_run(name, token, offline, message, monkeypatch):
+def test_invalid_hub_upload_settings_raise_before_run(name, token, offline, message, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: token)
     with pytest.raises(ValueError, match=message):

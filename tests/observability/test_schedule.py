@@ -94,7 +94,7 @@ def test_damaged_schedule_line_raises_with_its_number(tmp_path: Path, lines: lis
         read_schedule(written(tmp_path, [*lines[:2], text, *lines[3:]]))
 
 
-def test_first_schedule_difference_is_described() -> None:
+def test_first_difference_between_schedules_is_described() -> None:
     first, second = entries()
     reward = StepEntry(1, (GroupEntry.from_group(Group([episode([0]), episode([0, 0], 0.5)], 1)),), (), first.numbers)
     assert find_difference(first, reward) == "sample 1 of prompt 1 had the reward 1.0, and now 0.5 for the same tokens"

@@ -154,7 +154,7 @@ def test_custom_tracker_gets_steps_until_it_fails(tmp_path: Path, caplog):
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_missing_tracker_package_raises_one_line(monkeypatch, name: str):
+def test_missing_tracker_package_raises_one_line_error(monkeypatch, name: str):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ModuleNotFoundError) as error:
         check_trackers(metrics(name))
@@ -163,7 +163,7 @@ def test_missing_tracker_package_raises_one_line(monkeypatch, name: str):
 
 @pytest.mark.processes
 @needs("wandb")
-def test_wandb_without_key_raises_one_line(tmp_path: Path, monkeypatch):
+def test_wandb_without_key_raises_one_line_error(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)

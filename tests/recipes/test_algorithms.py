@@ -39,7 +39,7 @@ def run(folder: Path, *overrides: str, path: Path | None = None) -> list[dict]:
     return rows(folder)
 
 
-def test_documented_custom_algorithm_trains(tmp_path):
+def test_documented_custom_algorithm_example_trains(tmp_path):
     (code,) = re.findall(r"```python\n([^`]*class TOPRLoss.*?)```", PAGE, re.DOTALL)
     assert len(code.splitlines()) <= 60
     (tmp_path / "topr.py").write_text(code)
@@ -85,7 +85,7 @@ def test_distillation_teacher_with_other_tokenizer_raises(tmp_path):
 
 
 @pytest.mark.slow
-def test_step_rewards_train_ppo_and_raise_with_grpo(tmp_path):
+def test_per_step_rewards_train_with_ppo_and_raise_with_grpo(tmp_path):
     """A process reward model's reward of each step reaches PPO's critic; GRPO, which would sum them up, is an error."""
     tiny_model(kind=AutoModelForTokenClassification).save_pretrained(tmp_path / "prm")
     TOKENIZER.save_pretrained(tmp_path / "prm")

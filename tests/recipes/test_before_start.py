@@ -93,7 +93,7 @@ def test_config_without_reward_raises(model, caplog, sections, told):
     ],
 )
 @pytest.mark.parametrize("config", [RLConfig, SFTConfig])
-def test_evaluation_without_problems_raises_one_line(model, tmp_path, caplog, config, evaluation, said):
+def test_evaluation_without_problems_raises_one_line_error(model, tmp_path, caplog, config, evaluation, said):
     for name, chosen in (("rows", sums(1, 2, 3)), ("test", sums(4))):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, chosen)))
     evaluation = {**evaluation, **({"path": str(tmp_path / "test.jsonl")} if evaluation["problems"] else {})}

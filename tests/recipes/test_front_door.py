@@ -43,7 +43,7 @@ def in_script(folder: Path, code: str) -> str:
 
 
 @pytest.mark.slow
-def test_train_in_script_accepts_closure_reward(tmp_path: Path):
+def test_forge_train_in_script_accepts_closure_as_reward(tmp_path: Path):
     output = in_script(tmp_path, CLOSURE)
     result = Result(tmp_path / "runs" / "closure")
     assert "runs/closure/model 3 [" in output
@@ -90,7 +90,7 @@ SMALL = {"from_scratch": {"alphabet": "abc>"}, "dataset": [{"question": "abc", "
         ({"clip_hihg": 0.3}, "algorithm grpo has no setting 'clip_hihg'; did you mean 'clip_high'"),
     ],
 )
-def test_invalid_train_arguments_start_no_process(tmp_path: Path, monkeypatch, settings: dict, message: str):
+def test_invalid_forge_train_arguments_start_no_process(tmp_path: Path, monkeypatch, settings: dict, message: str):
     monkeypatch.chdir(tmp_path)
     with pytest.raises((ConfigError, BadInput, ValueError), match=message) as error:
         forge.train(None, **{**SMALL, "seq_len": 1024, **settings})
@@ -102,7 +102,7 @@ SETTINGS = [(name, setting) for name, algorithm in ALGORITHMS.items() for settin
 
 
 @pytest.mark.parametrize(("algorithm", "setting"), SETTINGS)
-def test_algorithm_settings_are_accepted_by_name_in_train(algorithm: str, setting: str):
+def test_forge_train_accepts_algorithm_settings_by_name(algorithm: str, setting: str):
     """No setting is taken for a misspelling of another, as beta for beta2."""
     [(section, values)] = _place_setting(RLConfig, setting, 0.5, algorithm).items()
     assert section == "grpo" or setting in keys_of(section_in(keys_of(RLConfig)[section].annotation))

@@ -42,7 +42,7 @@ class Decayed(GRPO):
         return -ratio * advantages * later + 0.01 * logprobs.exp() * logprobs
 
 
-def test_custom_credit_and_loss_term_fit_in_20_lines(tmp_path):
+def test_custom_credit_assignment_and_loss_term_fit_in_20_lines(tmp_path):
     history = train(tmp_path, algorithm=Decayed(), reward="CharacterMatch").metrics
     assert lines_of(Decayed) <= 20
     assert all(row["mine/token"] > 0 for row in history[1:])

@@ -127,7 +127,7 @@ def test_common_config_mistakes_raise_one_line_before_start(
     ],
     ids=["a tab", "indentation", "a list"],
 )
-def test_invalid_config_file_raises_one_line(text: str, words: str, tmp_path: Path):
+def test_invalid_config_file_raises_one_line_error(text: str, words: str, tmp_path: Path):
     file = tmp_path / "bad.yaml"
     file.write_text(text)
     with pytest.raises(ValueError, match=words) as caught:
@@ -140,7 +140,7 @@ def test_invalid_config_file_raises_one_line(text: str, words: str, tmp_path: Pa
     [(lambda response: None, "gave None"), (lambda response: float("nan"), "gave nan")],
     ids=["None", "nan"],
 )
-def test_reward_that_never_scores_is_named_with_its_input(function: Callable[..., Any], reason: str):
+def test_reward_that_never_scores_is_reported_with_example_input(function: Callable[..., Any], reason: str):
     reward = Reward([function], names=["mine"])
 
     async def generate(prompt: Prompt, **sampling: Any) -> list[Completion]:
@@ -160,7 +160,7 @@ def test_reward_that_never_scores_is_named_with_its_input(function: Callable[...
         asyncio.run(work())
 
 
-def test_misspelt_command_lists_commands(capsys: pytest.CaptureFixture[str]):
+def test_misspelt_forge_command_error_lists_commands(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         main(["trian"])
     assert "train" in capsys.readouterr().err

@@ -21,7 +21,7 @@ HOSTS = ["--services.trainer.hosts", "1", "--services.generator.hosts", "1"]
 NO_HOSTS = ["--services.trainer.hosts", "null", "--services.generator.hosts", "null"]
 
 
-def test_deadline_is_read_from_setting_or_slurm(monkeypatch):
+def test_run_deadline_is_read_from_setting_or_slurm(monkeypatch):
     monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
     assert deadline_of(None) is None
     assert deadline_of(100.0) == pytest.approx(time.time() + 100, abs=5)

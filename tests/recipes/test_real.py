@@ -29,6 +29,6 @@ def test_real_task_held_out_questions_are_not_trained(task):
         ("", 0.0),
     ],
 )
-def test_constraint_reward_is_share_of_constraints_met(response: str, share: float):
+def test_constraint_task_reward_is_share_of_constraints_met(response: str, share: float):
     target = json.dumps({"most_words": 8, "lower": True, "word": "light", "end": "!"})
     assert FollowsConstraints()("", response, target) == share

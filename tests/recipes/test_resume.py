@@ -202,7 +202,7 @@ def test_resume_with_changed_settings_raises_with_their_names(left):
     assert "unknown key" in left.error(*run, recipe=SFTConfig)
 
 
-def test_resume_takes_newest_complete_checkpoint(left):
+def test_resume_uses_newest_complete_checkpoint(left):
     assert find_start(left.cfg, "auto") == Start(str(left.checkpoint(4)), 4)
     left.checkpoint(4).rename(left.checkpoint(4).with_suffix(".unfinished"))
     assert find_start(left.cfg, str(left.folder)) == Start(str(left.checkpoint(2)), 2)
@@ -241,7 +241,7 @@ def test_resume_skips_damaged_checkpoint(left, name, damage, caplog):
             find_start(left.cfg, "auto")
 
 
-def test_damaged_run_folder_raises_one_line(left):
+def test_damaged_run_directory_raises_one_line_error(left):
     for name in ("config.yaml", "origin.json"):
         path = left.folder / name
         whole = path.read_bytes()
@@ -253,7 +253,7 @@ def test_damaged_run_folder_raises_one_line(left):
         path.write_bytes(whole)
 
 
-def test_resume_allows_changed_limits(left):
+def test_resume_allows_changed_step_and_time_limits(left):
     before = (left.root / "x-initial/model.safetensors").stat().st_mtime_ns
     cfg = build(GRPOConfig, yaml.safe_load(left.file.read_text()))
     cfg.training.steps, cfg.services.trainer.procs, cfg.eval.every, cfg.run.overwrite = 9, 2, 4, True

@@ -133,7 +133,7 @@ def test_weaver_commands_build_ensemble_step_by_step(folder, tmp_path, capsys):
         (["score", "{config}", "--verifiers", "{config}", "--out", "x.npz"], "line 1"),
     ],
 )
-def test_invalid_weaver_recipe_raises_one_line(folder, words, message):
+def test_invalid_weaver_recipe_raises_one_line_error(folder, words, message):
     known = {"scores": folder / "ensemble/scores.npz", "config": folder / "weaver.yaml"}
     with pytest.raises(SystemExit, match=message):
         forge(["weaver", *(word.format(**known) for word in words)])

@@ -41,7 +41,7 @@ def test_reward_parameters_are_filled_by_name():
     assert scored(lambda response, **columns: len(columns)) == [3.0] * 3  # the prompt is the rendered one, if named
 
 
-def test_plural_parameters_receive_the_whole_group():
+def test_plural_reward_parameters_receive_the_whole_group():
     def shortest(responses: list[str], level: int, prompt: str) -> list[float]:
         assert (level, prompt) == (3, "2+2")
         return [float(len(response) == min(map(len, responses))) for response in responses]
@@ -107,7 +107,7 @@ def test_trl_log_metric_records_metric():
         (lambda completions, trainer_state, **kwargs: [], "trainer_state, which is TRL's own"),
     ],
 )
-def test_uncallable_reward_raises_one_line(function, message):
+def test_uncallable_reward_raises_one_line_error(function, message):
     with pytest.raises(ValueError, match=message) as caught:
         as_verifier(function)
     assert "\n" not in str(caught.value)
@@ -127,7 +127,7 @@ def test_group_reward_of_wrong_length_raises(function, message):
         scored(function)
 
 
-def test_missing_column_error_names_column_and_row_keys():
+def test_missing_reward_column_error_names_column_and_row_keys():
     def wants(response, difficulty):
         return 0.0
 
@@ -168,7 +168,7 @@ class Policy:
         return COMPLETIONS
 
 
-def test_reward_gets_row_and_tokens_hidden_from_policy():
+def test_reward_receives_row_and_tokens_hidden_from_policy():
     from forge.actors import RewardActor
 
     def both(completion: Completion, level: int) -> float:

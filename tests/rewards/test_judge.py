@@ -68,7 +68,7 @@ def short_pauses(monkeypatch):
     monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.01)
 
 
-def test_judge_with_one_vote_scores_its_verdict():
+def test_llm_judge_with_one_vote_scores_the_parsed_verdict():
     def answer(body):
         return chat("I think... No. Wait:\nYES!" if "2}" in body["messages"][1]["content"] else "No.")
 
@@ -88,7 +88,7 @@ def test_unreadable_judge_verdict_is_unscored():
     assert found.reasons == {(0, 0): "1 of 4 verdicts could be read; the last answer was ''"}
 
 
-def test_judge_scores_from_token_logprobs():
+def test_llm_judge_score_is_computed_from_token_logprobs():
     likely = {" Yes": math.log(0.5), "yes": math.log(0.1), "no": math.log(0.2), "Nope": math.log(0.1)}
 
     def answer(body):
@@ -200,7 +200,7 @@ def test_invalid_judge_settings_raise(settings, message):
 
 
 @pytest.mark.slow
-def test_judge_reads_verdicts_from_own_server(served):  # noqa: F811
+def test_llm_judge_reads_verdicts_from_forge_serve(served):  # noqa: F811
     async def run():
         # A random model: words that it does say.
         judge = LMJudge(served.address, "tiny", template="{response}?", votes=6, yes="a", no="b", max_tokens=200)

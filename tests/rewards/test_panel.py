@@ -111,7 +111,7 @@ def test_failing_panel_verifier_is_unscored_with_reason():
     assert score(panel, []).values.shape == (0, 6)
 
 
-def test_stuck_or_closed_verifier_is_unscored_with_reason():
+def test_stuck_or_closed_panel_verifier_is_unscored_with_reason():
     async def some():
         reader = Reader()
         panel = Panel([reader], timeout=0.3)

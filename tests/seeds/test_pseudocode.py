@@ -118,7 +118,7 @@ async def test_pseudocode_asynchronous_loop_trains_three_steps(model, store):
     assert steps == [0, 1, 2]
 
 
-def test_pseudocode_service_options_name_what_is_missing(model, store):
+def test_pseudocode_service_options_error_names_missing_part(model, store):
     """Sixteen replicas of eight GPUs: without a model and GPUs the error says what is missing."""
     code = "\n".join(printed.block(printed.TALK, "policy = PolicyActor.options(", ").as_service()"))
     with pytest.raises(TypeError, match="missing a required argument: 'model'"):

@@ -42,7 +42,7 @@ def read(path: Path, *overrides: str) -> RLConfig:
     return load(RLConfig, ["--config", str(path), *overrides])
 
 
-def test_skill_page_math_config_loads_with_its_values(tmp_path):
+def test_skill_page_math_config_loads_with_documented_values(tmp_path):
     cfg = read(math_config(tmp_path))
     text = yaml.safe_load((tmp_path / "grpo_math.yaml").read_text())
     for section, keys in text.items():
@@ -82,7 +82,7 @@ def test_skill_page_math_config_trains(tmp_path):
     assert {"train/entropy", "train/kl", "reward"} <= row.keys()
 
 
-def test_skill_page_distributed_config_gives_its_layout(tmp_path):
+def test_skill_page_distributed_config_gives_documented_layout(tmp_path):
     path = tmp_path / "distributed.yaml"
     path.write_text(section("# config/distributed.yaml", "Launch with SLURM") + "dataset: {path: openai/gsm8k}\n")
     (launch,) = re.findall(r"--trainer.procs \d+ \\\n?|--trainer.procs \d+", "\n".join(printed.document(printed.SKILL)))
@@ -113,7 +113,7 @@ def test_skill_page_distributed_config_gives_its_layout(tmp_path):
         ("entropy_coef: 0.01", "entropy_coef: 0.01", "training"),
     ],
 )
-def test_skill_page_remedies_are_valid_settings(tmp_path, first, last, key):
+def test_skill_page_troubleshooting_settings_are_valid(tmp_path, first, last, key):
     (line,) = printed.block(printed.SKILL, first, last)
     name, value = line.split("#")[0].split(":")
     cfg = read(math_config(tmp_path), f"--{key}.{name.strip()}", value.strip())

@@ -23,13 +23,15 @@ from forge.system.devices import GRANTED, find_accelerator
         ("MIG-4b0f7a6c-1d11-5e8a-8f8c-2a1e00004d2e,MIG-2", ["MIG-4b0f7a6c-1d11-5e8a-8f8c-2a1e00004d2e", "MIG-2"]),
     ],
 )
-def test_visible_gpus_reads_numbers_uuids_and_mig_parts(monkeypatch: pytest.MonkeyPatch, value: str, names: list[str]):
+def test_visible_gpus_parses_indices_uuids_and_mig_devices(
+    monkeypatch: pytest.MonkeyPatch, value: str, names: list[str]
+):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
     assert visible_gpus() == names
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
-def test_granted_gpu_that_torch_cannot_see_raises(monkeypatch: pytest.MonkeyPatch):
+def test_assigned_gpu_that_torch_cannot_see_raises(monkeypatch: pytest.MonkeyPatch):
     assert find_accelerator() is None
     monkeypatch.setenv(GRANTED, "1")
     with pytest.raises(
@@ -41,7 +43,7 @@ def test_granted_gpu_that_torch_cannot_see_raises(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
-def test_component_with_missing_gpu_raises_one_line(tmp_path):
+def test_component_with_missing_gpu_raises_one_line_error(tmp_path):
     """As under Slurm with a build of torch for CPUs: it trained on the CPU without a word."""
     words = ["-m", "apps.sft.main", "--config", "apps/sft/tiny.yaml", "--services.trainer.with_gpus", "true"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0,1"}

@@ -96,6 +96,6 @@ def test_two_emulated_devices_train_like_the_cpu(layout: str, outcomes: conftest
 
 @pytest.mark.full
 @pytest.mark.processes
-def test_tensor_left_in_host_memory_raises(outcomes: conftest.Outcome):
+def test_tensor_left_in_host_memory_raises_on_emulated_device(outcomes: conftest.Outcome):
     for found in outcomes("left behind"):
         assert "are on the CPU, others on the device" in found["error"]

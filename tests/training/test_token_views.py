@@ -48,7 +48,7 @@ def inputs_of(batch: Batch) -> dict[str, Any]:
     return loss_inputs(batch, output)
 
 
-def test_loss_inputs_give_ids_positions_and_groups_of_tokens():
+def test_loss_inputs_contain_ids_positions_and_groups_of_tokens():
     batch = batch_of(episode("ab", "cde"), episode("abc", "d"), episode("a", "bc"))
     inputs = inputs_of(batch)
     assert LETTERS.decode(inputs["tokens"].tolist()) == "cdedbc"
@@ -80,7 +80,7 @@ def model(tmp_path: Path) -> str:
     return build_small_model(tmp_path / "model", seed=0, alphabet="abcdefghijklmnopqrstuvwxyz: ,", **sizes)
 
 
-def test_trainer_passes_loss_the_tensors_it_names(model: str):
+def test_trainer_passes_tensors_named_by_loss_arguments(model: str):
     assert open_tokenizer(model).get_vocab() == LETTERS.get_vocab()
     batch = batch_of(episode("q", "so answer: ab"), episode("q", "answer: b", -1.0))
     algorithm = load_algorithm(Later(decay=0.9))
@@ -106,7 +106,7 @@ def test_token_loss_arguments_are_passed_by_name():
     assert Reordered()(**arguments, weights=weights) == pytest.approx(float(plain))
 
 
-def test_unknown_loss_argument_name_raises_one_line():
+def test_unknown_loss_argument_name_raises_one_line_error():
     class Wrong(Algorithm):
         def token_loss(self, ratio, logprobs, advantages, token_ids):
             return -ratio * advantages

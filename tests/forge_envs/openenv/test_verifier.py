@@ -27,7 +27,7 @@ class Closeness(Environment):
         return Step(reward=1 / (1 + abs(self.answer - float(action.content))), terminated=True)
 
 
-def test_openenv_verifier_scores_responses_on_server() -> None:
+def test_openenv_verifier_scores_responses_on_remote_server() -> None:
     async def main() -> Any:
         async with serve(Closeness) as url:
             verifier = OpenEnvVerifier(url, sessions=3)

@@ -104,7 +104,7 @@ async def test_slow_light_replica_is_named_and_cancelled():
     assert await service.wait_at.fanout(-1, 0.0) == [0, 1, 2, 3]
 
 
-async def test_fanout_is_repeated_on_replaced_light_process():
+async def test_fanout_is_repeated_on_replaced_light_replica_process():
     service = await Light.options(num_replicas=8, per_process=4).as_service()
     assert await service.load.fanout(3) == [3] * 8
     pids = list(dict.fromkeys(pid for pid, _ in await service.asked.fanout()))

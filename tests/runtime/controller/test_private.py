@@ -102,7 +102,7 @@ def a_run():
     process.communicate()
 
 
-def test_sockets_are_private_to_user(a_run: subprocess.Popen):
+def test_controller_sockets_are_private_to_user(a_run: subprocess.Popen):
     names, addresses = listeners(a_run.pid)
     assert len(names) >= 4
     assert not [name for name in names if name.startswith("@")]

@@ -58,7 +58,7 @@ def test_component_written_for_monarch_runs_as_service():
         Counter.as_service(begin=3)
 
 
-async def test_routing_balances_and_sessions_stick():
+async def test_routing_balances_load_and_sessions_stay_on_replica():
     service = await Counter.options(num_replicas=2).as_service()
     await asyncio.gather(*(service.overlap.route(0.05) for _ in range(20)))
     assert [row.served for row in service.status().replicas] == [10, 10]
@@ -147,7 +147,7 @@ async def test_ranks_form_a_process_group():
 
 
 @pytest.mark.usefixtures("fork_server")
-async def test_failing_rank_fails_call_immediately():
+async def test_failing_rank_fails_service_call_immediately():
     joined = await Joined.options(procs=2, call_timeout=60).as_actor()
     with pytest.raises(MemoryError, match="the last rank has no room"):
         await asyncio.wait_for(joined.fail_on_the_last_rank.call(), 20)

@@ -37,7 +37,7 @@ def start(task: str, store: VersionStore, world: int = 1) -> list[subprocess.Pop
 
 
 @pytest.mark.full
-def test_sharded_layouts_of_ranks_give_the_same_version(store: VersionStore):
+def test_sharded_rank_layouts_publish_the_same_weight_version(store: VersionStore):
     ranks = start("layouts", store, 4)
     for rank in ranks:
         output, _ = rank.communicate(timeout=100)
@@ -46,7 +46,7 @@ def test_sharded_layouts_of_ranks_give_the_same_version(store: VersionStore):
     assert store.manifest("policy", 3).digest == store.manifest("policy", 2).digest
 
 
-def test_rank_killed_in_put_is_named_and_leaves_no_version(store: VersionStore):
+def test_rank_killed_during_store_put_is_named_and_publishes_nothing(store: VersionStore):
     first, second = start("killed", store, 2)
     output, _ = first.communicate(timeout=60)
     assert first.returncode == 7, output
@@ -57,7 +57,7 @@ def test_rank_killed_in_put_is_named_and_leaves_no_version(store: VersionStore):
 
 
 @pytest.mark.full
-def test_readers_see_only_complete_versions_during_overwrites(store: VersionStore):
+def test_store_readers_see_only_complete_versions_during_overwrites(store: VersionStore):
     writers = start("overwrite", store)
     last, reads = 0.0, 0
     while writers[0].poll() is None or reads == 0:
