@@ -37,7 +37,7 @@ def modules(part: str) -> list[Path]:
     return sorted(folder.rglob("*.py")) if folder.is_dir() else [SOURCE / f"{part}.py"]
 
 
-def test_each_package_has_one_layer():
+def test_each_package_is_in_one_dependency_layer():
     rooms = {path.stem for path in SOURCE.iterdir() if path.name not in ("__init__.py", "__pycache__")}
     assert rooms == {room for floor in FLOORS for room in floor}
     assert len([*SOURCE.glob("*.py")]) <= 4

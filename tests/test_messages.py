@@ -88,7 +88,7 @@ def test_malformed_yaml_error_names_line_and_fix(tmp_path, content, place, remed
         ("indent", "indent.yaml"),
     ],
 )
-def test_missing_file_error_suggests_only_similar_name(tmp_path, name, proposal):
+def test_missing_file_error_suggests_only_similar_file_names(tmp_path, name, proposal):
     for file in ("ind.yaml", "indent.yaml", "quote.yaml", "old_style.yml"):
         (tmp_path / file).write_text("")
     text = error_of(config=str(tmp_path / name))
@@ -111,7 +111,7 @@ def test_missing_file_error_suggests_only_similar_name(tmp_path, name, proposal)
         ("--training.stesp 3", "'steps'"),
     ],
 )
-def test_unknown_key_error_suggests_only_close_name(words, proposal):
+def test_unknown_config_key_error_suggests_only_similar_keys(words, proposal):
     text = error_of(*words.split())
     assert text.partition("; did you mean ")[2] == (f"{proposal}?" if proposal else "")
     assert proposal or "; known here: " in text

@@ -18,7 +18,7 @@ def test_make_targets_in_readme_exist():
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
-def test_files_named_in_readme_exist():
+def test_file_paths_in_readme_exist():
     own = re.sub(r"https?://\S+", "", README)
     for path in re.findall(r"(?:apps|docs|src|benchmarks|tutorials)/[\w/.-]*\w", own):
         assert (ROOT / path).exists(), path

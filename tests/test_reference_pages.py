@@ -54,7 +54,7 @@ def test_documented_error_messages_occur_in_source(message):
     assert re.search(pattern, TEXTS), message
 
 
-def test_papers_cited_in_source_are_listed():
+def test_papers_cited_in_source_are_listed_in_docs():
     cited = set()
     for path in sorted((ROOT / "src").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -69,7 +69,7 @@ def test_papers_cited_in_source_are_listed():
 
 
 @pytest.mark.parametrize("text", re.findall(r"```yaml\n(.*?)```", PAPERS, re.DOTALL))
-def test_documented_paper_configs_are_valid(text):
+def test_documented_configs_of_papers_are_valid(text):
     needed = {"model": "m", "dataset": {"path": "rows.jsonl"}, "run": {"name": "x"}, "eval": {"problems": 0}}
     assert build(RLConfig, needed | yaml.load(text, Loader=Loader)).load_algorithm()
 

@@ -183,7 +183,7 @@ def test_trainer_accepts_known_and_rejects_unknown_weight_digests(store):
     assert known.recent(3, 1)[2] == {digests[2]}
 
 
-def test_policy_age_is_measured_per_token():
+def test_policy_age_metric_is_measured_per_token():
     for versions, age in (([5, 5], 0), ([4, 5], 1), ([2, 5], 3)):
         Staleness(age).check(batch(versions, {}), 5)
         if age:

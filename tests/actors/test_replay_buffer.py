@@ -99,7 +99,7 @@ def test_replay_batch_larger_than_capacity_raises():
 
 
 @pytest.mark.parametrize("age", [0, 1, 3])
-async def test_max_policy_age_limits_rollouts_admitted_ahead(age: int):
+async def test_max_policy_age_limits_rollouts_started_ahead_of_training(age: int):
     buffer = await ReplayBuffer.as_local(batch_size=2, max_policy_age=age, steps=age + 3)
     rollouts = [asyncio.create_task(buffer.admit.route()) for _ in range(2 * (age + 5))]
 

@@ -70,7 +70,7 @@ def test_long_repetitive_responses_do_not_kill_reward_replicas():
     assert asyncio.run(work()) == ([[0.0] * 5] * 4, 0)
 
 
-def test_unscored_response_has_no_reward_and_a_reason(caplog):
+def test_unscored_response_has_reward_none_and_a_reason(caplog):
     broken = VerifiersConfig(rules=["apps.weaver.rules:right_length", f"{__name__}:short_alone"])
     with caplog.at_level("WARNING"):
         assert rewards(started(RewardActor(verifiers=broken))) == [None, None, 1.0]

@@ -67,13 +67,13 @@ def test_algorithm_loss_and_gradient_match_oracle(name: str):
 
 
 @pytest.mark.parametrize("clip_ratio", [None, 0.0])
-def test_reinforce_clip_extremes_match_oracle(clip_ratio: float | None):
+def test_reinforce_loss_at_extreme_clip_bounds_matches_oracle(clip_ratio: float | None):
     check(load_algorithm("reinforce", clip_ratio=clip_ratio), "reinforce", clip_ratio=clip_ratio)
 
 
 @pytest.mark.parametrize("name", [n for n in SETTINGS if n != "distill"])
 @pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
-def test_kl_and_entropy_terms_match_oracle(name: str, kl: str):
+def test_kl_and_entropy_loss_terms_match_oracle(name: str, kl: str):
     extra = {"beta": 0.3, "kl": kl, "kl_in": "loss", "entropy_coef": 0.2}
     own = {"correction": ("mask", "token", 0.0, 5.0)} if name == "decoupled_ppo" else {}
     check(load_algorithm(name, **SETTINGS[name], **extra), name, **SETTINGS[name], **extra, **own)
@@ -140,7 +140,7 @@ def test_policy_gradient_sign_follows_advantage(name: str, advantage: float):
     torch.testing.assert_close(-logprobs.grad, advantage * torch.tensor(shares))
 
 
-def test_expected_distillation_gradient_equals_reverse_kl():
+def test_distillation_loss_expected_gradient_equals_reverse_kl():
     """The expectation of the sampled gradient over a whole vocabulary is that of KL(pi || teacher)."""
     torch.manual_seed(0)
     logits = torch.randn(6, dtype=torch.float64, requires_grad=True)

@@ -45,7 +45,7 @@ def test_missing_loss_argument_error_names_argument():
 
 
 @pytest.mark.parametrize("clips", [(-0.1, 0.2), (1.0, 0.2), (0.2, -0.1)])
-def test_invalid_loss_clips_raise(clips: tuple[float, float]):
+def test_invalid_loss_clip_settings_raise(clips: tuple[float, float]):
     with pytest.raises(ValueError, match="clip_low must be in"):
         GRPOLoss(*clips)
     with pytest.raises(ValueError, match="clip_ratio must be None or at least 0"):

@@ -41,7 +41,7 @@ def module():
     del sys.modules["my_losses"]
 
 
-def test_algorithm_loads_by_name_with_nested_settings():
+def test_algorithm_is_loaded_by_name_with_nested_settings():
     algorithm = load_algorithm("gspo", clip_high=0.1, dual_clip=3.0, beta=0.2, kl="k2")
     assert isinstance(algorithm, GSPOLoss)
     assert (algorithm.clip_high, algorithm.dual_clip, algorithm.beta, algorithm.kl) == (0.1, 3.0, 0.2, "k2")

@@ -86,7 +86,7 @@ def test_packed_preference_loss_is_independent_of_micro_batch_split(loss_fn, pai
 
 
 @pytest.mark.parametrize("loss_fn", [DPOLoss(), BradleyTerryLoss()])
-def test_empty_micro_batch_has_zero_preference_loss_with_graph(loss_fn):
+def test_empty_micro_batch_has_zero_preference_loss_with_gradient(loss_fn):
     _, x = oracle.batch([0, 0])
     value = pairs_of(loss_fn, x)
     assert value.item() == 0.0

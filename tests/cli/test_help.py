@@ -28,7 +28,7 @@ PARSER = make_parser()
 COMMANDS = commands(PARSER)
 
 
-def test_help_lists_every_command():
+def test_forge_help_lists_every_command():
     names = "train sft dpo reward-model serve clean worker doctor launch runs compare watch report"
     assert {*names.split(), "weaver", "weaver fit"} <= {*COMMANDS}
 
@@ -55,7 +55,7 @@ def test_examples_in_launch_help_run(launcher: str, capsys):
     assert "gsm8k" in capsys.readouterr().out
 
 
-def test_version_command_prints_project_version(capsys):
+def test_forge_version_prints_project_version(capsys):
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     with pytest.raises(SystemExit) as ended:
         main(["--version"])

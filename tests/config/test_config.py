@@ -86,7 +86,7 @@ def test_documented_config_sections_load(config):
     assert cfg.grpo.clip_high == 0.28
 
 
-def test_partial_section_keeps_other_defaults(config):
+def test_partial_config_section_keeps_other_defaults(config):
     reward = read(config, "--reward.call_timeout", "60").services.reward
     assert (reward.share, reward.call_timeout) == (None, 60.0)
 
@@ -232,7 +232,7 @@ def test_invalid_setting_combination_raises_one_line_error(config, overrides, me
     assert "\n" not in str(caught.value)
 
 
-def test_verifiers_disable_default_reward_functions(config):
+def test_configured_verifiers_replace_default_reward_functions(config):
     """The truth must not leak into a reward that is to do without."""
     assert read(config).reward.settings()["functions"] == ["MathReward"]
     alone = ("--reward.accuracy", "ExactMatch", "--reward.verifiers", "{reward_models: [{path: x}]}")

@@ -85,7 +85,7 @@ def test_each_dataset_epoch_is_shuffled_differently(places, streaming):
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"shuffle": False}, {"split": "test"}])
-def test_dataset_state_of_other_data_raises(places, change, jsonl):
+def test_resuming_dataset_with_state_of_other_data_raises(places, change, jsonl):
     state = make(places["rows.jsonl"]).state_dict()
     with pytest.raises(ValueError, match=f"does not fit: {next(iter(change))} was"):
         make(places["rows.jsonl"], **change).load_state_dict(state)
@@ -111,7 +111,7 @@ def test_too_long_prompts_are_skipped_and_counted(places):
     assert (data.skipped, data.served) == (13, 10)
 
 
-def test_unreadable_data_file_raises_with_its_path(tmp_path, places):
+def test_unreadable_data_file_error_names_path(tmp_path, places):
     (tmp_path / "train.jsonl").write_text("{}")
     with pytest.raises(FileNotFoundError, match=r"no such file: .*trian.jsonl .*did you mean .*/train.jsonl\?"):
         make(str(tmp_path / "trian.jsonl"))
@@ -195,7 +195,7 @@ def test_dataset_class_labels_are_read_as_label_names(offline, tmp_path, form, s
     assert [next(kept).target for _ in range(3)] == ["yes", "no", "yes"]  # the row without a label is left out
 
 
-def test_hub_id_without_datasets_package_names_install_command(monkeypatch):
+def test_dataset_hub_id_without_datasets_package_names_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match=r"'openai/gsm8k'.*pip install datasets"):
         make("openai/gsm8k")

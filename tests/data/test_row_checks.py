@@ -142,14 +142,14 @@ def stream(monkeypatch):
     "bad",
     [{"question": " ", "answer": 1}, {"question": "q", "answer": None}, {"q": 1}, {"question": LONE, "answer": 1}],
 )
-def test_invalid_stream_row_is_skipped_counted_and_logged(stream, caplog, bad):
+def test_invalid_row_of_dataset_stream_is_skipped_and_counted(stream, caplog, bad):
     data = PromptDataset(**stream([GOOD, GOOD, bad, GOOD]), epochs=2)
     assert len(list(data)) == 6
     assert (data.served, data.skipped) == (6, 2)
     assert "left out: some/set, row 3: " in caplog.text
 
 
-def test_stream_of_invalid_rows_raises_at_start(stream):
+def test_dataset_stream_of_invalid_rows_raises_at_start(stream):
     with pytest.raises(ValueError, match="some/set, row 1: no field 'question': it has text"):
         PromptDataset(**stream([{"text": "a"}] * 5))
 

@@ -143,5 +143,5 @@ def check_waits(folder: Path, limit: int, listener: Any = None, **sampling: Any)
         (2, {"listener": lambda *_: None}),
     ],
 )
-def test_decode_step_synchronises_with_host_once(limit: int, how: dict[str, Any], folders: dict[str, Path]):
+def test_engine_decode_step_synchronises_with_host_once(limit: int, how: dict[str, Any], folders: dict[str, Path]):
     check_waits(folders["qwen3"], limit, **how)

@@ -60,7 +60,7 @@ def steps(
         (2, LAUNCHES + 6, {"listener": lambda *_: None}),
     ],
 )
-def test_decode_step_is_one_graph_launch_and_one_wait(
+def test_decode_step_launches_one_cuda_graph_and_waits_once(
     waits_a_step: int, launches_a_step: int, how: dict[str, Any], folders: dict[str, Path], device: Emulation
 ):
     few = steps(folders["qwen3"], device, 10, **how)
@@ -76,7 +76,7 @@ def test_decode_steps_with_top_logprobs_skip_cuda_graphs(folders: dict[str, Path
     assert steps(folders["qwen3"], device, 20, top_logprobs=2)[:2] == (20, 0)
 
 
-def test_cuda_graphs_on_cpu_raise(folders: dict[str, Path]):
+def test_cuda_graphs_setting_on_cpu_raises(folders: dict[str, Path]):
     with pytest.raises(ValueError, match="cuda_graphs needs a GPU of NVIDIA or AMD, and this engine computes on cpu"):
         EmbeddedEngine(folders["qwen3"], cuda_graphs=True, device="cpu")
     with pytest.raises(ValueError, match="does not support mixtures of experts"):

@@ -104,7 +104,7 @@ def test_repeated_prompt_is_not_prefilled_again(tmp_path: Path):
 
 
 @pytest.mark.parametrize("mode", ["continue", "finish", "recompute"])
-def test_no_prefix_is_reused_after_weight_update(tmp_path: Path, mode: str):
+def test_cached_prefix_is_not_reused_after_weight_update(tmp_path: Path, mode: str):
     save(tmp_path, "even")
     second = save(tmp_path, "even", seed=2)
     prompt, sampling = prompt_of(70, 0, 61), Sampling(max_tokens=10, seed=3)

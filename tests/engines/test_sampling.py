@@ -33,7 +33,7 @@ def test_random_numbers_0_and_1_never_select_masked_tokens() -> None:
     assert torch.allclose(logprobs, logits.log_softmax(-1)[[0, 1], [2, 3]])
 
 
-def test_top_k_breaks_ties_and_top_p_1_keeps_all() -> None:
+def test_top_k_breaks_ties_and_top_p_1_keeps_all_tokens() -> None:
     logits = torch.zeros(3, 8)
     kept = keep_top(logits, torch.tensor([3, 0, 0]), torch.tensor([1.0, 1.0, 0.5])).isfinite().sum(-1)
     assert kept.tolist() == [3, 8, 4]

@@ -98,7 +98,7 @@ def test_write_rows_writes_train_and_eval_files_of_config(tmp_path, odd):
         ({"collection": ODD, "command": ["true"]}, r"episode\.agent needs one of .*, got command, collection"),
     ],
 )
-def test_invalid_collection_settings_raise(settings, problem):
+def test_invalid_agent_collection_settings_raise(settings, problem):
     with pytest.raises(ConfigError, match=problem) as caught:
         AgentConfig(**settings)
     assert "\n" not in str(caught.value)

@@ -243,7 +243,7 @@ def test_agent_symlinks_do_not_reach_outside_agent_directory(tmp_path: Path) -> 
     assert not (tmp_path / "new").exists()
 
 
-def test_agent_program_cannot_see_machine_or_other_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agent_program_cannot_read_host_machine_or_other_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     secret = tmp_path / "secret"
     secret.write_text("hidden")
     secret.chmod(0o644)

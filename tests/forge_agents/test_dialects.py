@@ -186,7 +186,7 @@ def test_gateway_messages_api_works_with_anthropic_client(claude, gateway, turn)
         assert meaning(gateway.requests[-1][1].messages[1]) == expected(turn, "toolu_", number)
 
 
-def test_anthropic_tool_runner_resends_whole_history(claude, gateway):
+def test_anthropic_tool_runner_works_with_gateway_messages_api(claude, gateway):
     @anthropic.beta_tool
     def write(path: str) -> str:
         """Write a file.
@@ -236,7 +236,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("status", ERRORS)
-def test_gateway_errors_reach_clients_as_their_exceptions(gpt, claude, gateway, status):
+def test_gateway_errors_raise_matching_client_exceptions(gpt, claude, gateway, status):
     of_openai, of_anthropic, openai_type, anthropic_type = ERRORS[status]
 
     def fail(request):

@@ -129,7 +129,7 @@ def test_unsupported_request_fields_are_reported_by_name(dialect, fields, messag
     assert error.value.status == 400
 
 
-def test_requested_sampling_settings_are_reported_as_overridden():
+def test_client_sampling_settings_are_reported_as_overridden():
     assert read("chat", temperature=0.2, seed=1, top_p=None).overridden == {"temperature": 0.2, "seed": 1}
     request = read("responses", reasoning={"effort": "low"}, text={"verbosity": "low"})
     assert request.overridden == {"reasoning": {"effort": "low"}, "verbosity": "low"}

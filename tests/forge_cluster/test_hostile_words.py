@@ -125,7 +125,7 @@ def test_invalid_kubernetes_name_raises_one_line_error(name: str):
         make_manifests(name, ["forge"], "r/forge:1")
 
 
-def test_kubernetes_pods_drop_privileges():
+def test_kubernetes_manifest_drops_pod_privileges():
     manifests = make_manifests("run", ["forge"], "r/forge:1", claim="shared", secret="of-the-run")
     pods = [m["spec"]["template"]["spec"] for m in manifests if m["kind"] in ("Job", "StatefulSet")]
     assert len(pods) == 2

@@ -88,7 +88,7 @@ def logits_loss(logits, response, ref_logprobs, advantages, padding_mask, beta=0
 
 @pytest.mark.full
 @pytest.mark.processes
-async def test_program_of_torchforge_samples_trains_and_updates(model):
+async def test_torchforge_actor_program_samples_trains_and_updates_weights(model):
     section = {"name": "qwen3", "hf_assets_path": f"hf://{model}"}
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
 

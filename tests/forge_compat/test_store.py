@@ -87,7 +87,7 @@ class Reader(ForgeActor):
 
 
 @pytest.mark.full
-async def test_actor_process_shares_store_of_controller():
+async def test_actor_process_uses_weight_store_of_controller():
     await ts.initialize()
     reader = await Reader.as_actor()
     await ts.put("w", torch.zeros(2))

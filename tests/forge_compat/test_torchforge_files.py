@@ -154,7 +154,7 @@ def written(folder: Path, values: dict[str, Any], name: str = "qwen3.yaml") -> P
 
 
 @pytest.mark.processes
-def test_torchforge_grpo_file_converts_with_its_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_torchforge_grpo_config_converts_with_equal_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     main(["convert", "upstream", str(written(tmp_path, SMALL))])
     printed = capsys.readouterr().out
     ours = tmp_path / "ours.yaml"
@@ -179,7 +179,7 @@ def test_torchforge_grpo_file_converts_with_its_values(tmp_path: Path, capsys: p
 
 
 @pytest.mark.parametrize("values", [SMALL, LARGE, SFT], ids=["small", "large", "sft"])
-def test_torchforge_keys_are_converted_or_commented(tmp_path: Path, values: dict[str, Any]):
+def test_torchforge_config_keys_are_converted_or_commented(tmp_path: Path, values: dict[str, Any]):
     resolved = read_upstream(written(tmp_path, values))
     converted = convert_config(resolved)
     text = converted.text("qwen3.yaml")
@@ -198,7 +198,7 @@ def test_torchforge_keys_are_converted_or_commented(tmp_path: Path, values: dict
     assert not any(note == NOTES[""] for _, _, note in converted.notes)
 
 
-def test_torchforge_sft_file_converts_with_its_values(tmp_path: Path):
+def test_torchforge_sft_config_converts_with_equal_values(tmp_path: Path):
     converted = convert_config(read_upstream(written(tmp_path, SFT)), "llama")
     ours = tmp_path / "ours.yaml"
     ours.write_text(converted.text("llama3_8b.yaml"))

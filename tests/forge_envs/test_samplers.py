@@ -33,7 +33,7 @@ def test_curriculum_sampler_advances_when_level_is_solved():
     assert ROWS[sampler.draw()]["level"] == 2  # the last one stays
 
 
-def test_frontier_sampler_prefers_sometimes_solved_rows():
+def test_frontier_sampler_prefers_rows_solved_in_some_samples():
     sampler = Frontier(ROWS, 0, floor=0.01)
     for _ in range(10):
         for row in range(12):
@@ -110,7 +110,7 @@ def test_resumed_row_sampler_returns_the_same_rows(make):
         (lambda rows, seed: object(), "has no draw, observe"),
     ],
 )
-def test_invalid_sampler_settings_raise(sampler, problem):
+def test_invalid_row_sampler_settings_raise(sampler, problem):
     with pytest.raises(ValueError, match=problem) as caught:
         make_sampler(sampler, ROWS, 0)
     assert "\n" not in str(caught.value)

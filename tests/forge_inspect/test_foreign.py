@@ -112,7 +112,7 @@ def test_audit_names_damaged_schedule_file(tmp_path, text):
 
 
 @pytest.mark.parametrize("mark", [None, "of another run"])
-def test_replay_does_not_replace_another_run(tmp_path, mark):
+def test_replay_does_not_overwrite_directory_of_another_run(tmp_path, mark):
     write_run(tmp_path / "x")
     other = write_run(tmp_path / "x-replay")
     if mark is not None:

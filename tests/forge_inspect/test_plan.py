@@ -43,7 +43,7 @@ def test_planned_memory_matches_measured_memory_of_one_process(case: Case, tmp_p
 @pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize("case", SHARED, ids=str)
-def test_planned_memory_is_close_to_measured_ranks(case: Case, tmp_path: Path):
+def test_planned_memory_is_close_to_measured_memory_of_ranks(case: Case, tmp_path: Path):
     model = write_model(case, tmp_path / "model")
     planned_bytes = plan(case, model)
     measured = measure(case, model, tmp_path)

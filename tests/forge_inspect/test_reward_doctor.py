@@ -104,7 +104,7 @@ def rewards(tmp_path, monkeypatch):
         ("unknown", "fault", "unscored", "no right answer is scored, in any form"),
     ],
 )
-def test_reward_doctor_names_each_fault(rewards, name, severity, kind, text):
+def test_reward_doctor_names_each_fault_of_faulty_rewards(rewards, name, severity, kind, text):
     result = examine(f"{rewards}:{name}", CASES, limit=1.0)
     findings = [finding for finding in result.findings if finding.kind == kind and text in finding.text]
     assert findings, [finding.line for finding in result.findings]

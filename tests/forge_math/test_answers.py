@@ -58,7 +58,7 @@ def test_response_with_two_final_numbers_scores_0(one, other):
 
 
 @given(st.integers(0, 999), st.integers(0, 99), st.integers(1, 999))
-def test_repeating_decimals_are_parsed_exactly(whole, fixed, period):
+def test_repeating_decimals_of_math_answers_are_parsed_exactly(whole, fixed, period):
     text = rf"{whole}.{fixed}\overline{{{period}}}"
     digits, repeated = len(str(fixed)), len(str(period))
     value = whole + Fraction(fixed, 10**digits) + Fraction(period, 10**digits * (10**repeated - 1))

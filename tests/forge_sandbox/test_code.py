@@ -69,7 +69,7 @@ def test_code_reward_of_endless_program_is_0():
     assert found.values[0, 0] == 0.0
 
 
-def test_sandbox_failures_leave_responses_unscored():
+def test_code_rewards_of_failed_sandbox_are_unscored():
     found = score([block("BROKEN"), block("print(2 * int(input()))")], DOUBLE[:1])
     assert found.values[1, 0] == 1.0
     assert found.reasons == {(0, 0): "the sandbox failed (OSError: no room for a sandbox)"}

@@ -170,7 +170,7 @@ def test_cheating_programs_score_0_in_code_verifier(name, sandbox):
     assert score(sandbox, CHEATS[name], [{"test": f"assert f({x}) == {x * x}"} for x in (1, 2)]) == 0.0
 
 
-def test_program_forging_result_lines_gains_nothing(sandbox):
+def test_program_printing_forged_result_lines_gains_no_credit(sandbox):
     """A program can see the mark in its callers, and tell values behind it. It does not know which are right."""
     cheat = """
 import os, sys

@@ -276,7 +276,7 @@ def test_stopped_sandbox_worker_is_replaced(monkeypatch):
     assert gone(everything)
 
 
-def test_cancelled_sandbox_run_ends_program(sandboxes):
+def test_cancelling_sandbox_run_ends_program(sandboxes):
     sandbox = opened("namespaces", SELF, workers=1)
 
     async def main():

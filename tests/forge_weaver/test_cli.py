@@ -46,7 +46,7 @@ def test_overconfident_aggregator_warns_of_correlated_verifiers(tmp_path, capsys
         assert ("the verifiers err together" in capsys.readouterr().out) == warned
 
 
-def test_weaver_fit_names_problems_to_label(tmp_path, capsys):
+def test_forge_weaver_fit_lists_problems_to_label(tmp_path, capsys):
     """One problem has scores far from all others, and two are labelled already."""
     scores, labels = 0.1 * np.random.default_rng(0).normal(size=(30, 4, 3)), np.full((30, 4), np.nan)
     scores[7] *= 50

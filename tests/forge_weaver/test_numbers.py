@@ -153,7 +153,7 @@ def test_published_weaver_update_follows_numeric_gradient():
 
 
 @given(st.lists(st.tuples(st.sampled_from([0.0, 0.2, 0.5, 0.9]), st.booleans()), min_size=2, max_size=12))
-def test_auc_equals_share_of_ordered_pairs(pairs: list[tuple[float, bool]]):
+def test_auc_metric_equals_share_of_correctly_ordered_pairs(pairs: list[tuple[float, bool]]):
     p, y = np.array([a for a, _ in pairs]), np.array([float(b) for _, b in pairs])
     wins = [(a > b) + (a == b) / 2 for a in p[y == 1] for b in p[y == 0]]
     np.testing.assert_allclose(auc(p, y), np.mean(wins) if wins else NAN)

@@ -100,7 +100,7 @@ def test_unscored_veto_verifier_leaves_ensemble_reward_unscored(fitted):
     assert rewards(reward, ["2 2 2 2", "-1 -1 -1 -1"], "????") == [None, None]
 
 
-def test_online_ensemble_reward_learns_and_alarms():
+def test_online_ensemble_reward_updates_and_records_alarms():
     reward = Ensemble.over(Panel([Written()]), Online().fit(table()), follow=4)
     before = reward.aggregator
     rng = np.random.default_rng(1)

@@ -65,7 +65,7 @@ def test_ten_labels_give_calibrated_aggregator_probabilities(table: ScoreTable):
     assert np.mean(errors) <= 0.05
 
 
-def test_one_right_prior_selects_better_than_ten_labels(table: ScoreTable):
+def test_one_right_prior_selects_better_responses_than_ten_labels(table: ScoreTable):
     hidden = table.with_labels_of([])
     p = Auto(one_right=True).fit(hidden).predict_proba(hidden)
     assert selection_accuracy(p, table.labels) > 0.45

@@ -34,7 +34,7 @@ def snapshot(cache: Path, revision: str, model_type: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.processes
-def test_cached_hub_revisions_are_found_offline(tmp_path: Path):
+def test_cached_hub_model_revisions_are_found_offline(tmp_path: Path):
     snapshot(tmp_path, "main", "t5")
     snapshot(tmp_path, "v1", "qwen3")
     code = """

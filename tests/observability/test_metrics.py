@@ -19,7 +19,7 @@ def empty():
 
 
 @given(st.lists(st.lists(st.floats(-1e6, 1e6, allow_nan=False), min_size=1, max_size=8), min_size=1, max_size=5))
-def test_merged_metrics_equal_statistics_of_all_values(parts):
+def test_metrics_merged_from_processes_equal_statistics_of_all_values(parts):
     drain()
     merged = Snapshot()
     for part in parts:

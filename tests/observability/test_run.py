@@ -56,7 +56,7 @@ def test_damaged_metrics_line_is_skipped_with_warning(tmp_path: Path, damaged: b
     assert "rows.jsonl, line 2 is damaged and left out" in caplog.text
 
 
-def test_report_of_resumed_run_shows_all_steps(tmp_path: Path):
+def test_report_and_history_of_resumed_run_have_all_steps(tmp_path: Path):
     first = Run("one", {}, steps=4, root=str(tmp_path))
     for step in range(4):
         first.log(step, Snapshot(), reward=float(step))

@@ -108,7 +108,7 @@ TABLE: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("settings", "words"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
-def test_common_config_mistakes_raise_one_line_before_start(
+def test_common_config_mistakes_raise_one_line_error_before_start(
     settings: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -176,7 +176,7 @@ def test_misspelt_forge_command_error_lists_commands(capsys: pytest.CaptureFixtu
     ],
     ids=["letters outside the alphabet", "no reward", "evaluation without data", "evaluation on the training data"],
 )
-def test_unusual_settings_log_a_warning(
+def test_unusual_config_settings_log_a_warning(
     settings: dict[str, Any],
     words: str,
     tmp_path: Path,

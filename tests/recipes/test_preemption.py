@@ -33,7 +33,7 @@ def test_run_deadline_is_read_from_setting_or_slurm(monkeypatch):
         deadline_of("soon")
 
 
-def test_signal_or_near_deadline_preempts_run():
+def test_signal_or_near_deadline_requests_preemption():
     assert Preemption().reason() is None
     assert Preemption(time.time() + 3600).reason() is None
     near = Preemption(time.time() + 5)

@@ -178,7 +178,7 @@ def left(made, tmp_path_factory):
     shutil.copytree(kept / "runs", made.root)
 
 
-def test_resume_with_changed_settings_raises_with_their_names(left):
+def test_resume_with_changed_settings_error_names_settings(left):
     run, auto = ["--resume", str(left.folder)], ["--config", str(left.file), "--resume", "auto"]
     for argv, message in (
         ([*run, "--seed", "3"], "seed was 0 and is 3, which would make it another run"),
@@ -273,7 +273,7 @@ def test_resume_allows_changed_step_and_time_limits(left):
     assert marks[-2:] == [5, 5]  # what is done again took its time twice
 
 
-def test_resuming_a_finished_run_trains_nothing(left):
+def test_resuming_a_finished_run_trains_no_step(left):
     *_, record = prepare_run(left.cfg, find_start(left.cfg, "auto"))
     for step in (5, 6):
         record.log(step, Snapshot())

@@ -87,7 +87,7 @@ def test_verl_reward_functions_and_rows_run_unchanged():
     assert drain().values()["reward/length"] == 1.0
 
 
-def test_trl_log_metric_records_metric():
+def test_log_metric_argument_of_trl_rewards_records_metric():
     drain()
 
     def counted(completions, log_metric, log_extra, **kwargs):

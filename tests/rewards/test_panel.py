@@ -129,7 +129,7 @@ def test_stuck_or_closed_panel_verifier_is_unscored_with_reason():
     assert closed == "RuntimeError: cannot schedule new futures after shutdown"
 
 
-def test_nested_panels_score_and_close_their_verifiers():
+def test_nested_verifier_panels_score_and_close_all_verifiers():
     inner, verifier = Panel([Rule(raising)]), Counting()
     panel = Panel([inner, verifier, AnswerFrequency()])
     np.testing.assert_array_equal(score(panel, ["1", "1"]).values, [[math.nan, 1, 6, 1], [math.nan, 1, 6, 1]])

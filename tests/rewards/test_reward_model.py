@@ -82,7 +82,7 @@ def reward_model(tmp_path_factory) -> Path:
     return folder / "model"
 
 
-def test_reward_model_scores_match_training_head(reward_model, tmp_path):
+def test_reward_model_verifier_scores_match_scalar_head_of_trainer(reward_model, tmp_path):
     rows = [
         {"question": "what", "chosen": "this", "rejected": "that thing"},
         {"question": "a longer question", "chosen": "x", "rejected": "zyx"},

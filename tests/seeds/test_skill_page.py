@@ -173,7 +173,7 @@ def test_skill_page_custom_loss_loads_as_algorithm(tmp_path, monkeypatch):
     assert read(config, "--algorithm", "custom_loss:CustomLoss", *no_clips).load_algorithm().function.clip_range == 0.2
 
 
-def test_skill_page_built_in_losses_compute():
+def test_skill_page_built_in_losses_return_finite_values():
     code = "\n".join(
         printed.block(printed.SKILL, "from forge.losses import SimpleGRPOLoss", "padding_mask=padding_mask")
     )
@@ -188,7 +188,7 @@ def test_skill_page_built_in_losses_compute():
         assert load_algorithm(name.lower()) is not None
 
 
-def test_skill_page_batch_format_trains(tmp_path):
+def test_skill_page_batch_format_is_accepted_by_training_step(tmp_path):
     """The keys of the printed dicts, with tensors for the types; the trainer is in this process."""
     from forge.actors import Trainer
     from forge.losses import SimpleGRPOLoss

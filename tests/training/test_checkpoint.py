@@ -58,7 +58,7 @@ def test_checkpoint_saved_before_first_step_restores(model: Path, tmp_path: Path
     assert largest_difference(weights_of(restored), weights_of(trainer)) == 0.0
 
 
-def test_only_newest_checkpoints_are_kept(model: Path, tmp_path: Path):
+def test_only_newest_trainer_checkpoints_are_kept(model: Path, tmp_path: Path):
     trainer = make_trainer(model)
     for step in (3, 20, 999_999, 1_000_000, 1_000_001):
         trainer.step = step
@@ -74,7 +74,7 @@ def test_only_newest_checkpoints_are_kept(model: Path, tmp_path: Path):
     assert checkpoint.load_checkpoint(trainer, only) == {"again": True}
 
 
-def test_incomplete_checkpoint_is_ignored(model: Path, tmp_path: Path):
+def test_incomplete_trainer_checkpoint_is_ignored(model: Path, tmp_path: Path):
     trainer = make_trainer(model)
     first = checkpoint.save_checkpoint(trainer, tmp_path)
     trainer.train_step(example(), LOSS)

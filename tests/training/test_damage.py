@@ -106,7 +106,9 @@ class Attack:
 
 
 @pytest.mark.parametrize("name", ["extra.pt", "rank_0.pt", ".metadata", "__0_0.distcp"])
-def test_malicious_checkpoint_raises_without_running_code(model: Path, saved: Path, tmp_path: Path, name: str):
+def test_malicious_pickle_in_checkpoint_raises_without_running_code(
+    model: Path, saved: Path, tmp_path: Path, name: str
+):
     mark, given = tmp_path / "ran", tmp_path / "step_000001"
     shutil.copytree(saved, given)
     attack = io.BytesIO()

@@ -118,7 +118,7 @@ def test_fused_rms_norm_is_bit_identical_to_model_norm(dtype):
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_fsdp_passes_one_mask_object_to_all_layers(tmp_path, monkeypatch):
+def test_fsdp_passes_one_attention_mask_object_to_all_layers(tmp_path, monkeypatch):
     """FSDP copies a layer's arguments to cast them: each copy of a mask would make its own blocks."""
     config = Qwen3Config(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2

@@ -91,7 +91,7 @@ def test_scalar_head_step_matches_transformers_and_adamw(classifier: Path, head:
     assert largest_difference(weights_of(trainer), moved) < 1e-4
 
 
-def test_critic_loss_gets_old_values_and_returns(classifier: Path):
+def test_critic_loss_receives_old_values_and_returns(classifier: Path):
     batch, seen = targets(), {}
     batch.values = np.arange(len(batch.tokens), dtype=np.float32)
 

@@ -135,7 +135,7 @@ class Decayed(Algorithm):
         ]
 
 
-def test_per_token_advantages_are_packed():
+def test_per_token_advantages_of_algorithm_are_packed():
     group = Group([episode("a", "bcd", None, 2.0), episode("a", "bx", None), episode("a", "bc", None, 1.0)])
     batch = credit.make_batch([group], Decayed(), 0)
     # The one without an advantage has no gradient.

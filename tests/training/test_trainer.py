@@ -161,7 +161,7 @@ def test_nan_values_on_context_tokens_do_not_change_training_step(model: Path):
     assert make_trainer(model).train_step(plain, LOSS) == make_trainer(model).train_step(poisoned, LOSS)
 
 
-def test_bfloat16_compute_trains_close_to_float32(model: Path, caplog: pytest.LogCaptureFixture):
+def test_training_step_in_bfloat16_compute_is_close_to_float32(model: Path, caplog: pytest.LogCaptureFixture):
     caplog.set_level("INFO")
     half, full = make_trainer(model, dtype="bfloat16"), make_trainer(model)
     assert ("no bfloat16" in caplog.text) == (not has_bfloat16(torch.device("cpu")))

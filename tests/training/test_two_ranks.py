@@ -132,7 +132,7 @@ def test_two_rank_checkpoint_resumes_on_two_or_one(two_ranks: TwoRanks, model: P
         assert_same_metrics(trainer.train_step(example(seed), ranks.LOSS), expected, 1e-5)
 
 
-def test_export_from_two_ranks_equals_trained_weights(two_ranks: TwoRanks):
+def test_model_exported_from_two_ranks_equals_trained_weights(two_ranks: TwoRanks):
     result = two_ranks("saved")[0]
     exported = AutoModelForCausalLM.from_pretrained(result["model"])
     assert_same_weights(result["weights"], {n: p.detach() for n, p in exported.named_parameters()}, 0.0)

@@ -102,7 +102,7 @@ def test_bfloat16_optimizer_state_matches_adam_by_hand():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_optimizer_resumes_bit_for_bit(wide: Path, tmp_path: Path, kind: str):
+def test_resumed_training_with_each_optimizer_is_bit_identical(wide: Path, tmp_path: Path, kind: str):
     trainer, restored = (make_trainer(wide, **KINDS[kind]) for _ in range(2))
     train(trainer, 0, 1, 2)
     path = checkpoint.save_checkpoint(trainer, tmp_path)
@@ -112,7 +112,7 @@ def test_each_optimizer_resumes_bit_for_bit(wide: Path, tmp_path: Path, kind: st
     assert largest_difference(exact_weights(restored), exact_weights(trainer)) == 0.0
 
 
-def test_checkpoint_of_other_optimizer_raises(model: Path, tmp_path: Path):
+def test_resuming_checkpoint_of_other_optimizer_raises(model: Path, tmp_path: Path):
     path = checkpoint.save_checkpoint(make_trainer(model, optimizer="torch.optim:Adam"), tmp_path)
     with pytest.raises(
         ValueError, match=r"was written with the optimizer torch.optim:Adam, and this trainer has adamw$"

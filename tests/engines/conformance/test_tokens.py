@@ -125,7 +125,7 @@ def test_concurrent_requests_get_the_matching_completions(subject: Subject, engi
     assert engine.version == 3
 
 
-def test_requests_with_lower_priority_number_start_first(engine: Any) -> None:
+def test_engine_requests_with_lower_priority_number_start_first(engine: Any) -> None:
     order: list[int] = []
     running = engine.submit([1, 2], Sampling(n=SLOTS, max_tokens=60, temperature=0), listener=(hold := Hold()))
     wait_for(hold.holds.is_set)

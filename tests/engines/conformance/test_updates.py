@@ -106,7 +106,7 @@ def test_failed_weight_update_keeps_previous_engine_weights(subject: Subject, en
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_released_engine_resumes_with_new_weights(subject: Subject, engine: Any, mode: str) -> None:
+def test_engine_resumes_with_new_weights_after_release(subject: Subject, engine: Any, mode: str) -> None:
     engine.on_update = mode
     # Held once every sample has begun: one that has not waits for the next weights.
     hold = Hold(pieces=20)

@@ -40,7 +40,7 @@ def test_streamed_server_chunks_join_to_whole_completion(client, kind, stop):
     assert len(chunks) > len(texts)
 
 
-def test_served_logprobs_match_transformers(client, model, tokenizer):
+def test_forge_serve_logprobs_match_transformers(client, model, tokenizer):
     answer = client.completions.create(
         model="tiny", prompt="hello", n=3, max_tokens=40, temperature=0.7, logprobs=3, seed=2
     )
@@ -62,7 +62,7 @@ def next_logprobs(model, prompt_ids, token_ids, temperature=1.0):
     return (logits / temperature).log_softmax(-1)[: max(len(token_ids), 1)]
 
 
-def test_judge_score_equals_served_model_probabilities(served, model, tokenizer):
+def test_llm_judge_score_equals_served_model_probabilities(served, model, tokenizer):
     prompt = tokenizer(f"<user>hello{tokenizer.eos_token}<assistant>")["input_ids"]
     probs = next_logprobs(model, prompt, [])[0].exp()
     # A random model: the likeliest words that it has, but for letters, which have a second spelling.

@@ -116,7 +116,7 @@ def test_invalid_tool_parameter_schema_raises_before_calls():
         pytest.param(functools.reduce(lambda schema, _: {"anyOf": [schema]}, range(3000), {}), id="deep"),
     ],
 )
-def test_invalid_tool_schema_still_allows_reading_calls(parameters):
+def test_invalid_tool_schema_does_not_prevent_parsing_tool_calls(parameters):
     function = {"name": "f", "parameters": parameters}
     with pytest.raises(ValueError, match="the parameters of f are no JSON Schema"):
         Parameters(function)

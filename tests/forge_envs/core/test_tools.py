@@ -122,7 +122,7 @@ def test_hanging_tool_times_out_without_blocking_other_calls():
     assert texts == ["error: hangs took more than 0.2 s", "error: sleeps took more than 0.2 s"]
 
 
-def test_strange_tool_arguments_become_error_messages():
+def test_invalid_tool_arguments_become_error_messages():
     def add(a: int, b: int) -> int:
         return a + b
 

@@ -132,7 +132,7 @@ def test_rejected_mcp_http_call_does_not_affect_other_calls():
 
 
 @pytest.mark.parametrize("bad", ["junk", "cut"])
-def test_invalid_mcp_answers_raise(bad):
+def test_invalid_mcp_responses_raise(bad):
     async def work(tools, server):
         with pytest.raises(InfrastructureError, match=r"Failed to parse JSON|Unexpected content type"):
             await tools.call("add", {bad: True})

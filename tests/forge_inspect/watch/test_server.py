@@ -215,7 +215,7 @@ def test_watch_api_returns_hostile_content_unchanged(tmp_path: Path):
     assert "<title>a&lt;b&gt;</title>" in page
 
 
-def test_damaged_rollouts_file_does_not_stop_watch(tmp_path: Path):
+def test_damaged_rollouts_file_does_not_stop_watch_server(tmp_path: Path):
     folder = write_run(tmp_path, "one", 128, 8)
     whole = (folder / ROLLOUTS).read_bytes()
     draw = np.random.default_rng(0)

@@ -31,7 +31,7 @@ def test_final_answer_extraction_prefers_the_most_explicit_form(response, answer
 
 
 @pytest.mark.processes
-def test_math_reward_uses_math_verify_without_extension(monkeypatch):
+def test_math_reward_uses_math_verify_without_forge_math(monkeypatch):
     monkeypatch.setattr("forge.rewards.rules.math.load_comparison", lambda: comparison)
     reward = MathReward()
     right = [

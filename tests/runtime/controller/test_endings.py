@@ -130,7 +130,7 @@ def test_killed_controller_leaves_no_processes_and_files_are_swept():
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)])
 @pytest.mark.parametrize("which", [pytest.param(0, marks=pytest.mark.full), 1])
-def test_lost_unreplaced_component_ends_run_with_its_name(number, which):
+def test_lost_component_without_replacement_ends_run_with_component_name(number, which):
     process, pids = start(WAIT)
     os.kill(pids[which], number)
     _, error = process.communicate(timeout=15)

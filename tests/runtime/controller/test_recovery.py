@@ -45,7 +45,7 @@ async def test_calls_on_lost_replica_are_retried_on_another(fault, tmp_path):
     assert len({place for place, _ in await service.where.fanout()}) == 2
 
 
-async def test_request_killing_two_replicas_is_quarantined():
+async def test_request_that_kills_two_replicas_is_quarantined():
     service = await Counter.options(num_replicas=3).as_service()
     innocent = [asyncio.create_task(service.overlap.route(2.0)) for _ in range(9)]
     await asyncio.sleep(0.2)

@@ -78,7 +78,7 @@ def test_prefix_router_prefers_idle_replica_under_load():
     assert router(places, request("same middle")) is not home
 
 
-async def test_custom_router_is_used_and_checked():
+async def test_custom_service_router_is_used_and_validated():
     balancer = LoadBalancer(lambda candidates, request: candidates[request.args[0]], 10)
     for place in loads(0, 0, 0):
         balancer.join(place)
@@ -90,7 +90,7 @@ async def test_custom_router_is_used_and_checked():
         await balancer.acquire(request())
 
 
-async def test_requests_beyond_max_in_flight_queue_in_order():
+async def test_service_requests_beyond_max_in_flight_queue_in_order():
     balancer = LoadBalancer(least_loaded, 2)
     place = Place(0)
     balancer.join(place)

@@ -75,7 +75,7 @@ async def test_routing_balances_load_and_sessions_stay_on_replica():
     await busy
 
 
-async def test_async_endpoints_interleave_and_sync_ones_do_not():
+async def test_async_endpoints_run_concurrently_and_sync_endpoints_do_not():
     counter = await Counter.as_actor()
     assert max(await asyncio.gather(*(counter.overlap.route(0.3) for _ in range(4)))) > 1
     await asyncio.gather(*(counter.slow_add.route(1, 0.05) for _ in range(5)))
@@ -103,7 +103,7 @@ async def test_endpoint_exception_reaches_caller_with_traceback():
     assert await counter.add.route(2) == 2
 
 
-def test_failing_setup_exception_reaches_caller():
+def test_component_setup_exception_reaches_caller():
     async def main():
         await Counter.as_actor(start=-1)
 
@@ -141,7 +141,7 @@ async def test_call_timeout_error_names_caller_and_endpoint():
 
 
 @pytest.mark.usefixtures("fork_server")
-async def test_ranks_form_a_process_group():
+async def test_ranks_of_service_replica_form_a_process_group():
     joined = await Joined.options(procs=2).as_actor()
     assert await joined.sum_of_ranks.call() == [3.0, 3.0]
 

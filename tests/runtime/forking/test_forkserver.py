@@ -83,7 +83,7 @@ def ends(pid: int) -> bool:
     return False
 
 
-def test_forked_process_matches_a_started_process(server: ForkServer):
+def test_forked_process_matches_a_newly_started_process(server: ForkServer):
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     settings = {
         "env": {**os.environ, "FORGE_X": "\udcff=a\nb"},
@@ -144,7 +144,7 @@ def test_signal_to_forked_process_is_delivered(server: ForkServer):
     assert process.wait(60) == 5
 
 
-def test_fork_server_ends_with_its_parent(tmp_path: Path):
+def test_fork_server_ends_with_parent_process(tmp_path: Path):
     code = (
         "import os, signal, sys; from pathlib import Path; from forge.runtime.forking.forkserver import ForkServer;"
         "server = ForkServer(Path(sys.argv[1]), {}); print(server.pid, flush=True);"
@@ -154,7 +154,7 @@ def test_fork_server_ends_with_its_parent(tmp_path: Path):
     assert ends(int(parent.stdout))
 
 
-def test_nested_context_shares_server_of_same_environment(monkeypatch: pytest.MonkeyPatch):
+def test_nested_fork_server_context_shares_server_of_same_environment(monkeypatch: pytest.MonkeyPatch):
     def sockets() -> set[Path]:
         return set(private_folder().glob("fork*"))
 

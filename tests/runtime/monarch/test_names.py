@@ -21,7 +21,7 @@ def test_private_monarch_names_are_used_in_one_file_only():
     assert naming == {"monarch_names.py"}
 
 
-def test_private_monarch_names_have_module_and_purpose():
+def test_private_monarch_names_list_has_module_and_purpose():
     """The list to go through when Monarch's version changes."""
     assert {name: place.module.rpartition(".")[2] for name, place in monarch_names.NAMES.items()} == {
         "reload_config_from_env": "config",

@@ -95,7 +95,7 @@ def test_killed_store_writer_keeps_last_complete_version(store: VersionStore):
     assert len(os.listdir(store.root / "segments")) + len(os.listdir(store.root / "free")) <= max(len(before), 4)
 
 
-def test_only_stores_of_dead_processes_are_swept(store: VersionStore):
+def test_sweep_removes_only_weight_stores_of_dead_processes(store: VersionStore):
     code = (
         "import os, signal, torch; from forge.runtime.store import VersionStore; s = VersionStore.create();"
         "s.put('w', torch.ones(1)); print(s.root, flush=True);"

@@ -90,7 +90,7 @@ def test_store_keeps_newest_versions_and_versions_being_read(store: VersionStore
         store.get("policy", version=9)
 
 
-def test_store_memory_is_reused(store: VersionStore):
+def test_store_reuses_memory_of_old_versions(store: VersionStore):
     weights = torch.randn(1 << 18)
     sizes = []
     for _ in range(30):
