@@ -147,7 +147,7 @@ def test_unwritable_run_root_error_names_directory(tmp_path, root):
     (tmp_path / "file").write_text("")
     (tmp_path / "missing-link").symlink_to("/proc/nothing/here")
     folder = tmp_path / root / "run"
-    with pytest.raises(OSError, match=rf"^a run cannot be written to {folder} \(.*\): set run.root to a folder"):
+    with pytest.raises(OSError, match=rf"^run directory {folder} cannot be written \(.*\): set run.root to a writable"):
         RunLock(folder)
 
 

@@ -27,7 +27,10 @@ def shell(script: str, *words: str) -> subprocess.CompletedProcess:
 def test_removed_working_directory_raises_one_line_error(tmp_path: Path):
     words = [sys.executable, "-m", "forge", "runs", str(tmp_path)]
     done = shell(f'mkdir {tmp_path}/x; cd {tmp_path}/x; rmdir {tmp_path}/x; exec "$@"', *words)
-    assert (done.returncode, done.stderr) == (1, "error: the working folder was removed: change to another one\n")
+    assert (done.returncode, done.stderr) == (
+        1,
+        "error: the working directory was removed: change to another directory\n",
+    )
 
 
 @pytest.mark.processes

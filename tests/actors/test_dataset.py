@@ -11,10 +11,10 @@ ROWS = [{"question": "ab", "answer": "ba"}]
 @pytest.mark.parametrize(
     ("arguments", "settings", "message"),
     [
-        ((ROWS,), {}, "takes the model whose tokenizer it uses first"),
-        (("model",), {}, "needs either a path"),
+        ((ROWS,), {}, "the first argument of DatasetActor must be a model"),
+        (("model",), {}, "set exactly one of dataset.path"),
         (("model", ROWS), {"promt_template": "{question}"}, "promt_template.*prompt_template"),
-        (("model", [1, 2]), {}, "row 1 is 1, not a row"),
+        (("model", [1, 2]), {}, "row 1 is 1, but a row must be a mapping"),
         (("model", ROWS), {"kind": "pairs"}, "kind must be one of"),
     ],
 )

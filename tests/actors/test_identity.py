@@ -105,7 +105,7 @@ async def test_weight_version_missing_a_shard_is_not_published(model, store):
 async def test_tokens_from_stale_replica_raise_in_lock_step(model, store):
     policy, trainer = await start(model, store, generator=DeafGenerator, age=0)
     await step(policy, trainer, 0)
-    wanted = r"step 1 was given tokens that version 0 sampled \(deaf_generator\[1\]\): max_policy_age is 0"
+    wanted = r"step 1 was given tokens sampled by weight version 0 \(deaf_generator\[1\]\): max_policy_age is 0"
     with pytest.raises(StaleWeights, match=wanted):
         await step(policy, trainer, 1)
 
@@ -187,9 +187,9 @@ def test_policy_age_metric_is_measured_per_token():
     for versions, age in (([5, 5], 0), ([4, 5], 1), ([2, 5], 3)):
         Staleness(age).check(batch(versions, {}), 5)
         if age:
-            with pytest.raises(StaleWeights, match=rf"version {min(versions)} sampled \(g\[0\]\): max_policy_age is"):
+            with pytest.raises(StaleWeights, match=rf"version {min(versions)} \(g\[0\]\): max_policy_age is"):
                 Staleness(age - 1).check(batch(versions, {}), 5)
-    with pytest.raises(StaleWeights, match=r"step 5 was given tokens that version 6 sampled .*in the future"):
+    with pytest.raises(StaleWeights, match=r"step 5 was given tokens sampled by weight version 6 .*in the future"):
         Staleness(3).check(batch([5, 6], {}), 5)
     Staleness(0).check(pack([Episode(prompt_ids=[1], response_ids=[2], advantage=1.0)]), 5)
     assert np.array_equal(batch([1], {}).versions, [-1, -1, 1])

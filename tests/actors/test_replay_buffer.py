@@ -92,7 +92,7 @@ async def test_restored_replay_buffer_returns_the_same_samples():
 
 
 def test_replay_batch_larger_than_capacity_raises():
-    with pytest.raises(ValueError, match="can never be drawn"):
+    with pytest.raises(ValueError, match="larger than the capacity"):
         asyncio.run(ReplayBuffer(3).sample(0, 4))
     with pytest.raises(ValueError, match="order must be"):
         ReplayBuffer(3, order="lifo")  # type: ignore[arg-type]

@@ -158,10 +158,10 @@ def test_restored_online_ensemble_continues_identically(tmp_path):
     assert [rewards(again) for _ in range(4)] == learned
     still = started(RewardActor(["ExactMatch"]))
     assert asyncio.run(still.state_dict()) is None
-    with pytest.raises(ValueError, match="started with a reward that learns"):
+    with pytest.raises(ValueError, match="has the state of a reward that learns"):
         asyncio.run(still.load_state_dict(states))
     deaf = started(RewardActor([Ensemble(str(tmp_path))]))
-    with pytest.raises(ValueError, match="this one does not: resume with that one"):
+    with pytest.raises(ValueError, match="no configured reward learns: resume with the reward of the checkpoint"):
         asyncio.run(deaf.load_state_dict(states))
     swapped = VerifiersConfig(rules=RULES.rules[::-1])
     save_ensemble(tmp_path / "other", swapped, Online().fit(ScoreTable(said, tuple(swapped.names))))

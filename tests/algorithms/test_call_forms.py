@@ -40,7 +40,7 @@ def test_missing_loss_argument_error_names_argument():
     x = torch.zeros(2)
     with pytest.raises(ValueError, match="beta > 0 needs ref_logprobs"):
         GRPOLoss(beta=0.1)(x, x, x, x)
-    with pytest.raises(ValueError, match="entropy_coef > 0 needs the policy's entropy"):
+    with pytest.raises(ValueError, match="entropy_coef > 0 needs the argument entropy"):
         GRPOLoss(entropy_coef=0.1)(x, x, x, x)
 
 

@@ -68,11 +68,11 @@ def test_forge_version_prints_project_version(capsys):
 @pytest.mark.processes
 def test_installed_recipe_config_is_found_from_any_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match=r"error: model folder runs/quickstart-warmup/model does not exist"):
+    with pytest.raises(SystemExit, match=r"error: model directory runs/quickstart-warmup/model does not exist"):
         main(["train", "apps/grpo/tiny.yaml"])
     (tmp_path / "apps/grpo").mkdir(parents=True)
     (tmp_path / "apps/grpo/tiny.yaml").write_text("model: mine\ndataset: {path: rows.jsonl}\n")
-    with pytest.raises(SystemExit, match="error: model folder mine does not exist"):
+    with pytest.raises(SystemExit, match="error: model directory mine does not exist"):
         main(["train", "apps/grpo/tiny.yaml"])
     with pytest.raises(SystemExit, match=r"error: configuration file apps/grpo/none.yaml does not exist"):
         main(["train", "apps/grpo/none.yaml"])

@@ -161,7 +161,7 @@ def test_kl_penalty_without_reference_model_uses_generator_logprobs(config):
         (["--generator.slots", "0"], "generator.slots must be at least 1"),
         (
             ["--generator.vllm", "{tensor_parallel_size: 2}"],
-            "generator.vllm is of the other engine",
+            "generator.vllm is not supported by",
         ),
         (["--trainer.backend", "titan", "--lora", "{rank: 2}"], "titan trains all weights, in float32: omit lora"),
         (["--trainer.backend", "ddp"], "trainer.backend must be one of fsdp, titan"),
@@ -192,20 +192,20 @@ def test_kl_penalty_without_reference_model_uses_generator_logprobs(config):
         (["--training.epochs", "0"], "training.epochs must be at least 1"),
         (["--lora", "{rank: 0}"], "lora.rank must be at least 1, got 0"),
         (["--async.max_policy_age", "0", "--training.sync_interval", "4"], "raise it to at least 3"),
-        (["--dataset.task", "apps.toys.words:Reverse"], "a path .*, a task, or sources"),
+        (["--dataset.task", "apps.toys.words:Reverse"], "dataset.path .*, dataset.task and dataset.sources"),
         (["--trainer.num_replicas", "2"], "services.trainer.num_replicas must be 1"),
         (
             ["--generator.procs", "2"],
-            "services.generator.procs = 2 is one model over 2 processes .* set generator.engine to vllm, or procs to 1",
+            "services.generator.procs = 2 splits one model over 2 processes .* set generator.engine to vllm",
         ),
         (["--reward.call_timeout", "-1"], "services.reward.call_timeout must be above 0, got -1"),
         (["--checkpoint.keep", "0"], "checkpoint.keep must be at least 1"),
-        (["--resume", "auto"], "--resume is understood by recipes only"),
+        (["--resume", "auto"], "--resume is only supported by recipes"),
         (["--dataset.max_prompt_tokens", "4096"], "together exceed training.seq_len: at most 3584"),
         (["--eval.every", "3", "--training.sync_interval", "2"], "a multiple of training.sync_interval"),
         (["--seed"], "--seed needs a value"),
-        (["seed"], "overrides are written --section.key VALUE"),
-        (["--model.name", "x"], "'model' is a value, not a section"),
+        (["seed"], "write overrides as --section.key VALUE"),
+        (["--model.name", "x"], "'model' is a single value, not a section"),
         (["--services", "3"], "services must be a mapping"),
         (["--reward.functions", "MathReward"], "reward.functions must be a list"),
         (["--reward.functions", "[]"], "reward.functions is empty"),
@@ -359,7 +359,7 @@ def test_every_config_key_is_read_in_code(cls):
 def test_dates_in_config_yaml_are_read_as_text(config, moment):
     config.write_text(f"{config.read_text()}\ncheckpoint: {{every: 1}}\n")
     assert read(config, "--run.save_before", moment).run.save_before == moment
-    with pytest.raises(ConfigError, match=r"run\.save_before is a number of seconds or a date and time"):
+    with pytest.raises(ConfigError, match=r"run\.save_before must be a number of seconds or a date and time"):
         read(config, "--run.save_before", "1:30:00")
     with pytest.raises(ConfigError, match=r"training\.batch_size must be a whole number, got '1:30'"):
         read(config, "--training.batch_size", "1:30")

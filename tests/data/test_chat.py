@@ -97,7 +97,7 @@ def test_template_that_rewrites_earlier_turns_trains_only_last_turn(turns):
     assert trained(tokenizer, *encoder.encode(conversation, train_on="last")) == answer + "<|im_end|>"
     if len(turns) > 1:
         with pytest.raises(
-            ValueError, match=r"message 2: the chat template .* set train_on: last, or chat_template to"
+            ValueError, match=r"message 2: the chat template .* set dataset.train_on: last, or a dataset.chat_template"
         ):
             encoder.encode(conversation)
 
@@ -113,11 +113,11 @@ def test_template_that_rewrites_earlier_turns_trains_only_last_turn(turns):
         (
             "{% if messages | length > 2 %}long {% endif %}" + CHATML,
             said("a", "b", "c", "d"),
-            "message 2: .* its context",
+            "message 2: .* the messages before it",
         ),
-        (CHATML.replace("<|im_end|>\n", ""), said("a", "b"), "writes nothing after an assistant's turn"),
-        (CHATML, said("a"), "no assistant turn to learn from: user"),
-        (CHATML, said("a", "b")[1:], "message 1 is an assistant's, with nothing to answer"),
+        (CHATML.replace("<|im_end|>\n", ""), said("a", "b"), "writes no end after an assistant turn"),
+        (CHATML, said("a"), "no assistant message to train on; the roles are user"),
+        (CHATML, said("a", "b")[1:], "message 1 has role assistant"),
         ("{{ raise_exception('no\nsystem') }}", said("a", "b"), "the chat template fails: no system"),
         ("{% if %}", said("a", "b"), "the chat template fails"),
     ],
@@ -131,7 +131,7 @@ def test_chat_template_with_ambiguous_turn_bounds_raises(template, conversation,
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"text": "a"}, "no field 'messages': it has text"),
+        ({"text": "a"}, "no field 'messages': the row has text"),
         ({"messages": "hello"}, "field 'messages' must be a list of messages, got 'hello'"),
         ({"messages": []}, "must be a list of messages"),
         ({"messages": ["hello"]}, r"messages, message 1 must be a message \{role, content\}, not str"),

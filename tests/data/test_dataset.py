@@ -87,9 +87,9 @@ def test_each_dataset_epoch_is_shuffled_differently(places, streaming):
 @pytest.mark.parametrize("change", [{"seed": 1}, {"shuffle": False}, {"split": "test"}])
 def test_resuming_dataset_with_state_of_other_data_raises(places, change, jsonl):
     state = make(places["rows.jsonl"]).state_dict()
-    with pytest.raises(ValueError, match=f"does not fit: {next(iter(change))} was"):
+    with pytest.raises(ValueError, match=f"saved data position is of {next(iter(change))} "):
         make(places["rows.jsonl"], **change).load_state_dict(state)
-    with pytest.raises(ValueError, match="rows was 23 and is 1"):
+    with pytest.raises(ValueError, match="rows 23, but it is 1 now"):
         make(jsonl(ROWS[0])).load_state_dict(state)
 
 
@@ -101,7 +101,7 @@ def test_held_out_dataset_rows_are_fixed_and_do_not_move_position(places):
         assert [(str(s.prompt), s.prompt.index) for s in held] == [(f"q{i}", i) for i in range(4)]
         assert first + [next(data) for _ in range(10)] == list(islice(other, 20))
         assert data.held_out(4) == held
-    with pytest.raises(ValueError, match="30 samples asked for, but only 23"):
+    with pytest.raises(ValueError, match="30 held-out samples are needed, but only 23"):
         make(places["rows.jsonl"]).held_out(30)
 
 
@@ -118,12 +118,14 @@ def test_unreadable_data_file_error_names_path(tmp_path, places):
     with pytest.raises(FileNotFoundError, match=r"no such file: nowhere/at/all"):
         make("nowhere/at/all")
     (tmp_path / "rows.xml").write_text("<a/>")
-    with pytest.raises(ValueError, match=r"unknown extension '.xml': use .json, .jsonl, .csv, .tsv, .parquet, or pass"):
+    with pytest.raises(
+        ValueError, match=r"unsupported extension '.xml': use .json, .jsonl, .csv, .tsv, .parquet, or pass"
+    ):
         make(str(tmp_path / "rows.xml"))
     for content, message in (
-        ("{}", "must hold a list of objects, not dict"),
+        ("{}", "must contain a JSON list of objects, not dict"),
         ("[1]", "row 1: a row must be an object, not int"),
-        ("[", r"not JSON: .*\.jsonl"),
+        ("[", r"invalid JSON: .*\.jsonl"),
         ("[]", "is empty"),
     ):
         (tmp_path / "rows.json").write_text(content)
@@ -132,7 +134,7 @@ def test_unreadable_data_file_error_names_path(tmp_path, places):
     (tmp_path / "rows.parquet").write_text("no")
     with pytest.raises(ValueError, match="is not a parquet file"):
         make(str(tmp_path / "rows.parquet"))
-    with pytest.raises(ValueError, match="no field 'label': it has question, answer, id"):
+    with pytest.raises(ValueError, match="no field 'label': the row has question, answer, id"):
         make(places["folder"], target_field="label", streaming=True)
 
 

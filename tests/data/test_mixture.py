@@ -89,10 +89,10 @@ def test_mixture_source_settings_override_common_settings(jsonl):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"sources": []}, "needs sources"),
+        ({"sources": []}, "needs at least one source"),
         (
             {"sources": [{"task": "apps.toys.numbers:Add"}, {"task": "add"}]},
-            "source 2: task 'add' is unknown: write package.module:Name",
+            "source 2: unknown task 'add': write it as package.module:Name",
         ),
         ({"sources": [{"task": "apps.toys.numbers:Add", "wieght": 2}]}, "source 1: .*'wieght'"),
         (
@@ -102,7 +102,7 @@ def test_mixture_source_settings_override_common_settings(jsonl):
         ({"sources": [{"task": "apps.toys.numbers:Add", "weight": "2"}]}, "source 1: weight must be .* got '2'"),
         (
             {"sources": [{"task": "apps.toys.numbers:Add"}], "task": "apps.toys.numbers:Add"},
-            "path and task belong to each of them",
+            "set path or task in each source",
         ),
         (
             {"kind": "preference", "task": "apps.toys.numbers:Add"},
@@ -118,7 +118,7 @@ def test_invalid_mixture_error_names_the_fault(settings, message):
 def test_mixture_state_with_other_source_weights_raises():
     state = load_data(TOKENIZER, sources=SOURCES).state_dict()
     for sources in (SOURCES[:2], [{**SOURCES[0], "weight": 4}, *SOURCES[1:]]):
-        with pytest.raises(ValueError, match="does not fit: the mixture's shares were"):
+        with pytest.raises(ValueError, match="data position is of a mixture with shares"):
             load_data(TOKENIZER, sources=sources).load_state_dict(state)
-    with pytest.raises(ValueError, match="seed was 0 and is 1"):
+    with pytest.raises(ValueError, match="seed 0, but it is 1 now"):
         load_data(TOKENIZER, sources=SOURCES, seed=1).load_state_dict(state)

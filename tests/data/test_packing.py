@@ -167,11 +167,11 @@ def test_unpackable_episode_error_names_episode_number():
         pack([])
     with pytest.raises(ValueError, match="episode 2 has no advantage"):
         pack([*scored, unscored])
-    with pytest.raises(ValueError, match="episode 0 has no context before its first trained token"):
+    with pytest.raises(ValueError, match="episode 0 must have at least one token before its first trained token"):
         pack([Episode(response_ids=[1, 2], advantage=1.0)])
     with pytest.raises(ValueError, match="unknown aggregation 'mean'"):
         pack(scored, aggregation="mean")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"a sequence of 9 tokens does not fit into training.seq_len = 8"):
+    with pytest.raises(ValueError, match=r"a sequence of 9 tokens is longer than training.seq_len = 8"):
         split_batch(example(0, [(2, 3), (4, 5)]), ranks=1, max_tokens=8)
 
 

@@ -105,9 +105,11 @@ def test_preference_pairs_with_equal_answers_are_skipped_and_counted(jsonl, rows
     data = prefer(jsonl(*rows), streaming=streaming, shuffle=False, epochs=1, **settings)
     assert [read(pair) for pair in data] == [read(data.held_out(1)[0])] * 2
     assert (data.served, data.skipped) == (2, 1)
-    with pytest.raises(ValueError, match="only 2 pairs are there that are not alike in chosen and rejected"):
+    with pytest.raises(ValueError, match="only 2 pairs are available that are not alike in chosen and rejected"):
         data.held_out(3)
-    with pytest.raises(ValueError, match=r"data\.jsonl: all of 2 pairs are alike in chosen and rejected"):
+    with pytest.raises(
+        ValueError, match=r"data\.jsonl: no row is usable, because all 2 pairs are alike in chosen and rejected"
+    ):
         prefer(jsonl(rows[1], rows[1]), streaming=streaming, **settings)
 
 
@@ -188,32 +190,32 @@ def test_preference_pairs_resume_at_every_position(jsonl, settings):
     ("rows", "settings", "message"),
     [
         ([{**TEXTS, "rejected": "yes"}, TEXTS], {"max_tokens": 3},
-         "data.jsonl: all of 2 pairs are alike in chosen and rejected or longer than max_tokens=3"),
+         "data.jsonl: .* alike in chosen and rejected or longer than max_tokens=3"),
         ([{"chosen": "a", "rejected": "é"}, {"chosen": "aé", "rejected": "aè"}], {"too_long": "error", "max_tokens": 9},
-         "row 1: chosen and rejected share no beginning"),
-        ([TEXTS, {"prompt": "hi", "chosen": "a"}], {}, "row 2: no field 'rejected': it has prompt, chosen"),
-        ([TEXTS, {"chosen": "b", "rejected": "a"}], {}, "row 2: no field 'question': it has chosen, rejected"),
+         "row 1: chosen and rejected have no common start"),
+        ([TEXTS, {"prompt": "hi", "chosen": "a"}], {}, "no field 'rejected': the row has prompt, chosen"),
+        ([TEXTS, {"chosen": "b", "rejected": "a"}], {}, "row 2: no field 'question': the row has chosen, rejected"),
         ([TEXTS, {**TEXTS, "chosen": None}], {}, "row 2: field 'chosen' must be text or a number, not NoneType"),
         ([{"ask": "hi", **WHOLE}, {"ask": "ho", **WHOLE}], {"chat_template": TALK, "prompt_field": "ask"},
-         "row 2: chosen does not start with what field 'ask' holds: omit prompt_field"),
+         "row 2: chosen does not start with the text of field 'ask': omit dataset.prompt_field"),
         ([{"ask": said("hi", "so", "a"), **WHOLE}], {"chat_template": TALK, "prompt_field": "ask"},
-         "row 1: chosen does not start with what field 'ask'"),
+         "row 1: chosen does not start with the text of field 'ask'"),
         ([{"ask": "hi", **WHOLE, "rejected": said("ho", "no")}], {"chat_template": TALK, "prompt_field": "ask"},
-         "row 1: rejected does not start with what field 'ask'"),
-        ([WHOLE], {"chat_template": TALK, "prompt_field": "ask"}, "row 1: no field 'ask': it has chosen, rejected"),
+         "row 1: rejected does not start with the text of field 'ask'"),
+        ([WHOLE], {"chat_template": TALK, "prompt_field": "ask"}, "no field 'ask': the row has chosen, rejected"),
         ([TEXTS], {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"},
-         "row 1: message 2: the chat template writes nothing after an assistant's turn"),
+         "row 1: message 2: the chat template writes no end after an assistant turn"),
         ([{**WHOLE, "rejected": said("ho", "no")}], {"chat_template": TALK},
-         "row 1: the two differ from message 1 on, where chosen must have an assistant's: its role is user"),
+         "row 1: the two differ from message 1 on, where chosen must have an assistant message, but its role is user"),
         ([{**WHOLE, "rejected": said("hi")}], {"chat_template": TALK},
-         "row 1: the two differ from message 2 on, where rejected must have an assistant's: its role is none"),
+         "the two differ from message 2 on, where rejected must have an assistant message, but its role is none"),
         ([WHOLE, {**WHOLE, "rejected": "no"}], {"chat_template": TALK}, "row 2: field 'rejected' must be a list of"),
         ([{"chosen": said("", "a")[1:], "rejected": said("", "b")[1:]}], {"chat_template": TALK},
-         "row 1: message 1 is an assistant's, with nothing to answer"),
+         "row 1: message 1 has role assistant"),
         ([WHOLE], {}, "the tokenizer has no chat template"),
-        ([WHOLE], {"chat_template": TALK, "prompt_template": "{x}"}, "conversations, for which prompt_template would"),
+        ([WHOLE], {"chat_template": TALK, "prompt_template": "{x}"}, "conversations, to which prompt_template does"),
         ([TEXTS], {"target_pattern": "(.)"}, "unknown key 'target_pattern'"),
-        ([TEXTS], {"max_tokens": 3}, "all of 1 pairs are longer than max_tokens=3"),
+        ([TEXTS], {"max_tokens": 3}, "all 1 pairs are longer than max_tokens=3"),
         ([TEXTS], {"too_long": "truncate"}, "too_long must be one of skip, error; got 'truncate'"),
     ],
 )  # fmt: skip

@@ -39,18 +39,18 @@ TOOLS = {"tokenizer": byte_pairs(), "chat_template": CALLS.replace("FORM", "c.fu
     ("kind", "good", "bad", "settings", "message"),
     [
         ("supervised", {"text": "a"}, {"text": "  "}, {"text_field": "text"}, "the text is empty"),
-        ("supervised", {"text": "a"}, {"text": f"a {LONE}"}, {"text_field": "text"}, "half a character"),
+        ("supervised", {"text": "a"}, {"text": f"a {LONE}"}, {"text_field": "text"}, "lone surrogate"),
         ("supervised", {"text": "a"}, {"text": None}, {"text_field": "text"}, "must be text or a number, not NoneType"),
-        ("supervised", said("a"), said(LONE), CHAT, "message 2.content holds half a character"),
+        ("supervised", said("a"), said(LONE), CHAT, "message 2.content has the lone surrogate"),
         ("supervised", said("a"), {"messages": [{"role": "user", "content": "a"}]}, CHAT, "no assistant"),
         ("supervised", called({"a": 1}), called({"a": {"b": [float("nan")]}}), TOOLS, "arguments.a.b is nan"),
-        ("supervised", called({"a": 1}), called({LONE: 1}), TOOLS, "half a character"),
+        ("supervised", called({"a": 1}), called({LONE: 1}), TOOLS, "lone surrogate"),
         (
             "supervised",
             said("a"),
             {**said("a"), "tools": [{"name": LONE}]},
             CHAT,
-            "function.name holds half a character",
+            "function.name has the lone surrogate",
         ),
         ("supervised", said("a"), {"messages": "hi"}, CHAT, "must be a list of messages"),
         (
@@ -58,7 +58,7 @@ TOOLS = {"tokenizer": byte_pairs(), "chat_template": CALLS.replace("FORM", "c.fu
             called({"a": 1}),
             called(3) | {"tools": "[1"},
             TOOLS,
-            "the tools of a conversation are not JSON",
+            "the tools of a conversation are invalid JSON",
         ),
         ("supervised", GOOD, {"question": "two", "answer": float("-inf")}, {}, "field 'answer' is -inf"),
         (
@@ -70,9 +70,9 @@ TOOLS = {"tokenizer": byte_pairs(), "chat_template": CALLS.replace("FORM", "c.fu
         ),
         ("prompts", GOOD, {"question": float("inf"), "answer": 1}, {}, "field 'question' is inf"),
         ("prompts", GOOD, {"question": "two", "answer": None}, {}, "not NoneType: fill in the missing value"),
-        ("prompts", GOOD, {"question": "two", "answer": LONE}, {}, "field 'answer' holds half a character"),
-        ("prompts", GOOD, {"question": LONE, "answer": ""}, {}, "field 'question' holds half a character"),
-        ("preferences", {"chosen": "ab", "rejected": "ac"}, {"chosen": "x", "rejected": "y"}, {}, "share no beginning"),
+        ("prompts", GOOD, {"question": "two", "answer": LONE}, {}, "field 'answer' has the lone surrogate"),
+        ("prompts", GOOD, {"question": LONE, "answer": ""}, {}, "field 'question' has the lone surrogate"),
+        ("preferences", {"chosen": "ab", "rejected": "ac"}, {"chosen": "x", "rejected": "y"}, {}, "no common start"),
         ("preferences", {"chosen": "ab", "rejected": "ac"}, {"chosen": "ab", "rejected": " "}, {}, "the text is empty"),
         (
             "preferences",
@@ -146,11 +146,11 @@ def test_invalid_row_of_dataset_stream_is_skipped_and_counted(stream, caplog, ba
     data = PromptDataset(**stream([GOOD, GOOD, bad, GOOD]), epochs=2)
     assert len(list(data)) == 6
     assert (data.served, data.skipped) == (6, 2)
-    assert "left out: some/set, row 3: " in caplog.text
+    assert "skipped a row: some/set, row 3: " in caplog.text
 
 
 def test_dataset_stream_of_invalid_rows_raises_at_start(stream):
-    with pytest.raises(ValueError, match="some/set, row 1: no field 'question': it has text"):
+    with pytest.raises(ValueError, match="some/set, row 1: no field 'question': the row has text"):
         PromptDataset(**stream([{"text": "a"}] * 5))
 
 
@@ -161,7 +161,7 @@ def test_dataset_stream_of_invalid_rows_raises_at_start(stream):
 def test_prompts_with_characters_missing_in_vocabulary_warn(caplog, questions, count, first):
     rows = [{"question": question, "answer": "a"} for question in questions]
     PromptDataset(Rows(rows), tokenizer=character_tokenizer("ab"))
-    [record] = [record for record in caplog.records if "without a token" in record.message]
+    [record] = [record for record in caplog.records if "encodes as unknown" in record.message]
     assert record.levelno == logging.WARNING
     assert f"{count} prompts have characters" in record.message
     assert record.message.endswith(f"(first: row {first})")

@@ -271,8 +271,8 @@ def test_chat_template_without_tool_support_warns_once(caplog):
         read_rows("supervised", {"messages": [ASKED[0], *ANSWER], "tools": [TOOL]}, chat_template=template)
         Dialogue(words(), template).initial(ASKED[:1], [TOOL])
     assert [record.message for record in caplog.records if "episode.template" in record.message] == [
-        "the chat template has no place for tools, so the model does not read which ones it has: set episode.template "
-        "(of rows dataset.chat_template) to one that writes them, such as chatml"
+        "the chat template does not render tools, so the model does not see them: set episode.template (for rows "
+        "dataset.chat_template) to one that does, such as chatml"
     ]
 
 
@@ -300,7 +300,7 @@ def test_row_with_token_beyond_model_vocabulary_raises_with_row_number(folder, k
     tokenizer = open_tokenizer(str(folder / "RewardModel"))
     tokenizer.add_tokens(["<new>"])
     rows = [{"question": text, "answer": "a", "chosen": "a", "rejected": "b"} for text in ("old", "a <new> one")]
-    with pytest.raises(ValueError, match="row 2: it has the token '<new>', number 368, which"):
+    with pytest.raises(ValueError, match="row 2: the text has the token '<new>' with id 368, beyond"):
         load_data(tokenizer, kind=kind, path=Rows(rows))
     load_data(tokenizer, kind=kind, path=Rows(rows[:1]))
 

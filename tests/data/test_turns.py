@@ -64,7 +64,7 @@ def test_role_header_of_next_turn_is_not_trained():
 def test_tool_calls_without_chat_template_support_raise():
     call = {"function": {"name": "add", "arguments": {"a": 1}}}
     conversation = [*said("a"), {"role": "assistant", "content": "", "tool_calls": [call]}]
-    with pytest.raises(ValueError, match="no place for tool calls"):
+    with pytest.raises(ValueError, match="does not render tool calls"):
         ChatFormat(byte_pairs(), CHATML).encode(conversation)
 
 
@@ -84,7 +84,7 @@ def test_supervised_rows_with_thoughts_need_thoughts_setting_keep(tmp_path):
     assert trained(byte_pairs(), episode.tokens, episode.mask) == (
         f"<think>\nhm\n</think>\n\nyes<|im_end|>{EMPTY}no<|im_end|>"
     )
-    with pytest.raises(ValueError, match="set train_on: last"):
+    with pytest.raises(ValueError, match=r"set dataset\.train_on: last"):
         SupervisedDataset(str(path), thoughts="template", **settings)
 
 
@@ -101,7 +101,7 @@ def test_tools_of_conversation_row_are_rendered(tmp_path, as_text):
     talk = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>"
     assert found == [f"[add]{talk}", f"[find]{talk}", talk]
     path.write_text(json.dumps({"messages": said("a", "b"), "tools": "add"}))
-    with pytest.raises(ValueError, match="row 1: the tools of a conversation are not JSON"):
+    with pytest.raises(ValueError, match="row 1: the tools of a conversation are invalid JSON"):
         SupervisedDataset(str(path), **settings)
 
 

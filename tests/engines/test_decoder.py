@@ -61,7 +61,7 @@ def test_sharded_checkpoint_loads_and_missing_shard_raises(make: Make) -> None:
 
 
 def test_decoder_of_incomplete_model_directory_raises(make: Make, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no model folder"):
+    with pytest.raises(FileNotFoundError, match=r"model directory .* does not exist"):
         EmbeddedEngine(tmp_path / "absent")
     with pytest.raises(FileNotFoundError, match=r"no config\.json"):
         EmbeddedEngine(tmp_path)

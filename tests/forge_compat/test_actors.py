@@ -209,7 +209,7 @@ LOSS = {"model": "m", "loss": ReinforceLoss(clip_ratio=0.2)}
         (SandboxedPythonCoder, {"memory": 1}, TypeError, "memory"),
         (NativeReference, {"model": {"name": "qwen3"}}, ValueError, "model needs hf_assets_path"),
         (Generator, {"model": "m", "slots": "8"}, ValueError, "slots must be a whole number"),
-        (Generator, {"model": None}, ValueError, "model must be a folder or hub id, got None"),
+        (Generator, {"model": None}, ValueError, "model must be a directory or hub id, got None"),
         (Generator, {"model": "m", "sampling": {"foo": 1}}, TypeError, "unexpected keyword argument 'foo'"),
         (Generator, {"model": "m", "max_tokens": 0}, ValueError, "max_tokens must be at least 1, got 0"),
         (ReferenceModel, {"model": "m", "foo": 1}, TypeError, "unknown key 'foo'"),

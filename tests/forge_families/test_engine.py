@@ -237,7 +237,7 @@ def test_weight_update_with_wrong_tensor_names_tensor_in_error(make: Make) -> No
             with pytest.raises(ValueError, match=message):
                 engine.update_weights(changed.items(), 1).result(60)
         twice = [*tensors.items(), (name, tensors[name])]
-        with pytest.raises(ValueError, match=f"{name}' is unknown to this model, or given twice"):
+        with pytest.raises(ValueError, match=f"{name}' is not a weight of this model, or was given twice"):
             engine.update_weights(twice, 1).result(60)
         assert error_of(model, engine.submit([1, 2], Sampling(max_tokens=5)).result(60)[0]) < 1e-4
 

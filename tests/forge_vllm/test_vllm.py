@@ -57,11 +57,11 @@ def test_invalid_vllm_options_raise(tmp_path: Path, options: dict, message: str)
 
 
 def test_embedded_engine_options_raise_with_vllm_engine(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"generator\.vllm is of the other engine"):
+    with pytest.raises(ValueError, match=r"generator\.vllm is not supported by"):
         load_engine("embedded", tmp_path, vllm={"seed": 1})
-    with pytest.raises(ConfigError, match=r"generator\.vllm is of the other engine"):
+    with pytest.raises(ConfigError, match=r"generator\.vllm is not supported by"):
         EngineSettings(vllm={"seed": 1})
-    with pytest.raises(ConfigError, match=r"router_replay is of the other engine"):
+    with pytest.raises(ConfigError, match=r"router_replay is not supported by"):
         EngineSettings(engine="vllm", router_replay=True)
     with pytest.raises(ValueError, match="must be one of embedded, vllm"):
         load_engine("sglang", tmp_path)

@@ -40,7 +40,7 @@ def test_problems_of_unequal_response_counts_form_one_score_table(caplog):
     assert table.verifiers == ("length", "matches")
     assert (table.answers, table.prompts) == ([["1", "2", "3"], ["4"]], ["p", "q"])
     assert "length: 1 of 4 scores are missing: 1 x ValueError: bad one" in caplog.text
-    assert "matches: 1 of 4 scores are missing: 1 x it gave no score (None)" in caplog.text
+    assert "matches: 1 of 4 scores are missing: 1 x the verifier returned no score (None)" in caplog.text
 
 
 def test_scores_of_one_verifier_model_form_one_family():

@@ -51,7 +51,7 @@ except ValueError as error: print(error)
     v1, family, missing = found.stdout.strip().splitlines()
     assert v1.endswith(f"snapshots/{'v1':0>40}")
     assert "model_type 't5'" in family
-    assert "somebody/small@v2 is not a local folder and could not be fetched from the hub" in missing
+    assert "somebody/small@v2 is not a local directory and could not be downloaded from the hub" in missing
 
 
 @pytest.mark.parametrize(

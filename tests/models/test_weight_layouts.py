@@ -124,20 +124,20 @@ def test_merged_lora_adapter_equals_closed_form() -> None:
 def test_missing_lora_adapter_factor_error_names_factor(lost: str) -> None:
     named = tensors()
     del named[f"{AT}.{lost}"]
-    with pytest.raises(ValueError, match=rf"{PLAIN}\.lora_.* came without '{PLAIN}\.{lost[:6]}"):
+    with pytest.raises(ValueError, match=rf"{PLAIN}\.lora_.* needs '{PLAIN}\.{lost[:6]}"):
         read_adapters(named.items())
 
 
 def test_lora_adapter_with_wrong_shape_or_base_model_raises() -> None:
     factors, weight = read_adapters(tensors().items()), f"{PLAIN}.weight"
-    with pytest.raises(ValueError, match=r"lora_A.*shape \(3, 5\).* ask for \(3, 4\)"):
+    with pytest.raises(ValueError, match=r"lora_A.*shape \(3, 5\).* need \(3, 4\)"):
         dict(merge_adapters([(weight, torch.zeros(7, 4))], factors))
-    with pytest.raises(ValueError, match=r"lora_B.*shape \(7, 3\).* ask for \(6, 3\)"):
+    with pytest.raises(ValueError, match=r"lora_B.*shape \(7, 3\).* need \(6, 3\)"):
         dict(merge_adapters([(weight, torch.zeros(6, 5))], factors))
     two = factors | {"other.lora_A.weight": torch.ones(2, 5), "other.lora_B.weight": torch.ones(7, 2)}
     with pytest.raises(ValueError, match=r"other\.lora_A\.weight' has shape \(2, 5\)"):
         list(merge_adapters([(weight, torch.zeros(7, 5)), ("other.weight", torch.zeros(7, 5))], two))
-    with pytest.raises(ValueError, match=rf"{PLAIN}\.weight.*needs a matrix"):
+    with pytest.raises(ValueError, match=rf"{PLAIN}\.weight.*only matrices"):
         dict(merge_adapters([(weight, torch.zeros(6))], factors))
     with pytest.raises(ValueError, match=rf"{PLAIN}\.lora_A\.weight' has no base"):
         dict(merge_adapters([("model.norm.weight", torch.zeros(6))], factors))

@@ -30,7 +30,7 @@ def test_run_directory_lock_is_released_when_last_process_ends(tmp_path: Path):
     subprocess.run([sys.executable, "-c", HOLD, str(tmp_path / "run"), str(tmp_path / "ended")], check=True)
     lock = RunLock(tmp_path / "run")
     assert (tmp_path / "ended").exists()
-    with pytest.raises(BlockingIOError, match="is being run by process"):
+    with pytest.raises(BlockingIOError, match="is in use by process"):
         RunLock(tmp_path / "run", patience=0.1)
     (tmp_path / "run/config.yaml").touch()
     lock.close()
@@ -53,7 +53,7 @@ def test_damaged_metrics_line_is_skipped_with_warning(tmp_path: Path, damaged: b
     path.write_bytes(b'{"step": 0}\n' + damaged + b'\n{"step": 2}\n')
     assert cut_lines(path, 9) == [{"step": 0}, {"step": 2}]
     assert path.read_text() == '{"step": 0}\n{"step": 2}\n'
-    assert "rows.jsonl, line 2 is damaged and left out" in caplog.text
+    assert "rows.jsonl, line 2 is damaged and skipped" in caplog.text
 
 
 def test_report_and_history_of_resumed_run_have_all_steps(tmp_path: Path):

@@ -61,7 +61,7 @@ def test_oversized_prompts_are_skipped_with_row_number(model, caplog):
     rows = [*sums(1, 2), {"question": "1+" * 30 + "=", "answer": "30"}]
     cfg = rl(model, rows, grpo={"max_tokens": 4})
     check_data(cfg.data(str(model)), cfg.eval, str(model), 0)
-    assert "1 of 3 prompts are left out, for they are longer than max_prompt_tokens=28 (first: row 3)" in caplog.text
+    assert "1 of 3 prompts are skipped because they are longer than max_prompt_tokens=28 (first: row 3)" in caplog.text
     cfg = rl(model, rows[2:], grpo={"max_tokens": 4})
     with pytest.raises(ValueError, match="all of 1 prompts are longer than max_prompt_tokens=28"):
         check_data(cfg.data(str(model)), cfg.eval, str(model), 0)
@@ -101,7 +101,7 @@ def test_evaluation_without_problems_raises_one_line_error(model, tmp_path, capl
     values["run"] = {"name": "x", "root": str(tmp_path / "runs")}
     *_, record = prepare_run(build(config, values), Start())
     record.close()
-    assert ("read by nothing in this configuration: eval.every" in caplog.text) == said
+    assert ("have no effect in this configuration: eval.every" in caplog.text) == said
 
 
 @pytest.mark.parametrize(

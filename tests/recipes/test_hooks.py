@@ -221,14 +221,14 @@ def test_each_evaluation_set_keeps_separate_settings(tmp_path):
 @pytest.mark.parametrize(
     ("evaluation", "problem"),
     [
-        ({"sets": {"a": {"problems": 3}}}, "needs a path, or a task"),
-        ({"sets": {"a": {"path": ROWS, "problems": 30}}}, "eval.sets.a: .*30 samples asked for, but only 8"),
-        ({"sets": {"accuracy": {"path": ROWS}}}, "'accuracy' cannot be a name"),
+        ({"sets": {"a": {"problems": 3}}}, "needs a path, or a dataset with a task"),
+        ({"sets": {"a": {"path": ROWS, "problems": 30}}}, "eval.sets.a: .*30 held-out samples are needed, but only 8"),
+        ({"sets": {"accuracy": {"path": ROWS}}}, "'accuracy' is an invalid name"),
         ({"sets": {"a": {"path": ROWS, "problems": 2, "every": 3}}, "sync": 2}, "multiple of training.sync_interval"),
         ({"sets": {"a": {"path": ROWS, "problems": 2, "dataset": {"promt_template": "x"}}}}, "promt_template"),
-        ({"n": 4, "sampling": {"temperature": 0.0}}, "all of n = 4 answers are equal"),
+        ({"n": 4, "sampling": {"temperature": 0.0}}, "all n = 4 answers would be equal"),
         ({"sampling": {"temprature": 0.5}}, "unknown setting 'temprature'; did you mean 'temperature'"),
-        ({"best": "eval/accuracy"}, "eval.best does nothing"),
+        ({"best": "eval/accuracy"}, "eval.best has no effect"),
     ],
 )
 def test_invalid_evaluations_raise(tmp_path, evaluation, problem):

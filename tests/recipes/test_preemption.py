@@ -29,7 +29,9 @@ def test_run_deadline_is_read_from_setting_or_slurm(monkeypatch):
     assert deadline_of(tomorrow.isoformat()) == pytest.approx(tomorrow.timestamp())
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1900000000")
     assert deadline_of(None) == 1_900_000_000
-    with pytest.raises(ValueError, match=r"run.save_before is a number of seconds or a date and time .* got 'soon'"):
+    with pytest.raises(
+        ValueError, match=r"run.save_before must be a number of seconds or a date and time .* got 'soon'"
+    ):
         deadline_of("soon")
 
 

@@ -209,7 +209,7 @@ def bad(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         "unknown reward": (["--reward.functions", "[Nonsense]"], "reward 'Nonsense' was not found"),
         "overwriting its own model": (
             ["--from_scratch", "null", "--model", str(tmp_path / "runs/test/model")],
-            "the new run would remove",
+            "run.overwrite would remove",
         ),
         "more GPUs than there are": (
             ["--generator.num_replicas", "999", "--generator.with_gpus", "true", "--trainer.with_gpus", "true"],
@@ -226,7 +226,7 @@ def bad(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         ),
         "replay of routers that are not there": (
             ["--generator.router_replay", "true"],
-            "generator.router_replay needs a mixture of experts of the ten families, this is qwen3",
+            "generator.router_replay needs a mixture-of-experts model of a built-in family, got qwen3",
         ),
         "a loss of routers that are not there": (
             ["--training.router_aux_loss", "0.01"],
@@ -299,7 +299,7 @@ EXTRAS = [
     (
         ["--dataset.task", "null", "--dataset.path", "a/b"],
         "datasets",
-        "needs the datasets package: pip install datasets",
+        "needs the package datasets: pip install datasets",
     ),
     (["--metrics.tensorboard", "true"], "tensorboard", "needs the tensorboard package: pip install tensorboard"),
     (

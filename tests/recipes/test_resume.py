@@ -181,7 +181,7 @@ def left(made, tmp_path_factory):
 def test_resume_with_changed_settings_error_names_settings(left):
     run, auto = ["--resume", str(left.folder)], ["--config", str(left.file), "--resume", "auto"]
     for argv, message in (
-        ([*run, "--seed", "3"], "seed was 0 and is 3, which would make it another run"),
+        ([*run, "--seed", "3"], "seed was 0 and is 3; this setting cannot change on resume"),
         ([*auto, "--training.batch_size", "8"], "training.batch_size was 4 and is 8"),
         ([*run, "--grpo.n_samples", "2"], "grpo.n_samples was 4 and is 2"),
         ([*run, "--dataset.difficulty", "[2, 5]"], "dataset.difficulty was"),
@@ -193,8 +193,8 @@ def test_resume_with_changed_settings_error_names_settings(left):
         ([*run, "--training.lerning_rate", "1"], "did you mean 'learning_rate'"),
         ([*run, "--run.name", "y"], "omit run.name and run.root"),
         ([*auto, "--checkpoint.every", "0"], "--resume auto needs checkpoint.every"),
-        (["--resume", f"{left.folder}s"], "there is no such run"),
-        (["--resume", str(left.root)], "not a run folder"),
+        (["--resume", f"{left.folder}s"], "the run directory does not exist"),
+        (["--resume", str(left.root)], "not a run directory"),
         (["--resume", "auto"], "--config FILE is missing"),
         (["--config", str(left.file)], f"resume it with --resume {left.folder}"),
     ):
@@ -207,7 +207,7 @@ def test_resume_uses_newest_complete_checkpoint(left):
     left.checkpoint(4).rename(left.checkpoint(4).with_suffix(".unfinished"))
     assert find_start(left.cfg, str(left.folder)) == Start(str(left.checkpoint(2)), 2)
     left.checkpoint(2).rename(left.checkpoint(2).with_suffix(".unfinished"))
-    assert "it has no checkpoint" in left.error("--resume", str(left.folder))
+    assert "the run has no checkpoint" in left.error("--resume", str(left.folder))
     assert find_start(left.cfg, "auto") == Start(restart=True)
     left.cfg.checkpoint.every = 0
     write_sealed(left.folder / "config.yaml", yaml.safe_dump(to_dict(left.cfg)))
@@ -316,5 +316,5 @@ def test_resume_of_a_running_run_raises(left):
     code = f"import time; from forge.observability.folder import RunLock; {hold}"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as other:
         assert other.stdout.readline()
-        assert f"{left.folder} is being run by process {other.pid}" in left.error("--resume", str(left.folder))
+        assert f"{left.folder} is in use by process {other.pid}" in left.error("--resume", str(left.folder))
         other.kill()

@@ -103,7 +103,7 @@ def recurses(prompt, response, target):
         pytest.param(
             "another_type", "the reward another_type gave 'good': give a finite number", False, marks=pytest.mark.full
         ),
-        pytest.param("nothing", "no episode of 64 groups in a row could be scored", False, marks=pytest.mark.slow),
+        pytest.param("nothing", "no episode of 64 consecutive groups could be scored", False, marks=pytest.mark.slow),
         pytest.param("leaves", "the reward leaves raised SystemExit", True, marks=pytest.mark.full),
         pytest.param(
             "ends_generators",

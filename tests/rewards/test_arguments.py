@@ -102,8 +102,11 @@ def test_log_metric_argument_of_trl_rewards_records_metric():
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda answer: 0.0, r"names nothing of a response: name its parameters prompt, response, target, completion"),
-        (lambda question, solution, level: 0.0, "names nothing of a response"),
+        (
+            lambda answer: 0.0,
+            r"has no parameter for the response: name its parameters prompt, response, target, completion",
+        ),
+        (lambda question, solution, level: 0.0, "has no parameter for the response"),
         (lambda completions, trainer_state, **kwargs: [], "trainer_state, which is TRL's own"),
     ],
 )
@@ -131,7 +134,9 @@ def test_missing_reward_column_error_names_column_and_row_keys():
     def wants(response, difficulty):
         return 0.0
 
-    with pytest.raises(MissingColumn, match="the reward wants names 'difficulty', and the prompt's row has prompt"):
+    with pytest.raises(
+        MissingColumn, match="the reward wants has a parameter 'difficulty', but the row has only prompt"
+    ):
         scored(wants)
 
 
@@ -147,9 +152,12 @@ def test_missing_reward_columns_raise_when_data_loads():
     data = [{"question": "1+1", "solution": "2", "level": 1}, {"question": "1+2", "solution": "3"}]
     sample = next(rows(lambda response, solution: 0.0, data))
     assert sample.prompt.row == {"solution": sample.target}
-    with pytest.raises(ValueError, match="row 2: no column 'level', which the reward takes: it has question, solution"):
+    with pytest.raises(
+        ValueError,
+        match="row 2: the reward has a parameter 'level', but the data has no such column; it has question, solution",
+    ):
         rows(lambda response, level: 0.0, data)
-    with pytest.raises(ValueError, match=r"row 1: no column 'solutio', .*; did you mean 'solution'"):
+    with pytest.raises(ValueError, match=r"row 1: the reward has a parameter 'solutio', .*; did you mean 'solution'"):
         rows(lambda response, solutio: 0.0, data)
     # Without a default that says what stands for it, a row may lack a column.
     assert [sample.prompt.row for sample in rows(lambda response, level=0: 0.0, data).held_out(2)] == [{"level": 1}, {}]

@@ -40,10 +40,10 @@ def test_rule_verifier_returning_non_number_is_unscored_with_reason(function):
     assert found.reasons == {
         (1, 0): "KeyError: 'lost'",
         (2, 0): "not today",
-        (3, 0): "it gave no score (None)",
+        (3, 0): "the verifier returned no score (None)",
         (4, 0): "it gave nan",
         (5, 0): "it gave inf",
-        (6, 0): "it gave '0.7', which is not a number",
+        (6, 0): "the verifier returned '0.7', which is not a number",
     }
 
 

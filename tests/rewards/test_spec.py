@@ -76,7 +76,7 @@ def test_process_reward_model_is_built_from_yaml(tmp_path):
         ({"process_reward_models": [{"path": "m", "marker": "z", "good": "+"}]}, "both good and bad"),
         ({"process_reward_models": [{"path": "m", "marker": "z", "separator": "("}]}, "not a regular expression"),
         ({"plugins": [{"use": "forge_weaver:Distilled", "path": "tests"}]}, "tests holds no distilled verifier"),
-        ({"plugins": [{"path": "tests"}]}, r"plugins\[0\] must have `use: package.module:Name`"),
+        ({"plugins": [{"path": "tests"}]}, r"plugins\[0\] must have the key `use: package.module:Name`"),
         ({"plugins": [{"use": "forge_weaver:Distild", "path": "x"}]}, r"plugins\[0\].use: .*Distild' was not found"),
         ({"plugins": [{"use": "forge_weaver:Distilled"}]}, r"plugins\[0\].path' must be set"),
         ({"plugins": [{"use": "forge_sandbox:CodeVerifier", "credit": "some"}]}, r"plugins\[0\].credit: .*'all' or"),

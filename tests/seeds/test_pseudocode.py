@@ -123,7 +123,9 @@ def test_pseudocode_service_options_error_names_missing_part(model, store):
     code = "\n".join(printed.block(printed.TALK, "policy = PolicyActor.options(", ").as_service()"))
     with pytest.raises(TypeError, match="missing a required argument: 'model'"):
         printed.run(code, PolicyActor=PolicyActor)
-    with pytest.raises(ValueError, match=r"procs = 8 is one model over 8 processes .* set generator.engine to vllm"):
+    with pytest.raises(
+        ValueError, match=r"procs = 8 splits one model over 8 processes .* set generator.engine to vllm"
+    ):
         printed.run(code.replace("as_service()", "as_service(model)"), PolicyActor=PolicyActor, model=model)
 
     async def main():

@@ -88,7 +88,7 @@ def test_skill_page_distributed_config_gives_documented_layout(tmp_path):
     (launch,) = re.findall(r"--trainer.procs \d+ \\\n?|--trainer.procs \d+", "\n".join(printed.document(printed.SKILL)))
     assert launch.startswith("--trainer.procs 4")
     overrides = ["--trainer.procs", "4", "--generator.procs", "4"]
-    with pytest.raises(ConfigError, match=r"services.generator.procs = 4 is one model over 4 processes .* vllm"):
+    with pytest.raises(ConfigError, match=r"services.generator.procs = 4 splits one model over 4 processes .* vllm"):
         read(path, *overrides)
     cfg = read(path, "--trainer.procs", "4", "--generator.procs", "1")
     layout = cfg.parallelism.over(4)

@@ -185,7 +185,7 @@ def test_masked_secrets_do_not_count_as_changed_settings():
     ("words", "message"),
     [
         (["--services.reward.env", "{A: SEKRET"], "must be a mapping"),
-        (["--services.reward.env", "{A: 1}", "SEKRET}"], "did not understand"),
+        (["--services.reward.env", "{A: 1}", "SEKRET}"], "unexpected argument"),
         (["--services.reward.env.A", "[SEKRET]"], "must be text"),
         (["--training.steps", "https://u:SEKRET@h"], "whole number"),
     ],

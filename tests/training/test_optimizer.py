@@ -33,7 +33,7 @@ def test_cosine_learning_rate_schedule_matches_formula():
         ({"schedule": "linear", "warmup_steps": 5, "steps": 5}, "needs steps > warmup_steps"),
         ({"learning_rate": -1.0}, "must be at least 0"),
         ({"max_grad_norm": -1.0}, "must be at least 0"),
-        ({"optimizer": "adam"}, "training.optimizer 'adam' is unknown: write package.module:Name"),
+        ({"optimizer": "adam"}, "unknown training.optimizer 'adam': write it as package.module:Name"),
         ({"optimizer_dtype": "float16"}, "must be one of float32, bfloat16"),
         ({"optimizer_dtype": "bfloat16", "beta2": 0.999}, "set it below 0.996, or float32"),
     ],

@@ -111,13 +111,18 @@ def test_unknown_loss_argument_name_raises_one_line_error():
         def token_loss(self, ratio, logprobs, advantages, token_ids):
             return -ratio * advantages
 
-    with pytest.raises(ValueError, match="token_loss names 'token_ids', which is not a tensor of a batch: there"):
+    with pytest.raises(
+        ValueError, match="token_loss has the parameter 'token_ids', which is not a tensor of a batch; available"
+    ):
         load_algorithm(Wrong())
 
     def loss(logprobs, weights, token_ids):
         return logprobs
 
-    with pytest.raises(ValueError, match=r"needs 'token_ids', which is not a tensor of a batch \(logprobs, .*tokens"):
+    with pytest.raises(
+        ValueError,
+        match=r"needs 'token_ids', which is neither set under grpo nor a tensor of a batch \(logprobs, .*tokens",
+    ):
         load_algorithm(loss)
 
 

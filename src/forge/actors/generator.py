@@ -95,7 +95,7 @@ class Generator(ForgeActor):
             return options, kwargs
         if options.hosts not in (None, 1) or options.share is not None:
             raise ValueError(
-                f"a generator over {options.procs} processes is within one host, in no share: leave hosts and share out"
+                f"a generator of procs = {options.procs} must be on one host and share no process: omit hosts and share"
             )
 
         gpus = options.procs if options.with_gpus else 1
@@ -255,8 +255,8 @@ class Generator(ForgeActor):
         if self.engine.version <= version and (self.engine.version, self.engine.identity) != (version, digest):
             difference = describe_difference(self.store, version, self.engine.version, self.weights_key)
             raise StaleWeights(
-                f"{self.context} was given version {version} ({digest}) and serves version {self.engine.version} "
-                f"({self.engine.identity or 'unknown'}){difference}"
+                f"{self.context} was updated to weight version {version} ({digest}), but still serves version "
+                f"{self.engine.version} ({self.engine.identity or 'unknown'}){difference}"
             )
 
         return self.engine.version

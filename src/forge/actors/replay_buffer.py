@@ -97,7 +97,9 @@ class ReplayBuffer(ForgeActor):
 
     def on_respawn(self) -> None:
         """Raise Unrecoverable: the items were lost with the process."""
-        raise Unrecoverable(f"{self.context} was lost with the items it held: resume the run from its last checkpoint")
+        raise Unrecoverable(
+            f"{self.context} died and the groups in it are lost: resume the run from its last checkpoint"
+        )
 
     @endpoint
     async def admit(self) -> None:
@@ -161,7 +163,10 @@ class ReplayBuffer(ForgeActor):
             ValueError: the batch is larger than the capacity.
         """
         if batch_size > self.capacity:
-            raise ValueError(f"a batch of {batch_size} can never be drawn from a buffer of {self.capacity}")
+            raise ValueError(
+                f"batch_size {batch_size} is larger than the capacity {self.capacity} of the replay buffer: lower it, "
+                "or raise the capacity"
+            )
 
         async with self.changed:
             self._drop_expired(version)

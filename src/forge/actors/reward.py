@@ -116,6 +116,9 @@ class RewardActor(ForgeActor):
             ValueError: no scorer of this reward learns, or the states are of another reward.
         """
         if self.reward.learner is None:
-            raise ValueError("the run started with a reward that learns, and this one does not: resume with that one")
+            raise ValueError(
+                "the checkpoint has the state of a reward that learns, and no configured reward learns: resume with "
+                "the reward of the checkpoint"
+            )
         own_states = [state for state in states if state["replica"] == self.context.replica]
         await self.reward.learner.load_state_dict((own_states or states)[0])

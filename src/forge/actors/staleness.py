@@ -71,6 +71,6 @@ class Staleness:
             if is_wrong:
                 samplers = {origin.sampled_by for origin in batch.origins if origin.version == sampled_version}
                 raise StaleWeights(
-                    f"step {version} was given tokens that version {sampled_version} sampled "
+                    f"step {version} was given tokens sampled by weight version {sampled_version} "
                     f"({', '.join(sorted(samplers)) or 'unknown'}): {reason}"
                 )

@@ -59,7 +59,10 @@ class Streams:
             Exception: what the engine raised for this request.
         """
         if number not in self.open_ones:
-            raise StreamLost(f"stream {number} is not known here: the generator that wrote it was lost; ask again")
+            raise StreamLost(
+                f"stream {number} is unknown to this generator, because the replica that wrote it died: send the "
+                "request again"
+            )
         return await self.open_ones[number].next()
 
     def close(self, number: int) -> None:

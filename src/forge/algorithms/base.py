@@ -189,7 +189,10 @@ class Algorithm:
 
         if self.entropy_coef:
             if entropy is None:
-                raise ValueError("entropy_coef > 0 needs the policy's entropy")
+                raise ValueError(
+                    "entropy_coef > 0 needs the argument entropy: pass the policy's entropy of each token, or set "
+                    "entropy_coef to 0"
+                )
             per_token = per_token - self.entropy_coef * where_trained(entropy, weights)
 
         return weighted_sum(per_token, weights)

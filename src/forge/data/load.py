@@ -40,7 +40,10 @@ class Mixture(Generic[T]):
     def __init__(self, sources: Sequence[RowStream[T, Any]], weights: Sequence[float] | None = None) -> None:
         numbers = [1.0] * len(sources) if weights is None else list(weights)
         if not sources or len(numbers) != len(sources):
-            raise ValueError(f"a mixture needs sources and a weight for each, got {len(sources)} and {len(numbers)}")
+            raise ValueError(
+                f"a mixture needs at least one source and one weight for each, got {len(sources)} sources and "
+                f"{len(numbers)} weights"
+            )
 
         for number, weight in enumerate(numbers, 1):
             if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
@@ -111,7 +114,10 @@ class Mixture(Generic[T]):
         """Continue where `state_dict` returned this state. ValueError: the sources or weights differ."""
         was, now = state.get("shares"), [str(share) for share in self.shares]
         if was != now:
-            raise ValueError(f"the saved position does not fit: the mixture's shares were {was} and are {now}")
+            raise ValueError(
+                f"the checkpoint's data position is of a mixture with shares {was}, but the configured shares are "
+                f"{now}: resume with the same dataset.sources"
+            )
         for source, saved in zip(self.sources, state["sources"], strict=True):
             source.load_state_dict(saved)
         self.counts = list(state["counts"])
@@ -181,11 +187,12 @@ def load_data(
         return dataset_class(tokenizer=tokenizer, **settings)
     if settings.get("sampler") is not None or any(source.get("sampler") is not None for source in sources):
         raise ValueError(
-            "with sources there is no dataset.sampler: put all rows into one file, and use the sampler mix"
+            "dataset.sampler cannot be combined with dataset.sources: put all rows into one file, and use the "
+            "sampler mix"
         )
 
     if settings.get("path") is not None or settings.get("task") is not None:
-        raise ValueError("with sources, path and task belong to each of them")
+        raise ValueError("with dataset.sources, set path or task in each source instead of in dataset")
 
     # Each source's settings override the common ones; its errors name it.
     opened: list[Any] = []

@@ -143,7 +143,9 @@ class EmbeddedEngine:
         prompt = check_prompt(prompt_ids, self._vocabulary, self.max_seq_len)
         check_request(sampling, priority, self._vocabulary)
         if sampling.images and not self._batch.decoder.takes_images:
-            raise ValueError("this model takes no images in prompts")
+            raise ValueError(
+                "this model reads text only: pass a prompt without images, or use a model with an image processor"
+            )
 
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         limit = min(sampling.max_tokens, self.max_seq_len - len(prompt))

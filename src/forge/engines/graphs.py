@@ -111,6 +111,6 @@ def graphs_on(device: torch.device) -> StepGraphs:
     """
     if device.type not in CAPTURES:
         raise ValueError(
-            f"generator.cuda_graphs needs a GPU of NVIDIA or AMD, and this engine computes on {device.type}: omit it"
+            f"generator.cuda_graphs needs an NVIDIA or AMD GPU, but this engine runs on {device.type}: omit it"
         )
     return StepGraphs(CAPTURES[device.type]())

@@ -163,9 +163,9 @@ def check_prompt(prompt_ids: Sequence[int], vocab: int, max_seq_len: int) -> tup
     """
     prompt = tuple(prompt_ids)
     if not prompt:
-        raise ValueError("the prompt is empty")
+        raise ValueError("the prompt must have at least one token, got none")
     if len(prompt) >= max_seq_len:
-        raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room in max_seq_len {max_seq_len}")
+        raise ValueError(f"a prompt of {len(prompt)} tokens must be shorter than generator.max_seq_len = {max_seq_len}")
     if min(prompt) < 0 or max(prompt) >= vocab:
         raise ValueError(f"prompt token ids must be 0 to {vocab - 1}, got {min(prompt)} to {max(prompt)}")
     return prompt

@@ -30,7 +30,10 @@ class Words:
     @cached_property
     def _tokenizer(self) -> Any:
         if not has_tokenizer(self._folder):
-            raise ValueError(f"stop needs the tokenizer of the model: {self._folder} has none")
+            raise ValueError(
+                f"stop texts need the model's tokenizer, but {self._folder} has none: use stop_token_ids, or add the "
+                "tokenizer files"
+            )
         return open_tokenizer(str(self._folder))
 
     def open(self) -> None:

@@ -73,8 +73,9 @@ class GroupEnv(ABC):
         if self._unscored_groups == MAX_UNSCORED_GROUPS:
             info = {name: value for name, value in episodes[0].info.items() if name != "messages"}
             raise NothingScored(
-                f"no episode of {MAX_UNSCORED_GROUPS} groups in a row could be scored; of the last one: {info}, prompt "
-                f"{str(sample[0])!r:.200}, response {episodes[0].text!r:.200}"
+                f"no episode of {MAX_UNSCORED_GROUPS} consecutive groups could be scored: check the reward or "
+                f"environment. Last episode: {info}, prompt {str(sample[0])!r:.200}, response "
+                f"{episodes[0].text!r:.200}"
             )
         return episodes
 

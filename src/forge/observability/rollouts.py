@@ -284,10 +284,12 @@ def read_batches(
         try:
             written = pa.ipc.read_schema(pa.ipc.read_message(file))
         except (OSError, pa.ArrowException) as error:
-            raise ValueError(f"{path} is not a file of rollouts: {error}") from None
+            raise ValueError(f"{path} is not a rollouts file: {error}") from None
 
         if written != make_schema():
-            raise ValueError(f"{path} has other columns: another version wrote it")
+            raise ValueError(
+                f"{path} has unknown columns, because another version of forge wrote it: read it with that version"
+            )
 
         names = make_schema().names if columns is None else columns
         options = pa.ipc.IpcReadOptions(included_fields=[written.get_field_index(name) for name in names])

@@ -333,7 +333,7 @@ class Run:
         try:
             rows = [line.split(" ", 2) for line in read_sealed(self.folder / LOGS).splitlines()]
         except DamagedFile as error:
-            log.warning("%s: damage of the logs before this checkpoint would not be noticed", error)
+            log.warning("%s: damage to the logs before this checkpoint cannot be detected", error)
             return
 
         for expected, size, name in rows:

@@ -253,7 +253,7 @@ def _run_recipe(
     held_out = {"problems": 0}
     if eval_dataset is not None:
         if (path := _dataset_section(eval_dataset).get("path")) is None:
-            raise ConfigError(f"eval_dataset must be rows or a path of them, got {eval_dataset!r:.80}")
+            raise ConfigError(f"eval_dataset must be rows or the path of a file with rows, got {eval_dataset!r:.80}")
         held_out = {"path": path, "problems": _count_rows(path, None, 256)}
     sections["eval"] = {**sections.get("eval", {}), **held_out}
 

@@ -55,7 +55,7 @@ class RolloutSettings(Section):
 
     def _check(self) -> None:
         if not all(self.stop):
-            raise ValueError("stop has an empty text: omit it")
+            raise ValueError("grpo.stop must not contain an empty text: omit it")
 
 
 class AlgorithmConfig(RolloutSettings):
@@ -189,7 +189,9 @@ class RLConfig(RecipeConfig):
         or not callable."""
         make = resolve(self.environment, "environment") if isinstance(self.environment, str) else self.environment
         if not callable(make):
-            raise ConfigError(f"environment {self.environment!r} is not callable: name what makes one")
+            raise ConfigError(
+                f"environment {self.environment!r} is not callable: name a class or function that makes an environment"
+            )
         return make
 
     def others(self) -> dict[str, str]:
@@ -288,7 +290,7 @@ class RLConfig(RecipeConfig):
             self._check_multi_turn()
         if any(every % interval for every in self.eval.intervals().values()):
             raise ConfigError(
-                "eval.every must be a multiple of training.sync_interval: only then are the weights in use"
+                "eval.every must be a multiple of training.sync_interval, because generators get new weights only then"
             )
 
     def facts(self) -> rules.RLFacts:

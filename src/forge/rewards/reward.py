@@ -161,7 +161,7 @@ def as_verifier(scorer: Any, name: str | None = None) -> Verifier:
         return scorer
     if callable(scorer) or hasattr(scorer, "score_group"):
         return FunctionVerifier(scorer, name)
-    raise ValueError(f"a reward is a function of (prompt, response, target) or a verifier, got {scorer!r:.80}")
+    raise ValueError(f"a reward must be a function of (prompt, response, target) or a verifier, got {scorer!r:.80}")
 
 
 def call_of(verifier: Verifier) -> RewardCall:
@@ -243,7 +243,7 @@ class Reward:
             self.accuracy = as_verifier(accuracy)
         learning = [verifier for verifier in self.verifiers if getattr(verifier, "learns", False)]
         if len(learning) > 1:
-            raise ValueError("only one of a reward's functions may learn")
+            raise ValueError("at most one function of a reward can learn")
 
         self.learner: Any = learning[0] if learning else None
         self.weights = [*(weights or ()), *[1.0] * (len(self.verifiers) - len(weights or ()))]
@@ -332,7 +332,7 @@ class Reward:
         """Return whether each response is right, as the accuracy function says; None where it gives no score. The
         arguments are the same as `score`'s. ValueError: there is no accuracy function."""
         if self.accuracy is None:
-            raise ValueError("nothing says which responses are right: set reward.accuracy, or eval.problems to 0")
+            raise ValueError("evaluation needs a reward for accuracy: set reward.accuracy, or eval.problems to 0")
         answers = Answers.from_texts(prompt, responses, target, completions)
         return _is_correct(await scored_by(self.accuracy, call_of(self.accuracy), answers))
 

@@ -60,11 +60,11 @@ class Scores:
                 if isinstance(outcome, BaseException):
                     raise outcome
                 if outcome is None:
-                    raise Unscored("it gave no score (None)")
+                    raise Unscored("the verifier returned no score (None)")
 
                 # Checked here, as numpy would convert strings to numbers.
                 if not all(isinstance(number, Real | np.bool_) for number in np.asarray(outcome).flat):
-                    raise Unscored(f"it gave {outcome!r:.80}, which is not a number")
+                    raise Unscored(f"the verifier returned {outcome!r:.80}, which is not a number")
                 if np.size(outcome) != names:
                     raise Unscored(f"it gave {np.size(outcome)} numbers for {names}")
                 scores.values[response] = outcome

@@ -26,7 +26,7 @@ def test_forge_serve_answers_requests_until_sigint(launched, model):
 
 @pytest.mark.parametrize(
     ("args", "says"),
-    [(["nowhere"], "model folder nowhere does not exist"), (["nowhere", "--port", "x"], "invalid int value")],
+    [(["nowhere"], "model directory nowhere does not exist"), (["nowhere", "--port", "x"], "invalid int value")],
 )
 def test_invalid_forge_serve_arguments_raise_one_line_error(capsys, args, says):
     with pytest.raises(SystemExit) as ended:

@@ -92,7 +92,7 @@ class Helper:
                     return {"equal\n": True, "different\n": False}.get(reply)
                 status = self.process.wait()
 
-            raise RuntimeError(f"{self._program.name} ends at once, with status {status}; its error is on stderr")
+            raise RuntimeError(f"{self._program.name} exits immediately with status {status}; its error is on stderr")
 
 
 TOLERANCE = 1e-6  # of two numbers, as of `MathReward`
