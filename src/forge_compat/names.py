@@ -90,7 +90,7 @@ REPLACED = {
 
 
 def find_name(name: str) -> Any:
-    """Return the object of a public name of torchforge's, which the module that was asked does not have.
+    """Return the object for a public torchforge name that the requested module does not have.
 
     Raises:
         AttributeError: torchforge has no such name.

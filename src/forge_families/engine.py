@@ -60,8 +60,8 @@ class ModuleDecoder(Decoder):
         longest = getattr(config, "max_position_embeddings", None)
         if template.offset and longest and max_seq_len > longest - template.offset:
             raise ValueError(
-                f"this model counts positions from {template.offset} on: set generator.max_seq_len to "
-                f"{longest - template.offset} at most"
+                f"this model's positions start at {template.offset}: set generator.max_seq_len to at most "
+                f"{longest - template.offset}"
             )
         self.weights = weights
         self.device = device
@@ -234,7 +234,7 @@ Opened = tuple[Callable[..., ModuleWeights], Callable[..., Decoder], Iterator[tu
 
 
 class Tier(NamedTuple):
-    """A way in which the engine computes models of transformers."""
+    """Way in which the engine computes transformers models: a template of their weights, and a decoder."""
 
     name: str
     template: Callable[[PreTrainedModel, torch.device], Any]
@@ -251,8 +251,8 @@ _tiers: dict[str, Tier] = {}  # by the config's values
 
 
 def open_model(folder: Path, dtype: torch.dtype, device: torch.device) -> Opened:
-    """Return what makes the weights and the decoder of a model, as the core's classes, and the (name, tensor) of each
-    weight in its folder.
+    """Return factories of a model's weights and decoder, as the core's classes, and the (name, tensor) of each weight
+    in its folder.
 
     Raises:
         ValueError: a weight is missing, or a feature that the engine does not compute.
@@ -264,7 +264,7 @@ def open_model(folder: Path, dtype: torch.dtype, device: torch.device) -> Opened
 
 
 def find_tier(config: PreTrainedConfig) -> Tier:
-    """Return how the engine computes the models of a config, by a narrow model of its class with random weights.
+    """Choose how the engine computes models of a config, by trying a narrow model of its class with random weights.
 
     Raises:
         ValueError: in no way; names the feature, or the difference from transformers.
@@ -277,14 +277,17 @@ def find_tier(config: PreTrainedConfig) -> Tier:
 
 def _compare_tiers(config: PreTrainedConfig) -> Tier:
     if has_images(config):  # as transformers generates
-        log.info("model: it reads images: each sample is computed separately, which is slow")
+        log.info("model: each sample is computed separately, which is slow, because the model reads images")
         return TIERS[1]
     try:
         with quiet_loading():
             model = build_small_model(config)
     except Exception as error:
         # Forward passes of all tokens need no comparison: they are transformers' own.
-        log.info("model: its config cannot be cut to a small model (%s): every token is a new pass", first_words(error))
+        log.info(
+            "model: no small test model can be made of its config (%s), so every token computes a full forward pass",
+            first_words(error),
+        )
         return TIERS[-1]
 
     fault = ""
@@ -293,7 +296,11 @@ def _compare_tiers(config: PreTrainedConfig) -> Tier:
             difference = measure_difference(model, tier)
             if difference <= MAX_DIFFERENCE:
                 if fault:
-                    log.info("model: each sample is computed separately, which is slow: the engine lacks %s", fault)
+                    log.info(
+                        "model: each sample is computed separately, which is slow, because the engine does not "
+                        "support %s",
+                        fault,
+                    )
                 return tier
             tier_fault = f"this model: log-probabilities differ by {difference:.2g}"
         except UnsupportedModel as error:
@@ -306,7 +313,7 @@ def _compare_tiers(config: PreTrainedConfig) -> Tier:
 
 
 def measure_difference(model: PreTrainedModel, tier: Tier) -> float:
-    """Return the largest difference of a tier's log-probabilities from those of a model's forward pass.
+    """Return the largest difference between log-probabilities of a tier and of the model's forward pass.
 
     Two sequences of different lengths are prefilled, the longer one in two pieces, and decoded together.
 

@@ -58,7 +58,7 @@ class BatchedModel:
             use_safetensors=True,
         )
         if missing := sorted(loading_info["missing_keys"]):
-            raise ValueError(f"{path} lacks weights of {type(model).__name__}, {missing[0]!r} among them")
+            raise ValueError(f"{path} has missing weights of {type(model).__name__}, such as {missing[0]!r}")
         self.model: PreTrainedModel = model.eval().requires_grad_(False).to(self.device)
 
         self.batch_tokens = settings.batch_tokens

@@ -96,7 +96,7 @@ async def step(policy, trainer, version: int) -> None:
 @pytest.mark.full
 async def test_weight_version_missing_a_shard_is_not_published(model, store):
     policy, trainer = await start(model, store, trainer=LossyTrainer, procs=2)
-    with pytest.raises(IncompleteVersion, match=rf"tensor '{TENSOR}' is not whole: .* were not written"):
+    with pytest.raises(IncompleteVersion, match=rf"tensor '{TENSOR}' is incomplete: .* were not written"):
         await step(policy, trainer, 0)
     assert store.versions(POLICY) == [0]
 

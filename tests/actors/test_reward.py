@@ -122,8 +122,11 @@ def test_invalid_reward_actor_scorers_raise(function, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"veto": ["nobody"]}, "reward.functions: veto: nobody is none of its verifiers: right_length, first_letter"),
-        ({"follow": 8}, "follow needs an ensemble of method online: this is BinnedDawidSkene"),
+        (
+            {"veto": ["nobody"]},
+            "reward.functions: veto: nobody must be one of the ensemble's verifiers: right_length, first_letter",
+        ),
+        ({"follow": 8}, "follow needs an ensemble of method online, got BinnedDawidSkene"),
     ],
 )
 def test_invalid_ensemble_raises_before_start(ensemble, tmp_path, settings, message):
@@ -166,7 +169,7 @@ def test_restored_online_ensemble_continues_identically(tmp_path):
     swapped = VerifiersConfig(rules=RULES.rules[::-1])
     save_ensemble(tmp_path / "other", swapped, Online().fit(ScoreTable(said, tuple(swapped.names))))
     other = started(RewardActor([Ensemble(str(tmp_path / "other"), follow=4)]))
-    with pytest.raises(ValueError, match="of right_length, first_letter was saved, and this is one of first_letter"):
+    with pytest.raises(ValueError, match="of right_length, first_letter was saved, but this ensemble has first_letter"):
         asyncio.run(other.load_state_dict(states))
 
 

@@ -176,7 +176,7 @@ def test_unpackable_episode_error_names_episode_number():
 
 
 def test_inconsistent_episode_arguments_raise():
-    with pytest.raises(ValueError, match="from a completion or from prompt_ids"):
+    with pytest.raises(ValueError, match="either a completion or prompt_ids"):
         Episode()
     with pytest.raises(ValueError, match="at least one response token"):
         Episode(prompt_ids=(1,), response_ids=[])

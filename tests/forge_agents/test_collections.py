@@ -81,7 +81,7 @@ def test_write_rows_writes_train_and_eval_files_of_config(tmp_path, odd):
     assert write_rows(file) == f"4 rows in {tmp_path}/rows/train.jsonl, 1 rows in {tmp_path}/rows/eval.jsonl"
     row = json.loads((tmp_path / "rows/train.jsonl").read_text().splitlines()[1])
     assert row == {"question": "question 1", "answer": '{"number": 1}'}
-    with pytest.raises(ConfigError, match=r"exists: choose another dataset\.path, or replace it by --overwrite"):
+    with pytest.raises(ConfigError, match=r"exists: choose another dataset\.path, or pass --overwrite"):
         write_rows(file)
     # Of 4 rows, all are of the split for training: some are held out of it.
     write_rows(file, limit=4, share=0.5, overwrite=True)

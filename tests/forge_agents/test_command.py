@@ -427,7 +427,7 @@ def test_agent_programs_without_namespaces_are_rejected_by_default() -> None:
     if "unshare" in done.stderr and not done.stdout:
         pytest.skip("user namespaces are not permitted here")
     lines = done.stdout.splitlines()
-    assert lines[0].startswith("rejected: agents cannot be confined here"), done
+    assert lines[0].startswith("rejected: agents cannot be confined on this machine"), done
     assert lines[1:] == ["none exited 4 True", "timeout"], done
     assert gone(mark)
 
@@ -442,7 +442,7 @@ def test_agent_programs_without_namespaces_are_rejected_by_default() -> None:
         ({"network": "all"}, "gateway or host"),
         ({"files": "/no/such/folder"}, "files must be a directory"),
         ({"readable": ["/no/such/file"]}, "does not exist"),
-        ({"readable": ["/"]}, "root folder"),
+        ({"readable": ["/"]}, "root directory"),
     ],
 )
 def test_invalid_agent_command_settings_raise(settings: dict[str, Any], message: str) -> None:

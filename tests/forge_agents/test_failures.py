@@ -121,8 +121,8 @@ def test_failed_program_output_is_kept_and_logged_once_per_reason(served, caplog
         ({"command": ["sh", "./sub/text.sh"], "texts": {"sub/text.sh": "true"}}, None),
         ({"command": ["sh", "-c", "cat here.py"]}, None),
         ({"command": ["python3", "given.py", "-o", "{folder}/here.py"], "files": "given"}, None),
-        ({"command": ["true"], "files": "linked"}, "linked/out is neither a file, a folder nor a link within linked"),
-        ({"command": ["true"], "files": "pipes"}, "pipes/pipe is neither a file, a folder nor"),
+        ({"command": ["true"], "files": "linked"}, "linked/out must be a file, a directory or a link within linked"),
+        ({"command": ["true"], "files": "pipes"}, "pipes/pipe must be a file, a directory or"),
     ],
 )
 def test_agent_command_with_missing_or_unsafe_files_raises(tmp_path, monkeypatch, agent, problem):

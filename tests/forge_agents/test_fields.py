@@ -50,7 +50,7 @@ REJECTED = [
     ("chat", {"messages": []}, "messages must have at least one message"),
     ("chat", {"messages": "Do it."}, "messages must be a list of objects, got 'Do it.'"),
     ("chat", {"messages": [{"role": "user"}]}, "messages[0].content must be a text"),
-    ("chat", {"messages": [{"role": "robot"}]}, "messages[0].role 'robot' is none of system, user, assistant and tool"),
+    ("chat", {"messages": [{"role": "robot"}]}, "messages[0].role 'robot' must be system, user, assistant or tool"),
     (
         "chat",
         {"messages": [{"role": "user", "content": [IMAGE]}]},
@@ -62,11 +62,11 @@ REJECTED = [
         "messages[0].tool_calls[0].function.arguments must be the text of a JSON object, got '['",
     ),
     ("chat", {"tools": [{"type": "custom"}]}, "tools[0]: a tool of type 'custom' is not supported"),
-    ("chat", {"tool_choice": "required"}, "tool_choice asks for a call, but tools is empty"),
+    ("chat", {"tool_choice": "required"}, "tool_choice requires a tool call, but tools is empty"),
     (
         "chat",
         {"tools": [CHAT_TOOL], "tool_choice": {"type": "function", "function": {"name": "write"}}},
-        "tool_choice names 'write', which is none of the tools",
+        "tool_choice names 'write', which is not in tools",
     ),
     ("chat", {"response_format": {"type": "grammar"}}, "response_format of type 'grammar' is not supported"),
     (
@@ -80,7 +80,7 @@ REJECTED = [
     ("responses", {"conversation": "conv_1"}, "conversation = 'conv_1' is not supported"),
     ("responses", {"include": ["file_search_call.results"]}, "include = ['file_search_call.results'] is not supported"),
     ("responses", {"tools": [{"type": "custom", "name": "patch"}]}, "tools[0]: a tool of type 'custom' is not"),
-    ("responses", {"tools": [{**FLAT_TOOL, "name": "a.b"}]}, "tools[0].name 'a.b' has other characters than"),
+    ("responses", {"tools": [{**FLAT_TOOL, "name": "a.b"}]}, "tools[0].name 'a.b' must have only the characters"),
     (
         "responses",
         {"input": [{"type": "item_reference"}]},
@@ -92,7 +92,7 @@ REJECTED = [
         "input[0].content: a part of type 'input_file' is not supported: this model reads text",
     ),
     ("responses", {"previous_response_id": 5}, "previous_response_id must be the id of a response"),
-    ("anthropic", {"thread": {"type": "create"}}, "thread is not supported: send the whole history"),
+    ("anthropic", {"thread": {"type": "create"}}, "thread is not supported: send all messages"),
     (
         "anthropic",
         {"tools": [{"type": "bash_20250124", "name": "bash"}]},
@@ -106,7 +106,11 @@ REJECTED = [
         {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
         "context_management: the edit 'clear_tool_uses_20250919' is not supported",
     ),
-    ("anthropic", {"messages": [USER, {"role": "assistant", "content": "It"}]}, "the last message is the assistant's"),
+    (
+        "anthropic",
+        {"messages": [USER, {"role": "assistant", "content": "It"}]},
+        "the last message must not have role assistant",
+    ),
     (
         "anthropic",
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},

@@ -110,7 +110,10 @@ def test_gateway_requests_beyond_limits_get_rate_limit_errors(gated):
     rejected, quick, answers, patience, (record, other) = asyncio.run(flood(*gated))
     for error in rejected:
         assert isinstance(error, openai.RateLimitError)
-        assert error.body["message"] == f"this session has {MAX_OPEN} requests open already: wait for their answers"
+        assert (
+            error.body["message"]
+            == f"this session has {MAX_OPEN} open requests, the limit of a session: wait for their responses"
+        )
         assert float(error.response.headers["Retry-After"]) > 0
     # A client that waits as the header says is answered, and so are all that were open.
     assert patience in ("stop", "length")

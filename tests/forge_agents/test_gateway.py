@@ -156,7 +156,7 @@ def test_invalid_gateway_request_error_is_one_sentence(served):
 
     closed(served, other)
     for key in (other.key, "wrong"):
-        sentence = "the API key is missing or wrong, or its session has ended"
+        sentence = "the API key is missing or wrong, or the session of the key has ended"
         assert post(body, {"Authorization": f"Bearer {key}"}) == (401, sentence)
     status, sentence = post({**body, "n": 4096})
     assert status == 400
@@ -164,7 +164,7 @@ def test_invalid_gateway_request_error_is_one_sentence(served):
     status, sentence = post({**body, "messages": [{"role": "user", "content": "x" * (10 << 20)}]})
     assert status == 413
     status, sentence = post({**body, "model": "gpt-5"})
-    assert (status, sentence) == (404, "model 'gpt-5' is not served here: ask for policy")
+    assert (status, sentence) == (404, "model 'gpt-5' is not served by this gateway: use policy")
     status, sentence = post({**body, "logit_bias": {"1": 5}})
     assert status == 400
     assert "logit_bias" in sentence

@@ -79,7 +79,7 @@ def test_hung_collection_worker_is_killed_and_loses_episodes():
         await asyncio.sleep(0)
         with pytest.raises(InfrastructureError, match="no result of 'play' within 0"):
             await play(worker, timeout=0.1, act="wait")
-        with pytest.raises(InfrastructureError, match="the worker hung"):
+        with pytest.raises(InfrastructureError, match="the agent worker did not respond"):
             await play(worker, timeout=0.5, act="hang")
         with pytest.raises(InfrastructureError, match="ended with exit code -9"):
             await other

@@ -67,7 +67,7 @@ def test_cluster_secret_is_read_only_from_private_file(tmp_path, monkeypatch):
     monkeypatch.setenv(credentials.SECRET, SECRET)
     assert read_secret() == SECRET
     monkeypatch.setenv(credentials.SECRET, "short")
-    with pytest.raises(NoSecret, match="the secret has 5 characters, 32 are needed"):
+    with pytest.raises(NoSecret, match="the secret has 5 characters, but at least 32 are needed"):
         read_secret()
     file = tmp_path / "secret"
     monkeypatch.setenv(credentials.SECRET, str(file))

@@ -72,7 +72,7 @@ def test_torchforge_reference_forward_matches_transformers(model):
     scores = run(main())
     assert scores.dtype == torch.float32
     torch.testing.assert_close(scores, expected, atol=2e-5, rtol=0)
-    with pytest.raises(ValueError, match="forward gives no logits"):
+    with pytest.raises(ValueError, match="forward cannot return logits"):
         ReferenceModel(model).forward(tokens, 5, return_logprobs=False)
     with pytest.raises(ValueError, match=r"got \(3, 12\) with max_req_tokens = 12"):
         ReferenceModel(model).forward(tokens, 12)
@@ -169,7 +169,7 @@ def test_torchforge_sections_configure_trainer():
     assert TitanTrainer("m", optimizer={"learning_rate": 1.0}, loss=loss).optimizer.learning_rate == 1.0
     with pytest.raises(TypeError, match=r"no setting for training.mixed_precision = 'x' \(docs/start/from_torchforge"):
         TitanTrainer("m", training={"mixed_precision": "x"}, loss=loss)
-    with pytest.raises(ValueError, match="model needs hf_assets_path"):
+    with pytest.raises(ValueError, match="model needs the key hf_assets_path"):
         TitanTrainer({"name": "qwen3"}, loss=loss)
 
 
@@ -198,7 +198,7 @@ LOSS = {"model": "m", "loss": ReinforceLoss(clip_ratio=0.2)}
     ("component", "settings", "error", "message"),
     [
         (Generator, {"model": "m", "foo": 1}, TypeError, "unknown key 'foo'"),
-        (Generator, {"engine_args": {}}, ValueError, "engine_args needs a model, a folder or hub id: it has {}"),
+        (Generator, {"engine_args": {}}, ValueError, "engine_args needs the key model (a directory or hub id), got {}"),
         (
             Generator,
             {"engine_args": {"model": "m"}, "sampling_params": {"n": 0}},
@@ -207,7 +207,7 @@ LOSS = {"model": "m", "loss": ReinforceLoss(clip_ratio=0.2)}
         ),
         (RewardActor, {"functions": [len], "weights": [1.0, 2.0]}, ValueError, "weights"),
         (SandboxedPythonCoder, {"memory": 1}, TypeError, "memory"),
-        (NativeReference, {"model": {"name": "qwen3"}}, ValueError, "model needs hf_assets_path"),
+        (NativeReference, {"model": {"name": "qwen3"}}, ValueError, "model needs the key hf_assets_path"),
         (Generator, {"model": "m", "slots": "8"}, ValueError, "slots must be a whole number"),
         (Generator, {"model": None}, ValueError, "model must be a directory or hub id, got None"),
         (Generator, {"model": "m", "sampling": {"foo": 1}}, TypeError, "unexpected keyword argument 'foo'"),

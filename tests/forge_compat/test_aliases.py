@@ -40,4 +40,4 @@ def test_renamed_module_runs_as_program_by_old_name():
         ended = subprocess.run([sys.executable, "-m", module], capture_output=True, text=True)
         errors.append((ended.returncode, ended.stderr))
     assert errors[0] == errors[1]
-    assert "start this with torchrun" in errors[0][1]
+    assert "start this program with torchrun" in errors[0][1]

@@ -67,7 +67,7 @@ def test_torchforge_store_casts_and_fills_state_dicts_in_place():
         assert filled["step"] == 7
         assert torch.equal(serving.weight, model.weight.bfloat16().float())
         assert (await ts.get_state_dict("v0"))["model"]["bias"].dtype == torch.bfloat16
-        with pytest.raises(ValueError, match="are in one of the state dicts only: pass strict=False"):
+        with pytest.raises(ValueError, match="are in only one of the two state dicts: pass strict=False"):
             await ts.get_state_dict("v0", {"model": {"weight": torch.zeros(8, 8)}})
         part = torch.zeros(8, 8)
         await ts.get_state_dict("v0", {"model": {"weight": part}}, strict=False)

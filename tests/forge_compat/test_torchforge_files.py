@@ -305,10 +305,10 @@ RL = {"group_size": 8, "local_batch_size": 16}
         (RL | {"group_size": {"of": 8}}, "group_size must be a whole number of at least 1, got {'of': 8}"),
         (RL | {"group_size": 0}, "group_size must be a whole number of at least 1, got 0"),
         ({"group_size": "8"}, "group_size must be a whole number of at least 1, got '8'"),
-        (RL | {"group_size": "???"}, r"group_size is open \(\?\?\?\): write its value"),
+        (RL | {"group_size": "???"}, r"group_size has no value \(\?\?\?\): set it"),
         (
             RL | {"policy": {"sampling_params": {"n": 3}}},
-            "policy.sampling_params.n = 3 is not group_size = 8: set both",
+            "policy.sampling_params.n = 3 differs from group_size = 8: set both",
         ),
         (RL | {"replay_buffer": {"dp_size": 0}}, "replay_buffer.dp_size must be a whole number of at least 1, got 0"),
         (RL | {"replay_buffer": {"dp_size": "x"}}, "replay_buffer.dp_size must be a whole number"),
@@ -325,7 +325,7 @@ RL = {"group_size": 8, "local_batch_size": 16}
         (SFT | {"parallelism": {"tensor_parallel_degree": 0}}, "parallelism.tensor_parallel_degree must be a whole"),
         (
             {"model": "m", "grpo": {"n_samples": 8}},
-            "it has the keys of this library already: start it with forge train",
+            "the file is a forge configuration already: start it with forge train",
         ),
     ],
 )

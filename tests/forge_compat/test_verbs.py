@@ -97,5 +97,7 @@ async def test_torchforge_provisioner_is_local_and_other_launchers_raise():
     local = ProvisionerConfig(launcher_config=LauncherConfig(job_name="grpo", services={"policy": {"procs": 1}}))
     provisioner = await init_provisioner(local)
     assert hasattr(provisioner.get_host_mesh("trainer"), "spawn_procs")
-    with pytest.raises(ValueError, match=r"launcher = slurm does nothing here: run `forge launch slurm CONFIG`, or h"):
+    with pytest.raises(
+        ValueError, match=r"launcher = slurm is not supported in a script: run `forge launch slurm CONFIG`, or p"
+    ):
         await init_provisioner(ProvisionerConfig(launcher_config=LauncherConfig(launcher="slurm")))

@@ -107,7 +107,7 @@ def test_resumed_row_sampler_returns_the_same_rows(make):
         ({"use": "retire", "time": 2}, "unknown key 'dataset.sampler.time'; did you mean 'times'"),
         ({"use": "curriculum", "level": "hardness"}, "row 1 has no hardness: it has question, level, kind"),
         ({"use": "frontier", "floor": 0.0}, "floor must be above 0"),
-        (lambda rows, seed: object(), "has no draw, observe"),
+        (lambda rows, seed: object(), "has no method draw, observe"),
     ],
 )
 def test_invalid_row_sampler_settings_raise(sampler, problem):

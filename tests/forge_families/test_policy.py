@@ -119,7 +119,7 @@ def test_model_that_cannot_be_shrunk_is_trained_in_padded_rows(caplog: pytest.Lo
 @pytest.mark.parametrize(
     ("kind", "values", "message"),
     [
-        ("bert", {}, "attention in both directions"),
+        ("bert", {}, "bidirectional attention"),
         ("glm4", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ],
 )

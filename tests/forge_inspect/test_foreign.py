@@ -99,7 +99,7 @@ def test_audit_memory_is_bounded_for_any_group_index(tmp_path, capsys, index, fa
 )
 def test_audit_names_invalid_schedule_line(tmp_path, line):
     folder = write_run(tmp_path / "x", schedule=(HEAD, line, STEP))
-    with pytest.raises(ConfigError, match=r"schedule\.jsonl, line 2 .*not what a run writes"):
+    with pytest.raises(ConfigError, match=r"schedule\.jsonl, line 2 .*not a valid schedule entry"):
         read_schedule(folder)
 
 

@@ -74,7 +74,7 @@ def test_forge_mismatch_prints_and_saves_verdict(clean, tmp_path, capsys):
     ("change", "reason"),
     [
         (lambda folder: (folder / "metrics.jsonl").unlink(), "is not a run that has made a step"),
-        (lambda folder: (folder / "rollouts.arrow").unlink(), "has no recorded rollouts: set metrics.rollouts"),
+        (lambda folder: (folder / "rollouts.arrow").unlink(), "has no recorded rollouts: run with metrics.rollouts"),
         (lambda folder: (folder / "config.yaml").write_text("a: [1"), "is not valid YAML"),
         (lambda folder: next((folder / "checkpoints/step_000002").glob("__0_0*")).write_bytes(b"x"), "cannot be read"),
     ],

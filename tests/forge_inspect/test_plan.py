@@ -115,7 +115,7 @@ def test_memory_plan_reports_unused_gpus(config: str, gpus: str, changes: str, n
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["apps/sft/qwen3_8b.yaml", "--gpus", "8xT800"], "write a number and a device, as 8xH100"),
+        (["apps/sft/qwen3_8b.yaml", "--gpus", "8xT800"], "must be a number and a device, such as 8xH100"),
         (["apps/sft/qwen3_8b.yaml", "--gpus"], "--gpus: expected one argument"),
         (["apps/sft/qwen3_8b.yaml", "--training.seqlen", "5"], "did you mean"),
         (

@@ -48,7 +48,7 @@ def test_compare_names_metrics_outside_bands_of_reference_runs(tmp_path, capsys)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["compare", "--save", "out.json", "a", "b"], "takes 3 runs or more, got 2"),
+        (["compare", "--save", "out.json", "a", "b"], "needs at least 3 runs, got 2"),
         (
             ["compare", "--save", "out.json", "a", "b", "other"],
             "other differs from .*a in more than its seed: tr",

@@ -139,7 +139,7 @@ def test_forge_doctor_reward_command_reports_faults(rewards, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["doctor", "reward"], "which reward, on which rows"),
+        (["doctor", "reward"], "name a reward and rows"),
         (["doctor", "reward", "nope:x", "--data", "rows.jsonl"], "nope:x. was not found"),
         (["doctor", "reward", "ExactMatch", "--data", "rows.jsonl"], "rows.jsonl"),
     ],

@@ -92,7 +92,7 @@ def test_saved_weaver_aggregator_predicts_identically(
 
 
 def test_invalid_weaver_aggregator_file_raises(table: ScoreTable, tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match="no such aggregator"):
+    with pytest.raises(FileNotFoundError, match=r"aggregator file .* does not exist"):
         load(tmp_path / "none.npz")
     table.save(tmp_path / "table.npz")
     (tmp_path / "text.npz").write_text("hello")
@@ -104,7 +104,7 @@ def test_invalid_weaver_aggregator_file_raises(table: ScoreTable, tmp_path: Path
     (tmp_path / "cut.npz").write_bytes((tmp_path / "whole.npz").read_bytes()[:-200])
     with pytest.raises(ValueError, match=r"cut\.npz is not a saved aggregator"):
         load(tmp_path / "cut.npz")
-    with pytest.raises(ValueError, match="has not been fitted"):
+    with pytest.raises(ValueError, match="is not fitted: call fit"):
         RankMean().save(tmp_path / "unfitted.npz")
 
 
@@ -181,7 +181,7 @@ def test_published_weaver_aggregator_requires_three_verifiers():
     scores = made.scores.copy()
     scores[..., 0] = np.random.default_rng(0).random((50, 10)) < 0.95
     one_sided = dataclasses.replace(made, scores=scores)
-    with pytest.raises(ValueError, match="3 are needed"):
+    with pytest.raises(ValueError, match="at least 3 verifiers"):
         PublishedWeaver(class_balance=0.3).fit(one_sided.select(made.verifiers[:2]))
     holes = np.where(np.random.default_rng(0).random(scores.shape) < 0.1, np.nan, scores)
     warned = PublishedWeaver(class_balance=0.3).fit(dataclasses.replace(made, scores=holes))
@@ -328,7 +328,7 @@ def test_published_weaver_posterior_matches_paper_formula():
 def test_invalid_aggregator_settings_raise(table: ScoreTable):
     for make in (RankMean, BinnedDawidSkene, CorrelatedMixture, PublishedWeaver, Auto):
         for balance in (0.0, 1.0, -1.0, float("nan")):
-            with pytest.raises(ValueError, match="class_balance is the share"):
+            with pytest.raises(ValueError, match=r"class_balance \(the share"):
                 make(class_balance=balance).fit(table)
     with pytest.raises(TypeError, match="bins"):
         DawidSkene(bins=8)  # type: ignore[call-arg]

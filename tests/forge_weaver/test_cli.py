@@ -28,7 +28,7 @@ def test_invalid_weaver_output_and_verifier_names_raise_before_scoring(tmp_path,
     monkeypatch.chdir(tmp_path)
     for name, out, said in (
         ("judge", "scores.parquet", r"cannot write scores\.parquet: a score table is a \.npz file"),
-        ("weaver", "scores.npz", "invalid verifier name weaver: it is the column that predict adds"),
+        ("weaver", "scores.npz", "invalid verifier name weaver: predict adds a column of that name"),
     ):
         # A judge that cannot be reached would be scores that are missing, and a file.
         Path("verifiers.yaml").write_text(f"judges: [{{url: 'http://127.0.0.1:9', model: m, name: {name}}}]")

@@ -105,5 +105,5 @@ def test_invalid_weaver_problem_line_error_names_line_number(tmp_path, line, mes
 def test_invalid_weaver_problems_raise():
     with pytest.raises(ValueError, match="2 labels for 1 responses"):
         Problem("p", ["a"], labels=[1, 0])
-    with pytest.raises(ValueError, match="some problems have answers"):
+    with pytest.raises(ValueError, match="either all problems or none must have answers"):
         asyncio.run(score_table(Panel([Rule(length)]), [PROBLEMS[0], Problem("r", ["a"])]))

@@ -126,7 +126,7 @@ def test_online_ensemble_reward_updates_and_records_alarms():
     [
         ({"form": "odds"}, "form must be one of"),
         ({"form": "threshold", "threshold": 0.0}, "threshold above 0"),
-        ({"veto": ["e"]}, "the panel lacks e"),
+        ({"veto": ["e"]}, "the panel needs the verifiers e"),
     ],
 )
 def test_invalid_weaver_reward_raises(fitted, settings, message):
@@ -135,5 +135,5 @@ def test_invalid_weaver_reward_raises(fitted, settings, message):
 
 
 def test_weaver_panel_without_fitted_verifiers_raises():
-    with pytest.raises(ValueError, match="the panel lacks a, b, c, d"):
+    with pytest.raises(ValueError, match="the panel needs the verifiers a, b, c, d"):
         Ensemble.over(Panel([Rule(lambda p, r, t: 1.0, "other")]), RankMean().fit(table(20)))

@@ -62,8 +62,8 @@ def test_each_model_config_value_is_computed_or_rejected(family: str, field: str
 
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
-    ("llama", {"is_causal": False}, "attention in both directions"),
-    ("gemma3_text", {"use_bidirectional_attention": True}, "attention in both directions"),
+    ("llama", {"is_causal": False}, "bidirectional attention"),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "bidirectional attention"),
     ("qwen3", {"num_hidden_layers": "two"}, "config.json is invalid"),
     ("llama", {"num_attention_heads": 5}, "config.json is invalid"),
     ("phi3", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "config.json is invalid"),
@@ -124,7 +124,7 @@ def test_recipes_reject_unsupported_model_config_fields(
         words = ["--eval.accuracy", "false", "--model"]
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config).replace("{good}", str(good)))
     words = [word.replace("{good}", str(good)) for word in words]
-    with pytest.raises(SystemExit, match=r"attention in both directions") as caught:
+    with pytest.raises(SystemExit, match=r"bidirectional attention") as caught:
         launch(never, schema, ["--config", str(tmp_path / "config.yaml"), *words, str(bad)])
     assert "\n" not in str(caught.value)
 
@@ -157,7 +157,9 @@ def test_rope_of_packed_sequence_ignores_length_of_neighbours(tmp_path: Path, ki
     assert max_length(config) == (16 if kind == "longrope" else 20)
     beyond = example(0, [(3, 9), (2, 23)])
     if kind in ("dynamic", "longrope"):
-        with pytest.raises(ValueError, match=rf"25 tokens: beyond {max_length(config)} this model's {kind}"):
+        with pytest.raises(
+            ValueError, match=rf"25 tokens is too long: this model's {kind}.* up to {max_length(config)}"
+        ):
             trainer.logprobs(beyond)
     else:
         assert trainer.logprobs(beyond)[: len(alone)] == pytest.approx(alone, abs=1e-5)
@@ -175,7 +177,7 @@ def test_tied_checkpoint_with_separate_lm_head_weights_raises(tmp_path: Path, eq
         EmbeddedEngine(tmp_path).close()
         return
     for load in (Policy.from_pretrained, EmbeddedEngine):
-        with pytest.raises(ValueError, match="though tie_word_embeddings is true: set it to false"):
+        with pytest.raises(ValueError, match="although tie_word_embeddings is true: set it to false"):
             load(tmp_path)
 
 
@@ -249,15 +251,15 @@ def test_model_config_keys_supported_only_by_vllm_raise(family: str, values: dic
     if stray is None:
         check_keys(config)
         return
-    with pytest.raises(ValueError, match=f"^vLLM computes {stray} of config.json"):
+    with pytest.raises(ValueError, match=rf"^config\.json has {stray}, which vLLM uses"):
         check_keys(config)
 
 
 def test_models_unsupported_by_vllm_raise() -> None:
-    with pytest.raises(ValueError, match="does not tie its head"):
+    with pytest.raises(ValueError, match="does not support tie_word_embeddings"):
         check_keys(config_of("olmoe", tie_word_embeddings=True))
     check_keys(config_of("olmoe", tie_word_embeddings=False))
     windows = {"sliding_window": 8, "use_sliding_window": True, "num_hidden_layers": 2}
-    with pytest.raises(ValueError, match="no sliding window in only some layers"):
+    with pytest.raises(ValueError, match="support a sliding window in only some layers"):
         check_keys(config_of("qwen3", max_window_layers=1, **windows))
     check_keys(config_of("qwen3", max_window_layers=0, **windows))

@@ -230,7 +230,7 @@ def bad(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         ),
         "a loss of routers that are not there": (
             ["--training.router_aux_loss", "0.01"],
-            "training.router_aux_loss needs a mixture of experts, this is qwen3",
+            "training.router_aux_loss needs a mixture-of-experts model, got qwen3",
         ),
         "no held-out file": (["--dataset.task", "null", "--dataset.path", str(rows_)], "set eval.path"),
     }

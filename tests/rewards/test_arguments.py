@@ -107,7 +107,7 @@ def test_log_metric_argument_of_trl_rewards_records_metric():
             r"has no parameter for the response: name its parameters prompt, response, target, completion",
         ),
         (lambda question, solution, level: 0.0, "has no parameter for the response"),
-        (lambda completions, trainer_state, **kwargs: [], "trainer_state, which is TRL's own"),
+        (lambda completions, trainer_state, **kwargs: [], "trainer_state, which only TRL provides"),
     ],
 )
 def test_uncallable_reward_raises_one_line_error(function, message):

@@ -104,7 +104,7 @@ def test_llm_judge_score_is_computed_from_token_logprobs():
     found, _ = server.judged(["2", "odd", "none"], scoring="logprob")
     assert found.values[0, 0] == pytest.approx(0.6 / 0.8)
     assert found.reasons[1, 0] == "neither yes nor no is among the top tokens ['So']"
-    assert found.reasons[2, 0] == "the endpoint gives no log-probabilities: set scoring to votes"
+    assert found.reasons[2, 0] == "the judge's endpoint returns no log-probabilities: set scoring to votes"
     assert {"logprobs": True, "top_logprobs": 5}.items() <= server.bodies[0].items()
     spaced, _ = server.judged(["2"], scoring="logprob", yes=" Yes", no=" No")
     assert spaced.values.item() == found.values[0, 0]

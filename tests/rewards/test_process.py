@@ -63,8 +63,8 @@ def test_process_reward_of_response_without_steps_is_unscored(folders):
     assert np.isfinite(found.values[0]).all()
     assert np.isnan(found.values[1:]).all()
     assert [found.reasons[i, 2] for i in (1, 2)] == [
-        "it has no steps",
-        "it has 3 markers 'z' for 1 steps: the text contains the marker, or the tokenizer merges it",
+        "the response has no steps",
+        "the text has 3 markers 'z' for 1 steps: the response contains the marker, or the tokenizer merges it",
     ]
     assert "93 tokens, and the model reads 64" in found.reasons[3, 0]
     asyncio.run(verifier.close())
@@ -74,7 +74,7 @@ def test_process_reward_of_response_without_steps_is_unscored(folders):
     ("settings", "message"),
     [
         ({"marker": "z", "good": "p"}, "both good and bad"),
-        ({"marker": "z", "good": "p", "bad": "ap"}, "same token"),
+        ({"marker": "z", "good": "p", "bad": "ap"}, "different tokens"),
         ({"marker": "!"}, "no token for '!'"),
         ({"marker": "z", "separator": "("}, "not a regular expression"),
         ({"marker": "z", "label": "fine"}, "no class 'fine'"),

@@ -181,7 +181,7 @@ def test_special_tokens_in_response_are_plain_text_to_reward_model(reward_model)
         ({}, "set label to one of 'bad'"),
         ({"label": 0, "dtype": "int8"}, "dtype must be one of"),
         ({"label": 0, "scale": "odds"}, "scale must be"),
-        ({"label": 0, "as_pair": True, "append_eos": True}, "leave chat_template and append_eos out"),
+        ({"label": 0, "as_pair": True, "append_eos": True}, "omit chat_template and append_eos"),
         ({"label": 0, "prompt_template": "{other}"}, "no field 'other'"),
         ({"label": 0, "chat_template": True}, "no chat template"),
     ],

@@ -35,7 +35,7 @@ def test_assigned_gpu_that_torch_cannot_see_raises(monkeypatch: pytest.MonkeyPat
     assert find_accelerator() is None
     monkeypatch.setenv(GRANTED, "1")
     with pytest.raises(
-        RuntimeError, match=r"^this process was given GPU 1, and torch .* sees none: .* with_gpus to fal"
+        RuntimeError, match=r"^this process was assigned GPU 1, but torch .* sees no GPU: .* with_gpus to fal"
     ):
         find_accelerator()
 
@@ -58,5 +58,5 @@ def test_component_with_missing_gpu_raises_one_line_error(tmp_path):
     assert done.returncode
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
-    assert "was given GPU " in errors[0]
+    assert "was assigned GPU " in errors[0]
     assert "Traceback" not in done.stderr

@@ -137,6 +137,6 @@ def test_sweep_keeps_mounts_in_abandoned_directory(base: Path, where: str):
     assert (kept / "file").exists()
     assert left.is_dir()
     assert f"removed {left}" not in done.stdout
-    assert "is mounted in it: unmount it" in done.stderr
+    assert "has a mount in it: unmount it" in done.stderr
     assert left in sweep_folders()
     assert not left.exists()

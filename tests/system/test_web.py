@@ -91,7 +91,9 @@ def test_public_listen_address_without_api_key_raises(monkeypatch):
     for host in ("127.0.0.1", "127.8.9.1", "::1", "localhost"):
         assert access.required_key(host) is None
     for host in ("0.0.0.0", "::", "10.0.0.3", "node7"):
-        with pytest.raises(ValueError, match=f"other machines reach {host}: set FORGE_API_KEY"):
+        with pytest.raises(
+            ValueError, match=f"{host} is reachable from other machines: set the variable FORGE_API_KEY"
+        ):
             access.required_key(host)
         assert access.required_key(host, "k") == "k"
     monkeypatch.setenv("FORGE_API_KEY", "e")
@@ -121,7 +123,7 @@ def test_malformed_http_request_gets_400_and_is_not_logged(head, caplog):
         (b"[" * 20_000, "utf-8", "nested too deeply"),
         (b"[" * 200_000, "utf-8", "nested too deeply"),
         (b"\xff", "utf-8", "can't decode"),
-        (b"1", "punycode", "must be in UTF-8"),
+        (b"1", "punycode", "must be UTF-8"),
         (b"1" * 5000, "utf-8", "limit"),
     ],
     ids=lambda value: str(value)[:16],

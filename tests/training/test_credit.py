@@ -239,10 +239,10 @@ def test_group_policy_version_is_oldest_known_token_version(versions: list[list[
 def test_episode_with_token_arrays_of_unequal_length_raises():
     for tokens, mask, logprobs, versions, made, problem in (
         ([1, 2], [False, True], [0.0, -1.0], [-1], [Turn(1, 2, 0, "stop")], "one length"),
-        ([1, 2], [False, True], [0.0, -1.0], [-1, -1], [Turn(1, 2, 0, "stop")], "mask and versions"),
-        ([1, 2], [False, True], [-1.0, -1.0], [-1, 0], [Turn(1, 2, 0, "stop")], "has a logprob"),
-        ([1, 2], [False, True], [0.0, -1.0], [-1, 0], [], "the turns are not"),
-        ([1, 2], [False, False], [0.0, 0.0], [-1, -1], [], "a reward has no turn"),
+        ([1, 2], [False, True], [0.0, -1.0], [-1, -1], [Turn(1, 2, 0, "stop")], "versions must be at least 0"),
+        ([1, 2], [False, True], [-1.0, -1.0], [-1, 0], [Turn(1, 2, 0, "stop")], "logprobs must be 0"),
+        ([1, 2], [False, True], [0.0, -1.0], [-1, 0], [], "turns must cover"),
+        ([1, 2], [False, False], [0.0, 0.0], [-1, -1], [], "needs at least one turn"),
     ):
         with pytest.raises(ValueError, match=problem):
             Episode.played(tokens, mask, logprobs, versions, turns=made, reward=1.0)

@@ -186,13 +186,13 @@ def test_invalid_router_settings_raise_one_line_error(mixture: Path, model: Path
         EmbeddedEngine(model, router_replay=True)
     with pytest.raises(ValueError, match="router_replay is not supported by"):
         EngineSettings(engine="vllm", router_replay=True)
-    with pytest.raises(ValueError, match="router_aux_loss needs a mixture of experts, this is qwen3"):
+    with pytest.raises(ValueError, match="router_aux_loss needs a mixture-of-experts model, got qwen3"):
         make_trainer(model, router_aux_loss=0.1)
-    with pytest.raises(ValueError, match=r"training\.compile does not support mixtures of experts"):
+    with pytest.raises(ValueError, match=r"training\.compile does not support mixture-of-experts models"):
         make_trainer(mixture, compile=True)
     with pytest.raises(ValueError, match="olmoe models cannot be critics or reward models"):
         make_trainer(write_model(tmp_path, "olmoe"), head="value")
     batch = example()
     batch.experts = np.zeros((len(batch.tokens), 3, 2), np.uint8)
-    with pytest.raises(ValueError, match="2 experts in each of 3 layers were recorded, the model has 2 in 2"):
+    with pytest.raises(ValueError, match="2 experts in each of 3 layers were recorded, but the model has 2 in 2"):
         make_trainer(mixture).logprobs(batch)

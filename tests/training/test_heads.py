@@ -109,7 +109,7 @@ def test_critic_loss_receives_old_values_and_returns(classifier: Path):
     def needy(values, logprobs):
         return values.sum()
 
-    with pytest.raises(ValueError, match=r"needy needs 'logprobs'; this batch has advantages, .*, values, weights"):
+    with pytest.raises(ValueError, match=r"needy needs 'logprobs', .*; it has advantages, .*, values, weights"):
         make_trainer(classifier, head="value").train_step(batch, needy)
 
 
@@ -136,7 +136,7 @@ def test_exported_reward_head_loads_as_classifier_with_equal_scores(model: Path,
 def test_invalid_scalar_head_type_or_checkpoint_raises(model: Path, tmp_path: Path):
     with pytest.raises(ValueError, match="head must be policy, value or reward, got 'critic'"):
         load_model(model, "critic")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="has 3 classes: a reward model has one scalar per token"):
+    with pytest.raises(ValueError, match="has 3 classes, but a reward model needs num_labels = 1"):
         load_model(write_classifier(tmp_path / "three", num_labels=3), "reward")
     lacking = write_classifier(tmp_path / "lacking")
     tensors = load_file(lacking / "model.safetensors")

@@ -35,7 +35,7 @@ def test_cosine_learning_rate_schedule_matches_formula():
         ({"max_grad_norm": -1.0}, "must be at least 0"),
         ({"optimizer": "adam"}, "unknown training.optimizer 'adam': write it as package.module:Name"),
         ({"optimizer_dtype": "float16"}, "must be one of float32, bfloat16"),
-        ({"optimizer_dtype": "bfloat16", "beta2": 0.999}, "set it below 0.996, or float32"),
+        ({"optimizer_dtype": "bfloat16", "beta2": 0.999}, "set it below 0.996, or optimizer_dtype to float32"),
     ],
 )
 def test_invalid_optimizer_settings_raise(settings: dict, message: str):

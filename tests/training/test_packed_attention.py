@@ -73,5 +73,5 @@ def test_packed_sliding_window_attention_matches_transformers(window: int):
 def test_sequence_beyond_longrope_short_factors_raises():
     policy = Policy(tiny_model("phi3"))
     policy(batch_of([20, 20]))
-    with pytest.raises(ValueError, match="21 tokens: beyond 20 this model's longrope is not supported"):
+    with pytest.raises(ValueError, match="21 tokens is too long: this model's longrope is supported up to 20 tokens"):
         policy(batch_of([21]))

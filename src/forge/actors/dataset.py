@@ -15,7 +15,7 @@ from ..types import Episode, Sample, Seen
 
 
 class DataEnded(ValueError):
-    """All epochs of the data are over."""
+    """Signal that all epochs of the dataset have been read."""
 
 
 class DatasetActor(ForgeActor):
@@ -97,7 +97,7 @@ class DatasetActor(ForgeActor):
 
     @endpoint
     def observe(self, outcomes: Mapping[int, Sequence[float]]) -> None:
-        """Pass the outcomes of finished groups to the data's sampler, if it has one, for its choice of prompts.
+        """Pass the outcomes of finished groups to the row sampler, if `dataset.sampler` is set.
 
         Args:
             outcomes: of each group, by the index of its prompt.
@@ -107,7 +107,7 @@ class DatasetActor(ForgeActor):
 
     @endpoint
     def forget(self, seen: Seen) -> None:
-        """Drop the remembered samples whose prompts are finished: they are never handed out again.
+        """Drop the remembered samples of finished prompts, which a resumed run does not need again.
 
         Args:
             seen: the indices of these prompts.
@@ -116,7 +116,7 @@ class DatasetActor(ForgeActor):
 
     @endpoint
     def state_dict(self, seen: Seen | None = None) -> dict[str, Any]:
-        """Return the position in the data, and the samples before it that may have to be handed out again.
+        """Return the position in the data, and the earlier samples that a resumed run may have to return again.
 
         Args:
             seen: the indices of finished prompts, whose samples are dropped; see `forget`.

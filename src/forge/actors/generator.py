@@ -34,7 +34,7 @@ SPAN = 0.25  # seconds that a span in the trace has at least, while requests run
 
 
 class Generator(ForgeActor):
-    """One generation engine; requests of all callers run in its batch.
+    """Component with one generation engine, whose batch runs the requests of all callers.
 
     Args:
         model: Hugging Face folder or hub id of the first weights (version 0), into which adapters are merged.
@@ -82,7 +82,8 @@ class Generator(ForgeActor):
 
     @classmethod
     def place(cls, options: Options, kwargs: dict[str, Any]) -> tuple[Options, dict[str, Any]]:
-        """Return options for one process that sees the devices of all `procs`, and vLLM's settings for that many.
+        """Return the placement of one process that sees the devices of all `procs`, and vLLM settings for that tensor
+        parallelism.
 
         vLLM starts its own workers for one model over several devices.
 
@@ -104,7 +105,7 @@ class Generator(ForgeActor):
 
     @classmethod
     def started(cls, service: Service, kwargs: Mapping[str, Any]) -> None:
-        """Have a trainer publish a version before generators are updated to it, see `forge.actors.publication`."""
+        """Make the trainer publish each version before generators are updated to it, see `forge.actors.publication`."""
         store = controller_store(kwargs.get("store"))
         if store is not None:
             publish_before_updates(store, service, kwargs.get("weights_key", POLICY))
@@ -196,7 +197,8 @@ class Generator(ForgeActor):
 
     @endpoint
     async def next_pieces(self, stream: int) -> list[tuple[int, Completion]]:
-        """Return the new tokens since the last call, as (sample, piece) pairs with at most one piece of each sample.
+        """Return the tokens of a stream since the last call, as (sample, piece) pairs with at most one piece of each
+        sample.
 
         A piece is a Completion without text; its `finish` is "" unless it is the last piece of its sample. The list is
         empty if nothing came within a second.
@@ -290,7 +292,7 @@ class Generator(ForgeActor):
             os._exit(1)
 
     def _load_version(self, store: Store, version: int, number: int) -> tuple[str, Future[None]] | None:
-        """Read and check a version, and hand it to the engine; return (digest, future of the switch to it).
+        """Read and check a weight version, and pass it to the engine; return (digest, future of the switch to it).
 
         Returns None if a later request was loaded before: an abandoned request must not bring old weights back. A
         version that has only adapters is merged into the weights of this generator's model.
@@ -328,7 +330,7 @@ class Generator(ForgeActor):
 
     @endpoint
     async def held(self) -> list[int]:
-        """Return the seeds of requests whose schedules make them wait for other weights; empty while others run."""
+        """Return the seeds of requests that wait for a scheduled weight version; empty while other requests run."""
         return self.engine.held()
 
     @endpoint
@@ -346,7 +348,7 @@ class Generator(ForgeActor):
             check_current(self.store, self.engine.version, str(self.context), self.weights_key)
 
     def _merge_sampling(self, prompt: Prompt | str | Sequence[int], sampling: dict[str, Any]) -> dict[str, Any]:
-        """Return the sampling settings of a request: the generator's defaults, replaced by the request's own.
+        """Return the sampling settings of a request, with the generator's defaults for settings that the request omits.
 
         The prompt's own stop tokens are added: one run may have conversations, which end with a token, and plain texts.
         """

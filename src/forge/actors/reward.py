@@ -11,7 +11,7 @@ from ..types import Completion
 
 
 class RewardActor(ForgeActor):
-    """Scores responses in separate processes by a `forge.rewards.reward.Reward`.
+    """Component that scores responses with a `forge.rewards.reward.Reward` in its processes.
 
     Args:
         functions: what the reward is the weighted sum of. Each is a function, a verifier, an object with `score_group`,

@@ -31,7 +31,7 @@ IDENTITIES = "identities"  # key in a checkpoint's `extra`
 
 
 class Write(NamedTuple):
-    """The arguments of a checkpoint that is being written, see `Trainer.save_checkpoint`."""
+    """Arguments of the checkpoint that is being written, see `Trainer.save_checkpoint`."""
 
     folder: str
     extra: dict[str, Any] | None
@@ -314,7 +314,7 @@ class Trainer(ForgeActor):
 
     @endpoint
     def load_checkpoint(self, path: str) -> dict[str, Any]:
-        """Restore the checkpoint at `path`, and return the `extra` that was saved with it."""
+        """Restore the checkpoint at `path`, and return the additional values `extra` that were saved with it."""
         from ..training import checkpoint
 
         if self.ledger.repeated:
@@ -336,7 +336,8 @@ class Trainer(ForgeActor):
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
-        """Within the block use the device; afterwards, also after an error, a colocated trainer leaves it."""
+        """Load the trainer onto its device within the block; a colocated trainer leaves the device afterwards, even
+        after an error."""
         try:
             yield
         except BaseException as error:
@@ -359,7 +360,7 @@ class Trainer(ForgeActor):
         return str(self.background.save(write.folder, extra=write.extra))
 
     def _settle_write(self) -> None:
-        """Wait for the checkpoint that is being written, if any, and let the journal start from it."""
+        """Wait for the checkpoint that is being written, if any, and start the journal from that checkpoint."""
         if self.writing is None or self.background is None:
             return
         (write, path, since), self.writing = self.writing, None
@@ -369,7 +370,8 @@ class Trainer(ForgeActor):
         self._prune_checkpoints(write, path)
 
     def _prune_checkpoints(self, write: Write, path: str) -> None:
-        """Remove old checkpoints, once the journal starts from `path`: until then it may need one of them."""
+        """Remove old checkpoints once the journal starts from `path`, because until then recovery may need an older
+        one."""
         from ..training import checkpoint
 
         if self.context.rank == 0:

@@ -132,8 +132,8 @@ class Algorithm:
         return tuple(p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
 
     def clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor | None:
-        """Return a mask of the tokens whose gradient a bound of the loss removed or reduced: bool, of the shape of
-        both. None: the loss has no bounds."""
+        """Return a bool mask of the tokens whose gradient was removed or reduced by a bound of the loss, in the
+        arguments' shape. None: the loss has no bounds."""
         return None
 
     def __call__(

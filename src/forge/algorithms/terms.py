@@ -22,7 +22,7 @@ def to_wide(values: Tensor) -> Tensor:
 
 
 def where_trained(values: Tensor, weights: Tensor) -> Tensor:
-    """Return values, at least in float32, where `weights` is not 0, else 0: there a value, even NaN, has no gradient.
+    """Return values with 0 where `weights` is 0, so that values there, even NaN, have no gradient; at least float32.
 
     >>> where_trained(torch.tensor([1.0, 2.0]), torch.tensor([0.0, 0.5])).tolist()
     [0.0, 2.0]

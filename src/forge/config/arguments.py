@@ -32,7 +32,7 @@ class Arguments:
 
     @classmethod
     def parse(cls, argv: Sequence[str]) -> "Arguments":
-        """Return the parsed words of a command line. ConfigError: one has another form, or a name has no value."""
+        """Parse the arguments of a command line. ConfigError: an argument is malformed or has no value."""
         arguments = cls(None, None, [])
         words = list(argv)
         while words:
@@ -71,7 +71,7 @@ def find_bundled(path: Path) -> Path:
 
 
 def load(cls: type[T], argv: Sequence[str]) -> T:
-    """Return the configuration of a command line, `--config FILE` with overrides, as a `cls`.
+    """Read the configuration of a command line, `--config FILE` with overrides, as an object of class `cls`.
 
     Raises:
         ConfigError: as in `read`; or --config is missing, or --resume is given, which only recipes support
@@ -86,7 +86,7 @@ def load(cls: type[T], argv: Sequence[str]) -> T:
 
 
 def read(cls: type[T], path: Path, overrides: Sequence[tuple[str, str]] = ()) -> T:
-    """Return a YAML file with overrides as a `cls`.
+    """Read a YAML file with overrides as an object of class `cls`.
 
     Args:
         overrides: (dotted key, text of the value), as in `Arguments.overrides`. A key that does not exist is searched
@@ -195,7 +195,8 @@ def _find_type(cls: Type, path: list[str]) -> Type:
 
 
 def check_whole(value: object, name: str, least: int = 1) -> int:
-    """Return a value that is a whole number of at least `least`. ValueError: it is not; names the setting `name`.
+    """Check that a value is an integer of at least `least`, and return it. ValueError: it is not; the message has
+    `name`.
 
     >>> check_whole(3, "problems")
     3

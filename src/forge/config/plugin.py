@@ -41,14 +41,14 @@ def hint_nearest(name: object, names: Iterable[object], *, list_all: bool = True
 
 
 def nearest_setting(name: object, names: Iterable[object]) -> str:
-    """Return the end of an error message about an unknown setting: what it is called here if an extension knows it from
-    another library, else as `hint_nearest`."""
+    """Return the hint of an error message about an unknown setting: forge's name for a setting of another library, else
+    the hint of `hint_nearest`."""
     explanation = explain_names([str(name)])
     return f": {explanation}" if explanation else hint_nearest(name, names)
 
 
 def explain_names(names: Sequence[str], python: bool = False) -> str:
-    """Return what settings of other libraries are called here, in one line; "" if no extension knows them.
+    """Return one line with forge's names for settings of other libraries; "" if no extension knows them.
 
     Args:
         names: of the settings.

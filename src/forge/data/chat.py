@@ -116,8 +116,8 @@ class ChatFormat:
     def with_row(
         self, row: Row, messages: Sequence[Message], read: Container[str] = ()
     ) -> tuple[list[Message], ChatFormat]:
-        """Return the messages of a row after its system message, and the format that also has the row's tools and
-        arguments of the template (`row_system`, `row_options`).
+        """Return a row's messages, system message first, and the format with the row's tools and template arguments
+        (`row_system`, `row_options`).
 
         Args:
             read: names of the columns that something else reads.
@@ -128,7 +128,7 @@ class ChatFormat:
         return with_system(messages, row_system(row, read)), self.with_options(row_options(row))
 
     def with_options(self, options: Mapping[str, Any]) -> ChatFormat:
-        """Return a format with more arguments of the template, such as `tools`; without any, this format itself.
+        """Return a format with additional template arguments, such as `tools`; without any, the same format.
 
         Special tokens in them become plain text. A template that writes no tools is warned of once.
         """
@@ -167,7 +167,7 @@ class ChatFormat:
         return self._render_text(self._write_messages(conversation), add_generation_prompt=add_generation_prompt)
 
     def _write_messages(self, conversation: Sequence[Message]) -> list[Message]:
-        """Return the messages as the template gets them."""
+        """Return the messages in the form that the chat template reads."""
         # Special tokens in messages of others become plain text, so that they start or end no turn. An assistant's
         # stay: it may write them, as around a tool call.
         plain = (m if m["role"] == "assistant" else self._special.inert_values(m) for m in conversation)
@@ -353,7 +353,7 @@ class ChatFormat:
     def _choose_marked(
         self, conversation: Sequence[Message], turns: list[int], text: str, closers: set[int]
     ) -> list[Span]:
-        """Return the marked spans of these turns, up to the tokens that end them; arguments as `_encode_answer`'s."""
+        """Return the marked spans of the given turns, each up to its end token; arguments as `_encode_answer`'s."""
         if turns != [len(conversation) - 1]:
             self.turns.check_ends()
         start = len(self._encode_context(conversation, turns[0], text)) if turns[0] else 0

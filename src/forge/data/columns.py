@@ -9,7 +9,7 @@ from .files import Row, check_values
 
 
 def with_ground_truth(row: Row) -> Row:
-    """Return a row of verl's form with an additional column `ground_truth`; any other row as it is.
+    """Return a row of verl's form with an additional column `ground_truth`; any other row unchanged.
 
     >>> with_ground_truth({"prompt": "2 + 2", "reward_model": {"ground_truth": "4"}})["ground_truth"]
     '4'

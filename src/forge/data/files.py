@@ -78,7 +78,7 @@ PathOrRows = Annotated[str | Rows | None, BeforeValidator(read_path_or_rows)]
 
 
 class StoredColumns(Sequence[Row]):
-    """Rows of a stored `datasets.Dataset`, each read when it is asked for."""
+    """Rows of a stored `datasets.Dataset`, each read lazily by index."""
 
     def __init__(self, rows: Any) -> None:
         self._rows = rows
@@ -187,7 +187,7 @@ def open_rows(path: str | Rows, *, split: str, subset: str | None = None) -> Seq
 
 
 def check_split(name: str, split: str) -> None:
-    """Check that all rows are asked for, as a file and rows from Python have no splits.
+    """Check that `split` selects all rows, because files and rows from Python have no splits.
 
     Args:
         name: of the file or rows, for the message.

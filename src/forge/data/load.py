@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Mixture(Generic[T]):
-    """An iterator over the items of several sources; it ends when the source whose turn it is has ended.
+    """Iterator over the items of several weighted sources, which ends when the next source in turn is exhausted.
 
     Every source keeps its own order and epochs. The next source is deterministic: after k items, the number of items
     from each source is within one of its share of k (Tijdeman 1980, The chairman assignment problem). Samples are
@@ -61,7 +61,7 @@ class Mixture(Generic[T]):
 
     @property
     def skipped(self) -> int:
-        """Return the number of rows that the sources left out, all together."""
+        """Return the total number of rows that the sources skipped."""
         return sum(source.skipped for source in self.sources)
 
     @property
@@ -76,7 +76,7 @@ class Mixture(Generic[T]):
         return sum(counts)
 
     def has(self, item: object) -> bool:
-        """Return whether an item has the same tokens as one that a source made when it was checked."""
+        """Return whether an item has the same tokens as an item that a source made in its initial check."""
         return any(source.has(item) for source in self.sources)
 
     def __iter__(self) -> Iterator[T]:

@@ -156,7 +156,7 @@ def row_system(row: Row, read: Container[str] = ()) -> str:
 
 
 def with_system(messages: Sequence[Message], text: str) -> list[Message]:
-    """Return the messages after a system message of this text, if there is a text. ValueError: they start with another
+    """Return the messages with `text` as first system message, unless it is "". ValueError: they start with another
     one."""
     has_system = messages[0]["role"] == "system"
     if text and has_system and messages[0]["content"] != text:

@@ -327,7 +327,8 @@ def _experts_of_tokens(episodes: Sequence[Episode]) -> np.ndarray | None:
 def _fill_bins(
     batch: Batch, tree: PrefixTree, by_prompt: list[list[int]], count: int, max_tokens: int
 ) -> list[list[int]] | None:
-    """Return the units of each of `count` bins of at most `max_tokens`; None if they do not fit.
+    """Distribute units over `count` bins of at most `max_tokens` tokens, and return the units of each; None if they do
+    not fit.
 
     Args:
         tree: of the batch's sequences.

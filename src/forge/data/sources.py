@@ -60,7 +60,7 @@ class StoredRows:
 
 
 class SampledRows(StoredRows):
-    """Stored rows in the order that a sampler draws them: one endless epoch."""
+    """Stored rows in the order that a sampler chooses: one endless epoch."""
 
     epoch = 0
 
@@ -218,7 +218,7 @@ class Task(Protocol):
 
 def load_task(name: str) -> Task:
     """Return the task that `name` (`package.module:Name`) names, constructed if it is a class. ValueError: it does not
-    exist, or has not the methods of `Task`."""
+    exist, or lacks a method of `Task`."""
     plugin = resolve(name, "task")
     if missing := [method for method in ("name", "row", "take") if not hasattr(plugin, method)]:
         raise ValueError(f"task {name!r} has no {', '.join(missing)}: implement forge.data.sources.Task")

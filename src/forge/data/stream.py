@@ -25,11 +25,11 @@ log = logging.getLogger(__name__)
 
 
 class BadRow(ValueError):
-    """A row of which no item can be made; names its source and its number."""
+    """Error: no item can be made of a row; names the row's source and number."""
 
 
 class TooLong(ValueError):
-    """An item exceeds its limit, where that is an error."""
+    """Error: an item exceeds its limit and `too_long` is "error"."""
 
 
 class RowStream(ABC, Generic[T, C]):
@@ -141,7 +141,7 @@ class RowStream(ABC, Generic[T, C]):
 
     @abstractmethod
     def make(self, number: int, row: Row, index: int) -> T | None:
-        """Return the item that a row becomes, or None if it is left out (see `leave_out`).
+        """Return the item that a row becomes, or None if it is skipped (see `leave_out`).
 
         Args:
             number: of the row, from 1.
@@ -195,7 +195,7 @@ class RowStream(ABC, Generic[T, C]):
             self._source.observe(outcomes)
 
     def _leave_out_bad(self, error: BadRow) -> None:
-        """Count and log a bad row. BadRow: it is the 1000th in succession, so that the data or settings are wrong."""
+        """Count and log a bad row. BadRow: it is the 1000th in succession, so data or settings are probably wrong."""
         self._bad += 1
         self._logged += 1
         if self._bad >= _PROBE:
@@ -271,7 +271,7 @@ class RowStream(ABC, Generic[T, C]):
         return False
 
     def leave_out(self, reason: str) -> None:
-        """Record why `make` returns None, for messages.
+        """Record the reason for which `make` skips a row, for messages.
 
         Args:
             reason: completes "the rows are", such as "longer than max_tokens=9".

@@ -185,8 +185,7 @@ def encode_document(text: str, tokenizer: "PreTrainedTokenizerBase") -> list[int
 
 
 def find_differing(settings: RowsConfig) -> dict[str, Any]:
-    """Return those of PROMPT_FIELDS that a dataset section has and sets to something else than their default, as
-    {name: value}."""
+    """Return {name: value} of the PROMPT_FIELDS that a dataset section sets to other values than their defaults."""
     fields = type(settings).model_fields
     names = [name for name in PROMPT_FIELDS if name in fields]
     return {name: settings[name] for name in names if settings[name] != fields[name].default}

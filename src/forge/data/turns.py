@@ -127,7 +127,8 @@ class Turns:
         return start, start + len(closer)
 
     def tail(self, conversation: Sequence[Message], turn: int) -> str:
-        """Return the text that the template writes after the words of message `turn`, when it is the last message."""
+        """Return the text that the template writes after the content of message `turn` when that message is the last
+        one."""
         return after_mark(self._render([*conversation[:turn], self._writer.mark_turn(conversation[turn])]))
 
     def ending(self, conversation: Sequence[Message], turn: int) -> tuple[str, str]:
@@ -216,8 +217,8 @@ class Turns:
         return text, spans
 
     def _skip_end(self, conversation: Sequence[Message], turn: int, text: str) -> str:
-        """Return what follows the token that ends message `turn`, in the text after its words. Rewritten: there is no
-        such token."""
+        """Return the text after the token that ends message `turn`, given the text after the message's content.
+        Rewritten: there is no such token."""
         span = self.end(text)
         if span is None:
             raise Rewritten(f"message {turn + 1}: the chat template does not end this turn with a special token")

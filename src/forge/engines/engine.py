@@ -196,12 +196,12 @@ class EmbeddedEngine:
 
     @property
     def version(self) -> int:
-        """Return the version of the weights that draw the next token."""
+        """Return the version of the weights that sample the next token."""
         return self._batch.history.current.version
 
     @property
     def identity(self) -> str:
-        """Return the identity of the weights that draw the next token."""
+        """Return the identity (digest) of the weights that sample the next token."""
         return self._batch.history.current.identity
 
     def stats(self) -> dict[str, int]:
@@ -298,7 +298,7 @@ class EmbeddedEngine:
             raise self._error
 
     def _step_batch(self, threads: int) -> None:
-        """Step the batch until the engine closes or fails: the function of the engine's thread."""
+        """Step the batch until the engine closes or fails; runs in the engine's thread."""
         torch.set_num_threads(threads)
         error: BaseException = RuntimeError("the engine was closed before this was complete")
         try:
@@ -367,7 +367,8 @@ class EmbeddedEngine:
         return True
 
     def _execute_order(self) -> bool:
-        """Execute the first order, of consecutive updates the newest; return False while running sequences must end."""
+        """Execute the first pending order, of consecutive weight updates the newest; return False while running
+        sequences must finish first."""
         batch = self._batch
         command, _ = self._orders[0]
         count = 1  # orders that this completes

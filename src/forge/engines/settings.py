@@ -91,7 +91,7 @@ class EngineSettings(Section):
         return is_possible if self.cuda_graphs is None else self.cuda_graphs
 
     def over(self, procs: int) -> "EngineSettings":
-        """Return the settings with which one model is divided over `procs` processes by vLLM's tensor parallelism.
+        """Return a copy of the settings for one model over `procs` processes, by vLLM's tensor parallelism.
 
         Raises:
             ValueError: the engine cannot divide a model, or the setting `vllm` divides it over another number.

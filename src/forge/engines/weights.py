@@ -266,7 +266,7 @@ class Weights:
 
 
 def by_group(heads: Tensor, config: PreTrainedConfig) -> Tensor:
-    """Return heads in the order of groups: each of the K key-value heads with the H / K query heads that share it.
+    """Regroup a tensor of heads by key-value head: each of the K groups has the H / K query heads that share it.
 
     This makes the heads of a group adjacent, so that decoding needs no copy of them.
 

@@ -22,7 +22,7 @@ MAX_UNSCORED_GROUPS = 64  # groups in succession without any score, after which 
 
 
 class PolicyService(Protocol):
-    """A service of generators, or any object with such an endpoint."""
+    """Protocol of a policy: a service of generators, or any object with the endpoint `generate`."""
 
     @property
     def generate(self) -> Any:
@@ -175,7 +175,7 @@ Z = 1.96  # standard errors of a 95 % interval
 
 
 class NothingScored(RuntimeError):
-    """No reward has scored any episode."""
+    """Error: no episode could be scored by a reward or environment."""
 
 
 def summarise_answers(groups: Sequence[Sequence[Episode]], n: int) -> dict[str, float]:

@@ -107,8 +107,8 @@ def model_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
 
 
 def smaller_vocabulary(tokenizer: Any) -> int | None:
-    """Return the number of tokens that the model in a tokenizer's folder has, if the tokenizer has more; None if it has
-    not, or lies in no model's folder."""
+    """Return the model's vocabulary size if the tokenizer in its folder has more tokens; None if not, or without a
+    model."""
     folder = Path(getattr(tokenizer, "name_or_path", "") or "-")
     if not (folder / "config.json").is_file():
         return None

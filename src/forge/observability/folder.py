@@ -27,7 +27,7 @@ ENDED = "ended.txt"  # of an unfinished run: "failed: " or "stopped: " with the 
 
 
 def check_free(folder: Path, overwrite: bool) -> None:
-    """Check that a new run may use a folder.
+    """Check that a new run may use a run directory.
 
     Raises:
         FileExistsError: it holds an earlier run that made a step, and `overwrite` is False.
@@ -87,7 +87,7 @@ def cut_lines(path: Path, last: int) -> list[Row]:
 
 
 def last_state(folder: Path) -> str:
-    """Return how a run ended that no process holds the lock of: "finished", "failed" or "stopped"."""
+    """Return how a run that is not running ended: "finished", "failed" or "stopped"."""
     if (folder / FINISHED).is_file():
         return "finished"
     return "failed" if read_ending(folder).startswith("failed") else "stopped"

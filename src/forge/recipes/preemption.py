@@ -16,7 +16,7 @@ RESERVE = 10.0  # seconds, to end the processes
 
 
 class Preempted(ForgeError):
-    """A run has written a checkpoint and ended before its last step."""
+    """Signal that a run has written a checkpoint and ended before its last step."""
 
 
 def deadline_of(save_before: float | str | None) -> float | None:

@@ -49,7 +49,7 @@ SAMPLES, SAMPLE = 256, 1 << 16
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run starts.
+    """Starting point of a run: the beginning or a checkpoint.
 
     Attributes:
         checkpoint: the folder of the checkpoint that it resumes from; None: it starts with its first step.

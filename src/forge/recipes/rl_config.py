@@ -108,7 +108,7 @@ class AlgorithmConfig(RolloutSettings):
 
 
 class CriticConfig(Section):
-    """The critic of `ppo`, with separate weights."""
+    """Critic of `ppo`, with separate weights."""
 
     model: str | None = None
     """Null: the policy's start, with a new head."""
@@ -149,7 +149,8 @@ class RLServices(SamplingServices):
 
 
 class RolloutMetrics(MetricsConfig):
-    """Besides `metrics.jsonl`, the console and the report ([watching.md](watching.md)), and recorded rollouts."""
+    """Outputs in addition to `metrics.jsonl`, the console and the report ([watching.md](watching.md)), and recorded
+    rollouts."""
 
     rollouts: NonNegativeInt | Literal["all"] = 1
     """Groups of each step that `rollouts.arrow` records with all of their tokens ([watching.md](watching.md)), and as
@@ -234,7 +235,7 @@ class RLConfig(RecipeConfig):
 
     @property
     def idle(self) -> frozenset[str]:
-        """Return the names of those of the services critic and ref_model that the algorithm does not need."""
+        """Return which of the services critic and ref_model the algorithm does not need, by name."""
         algorithm = self.load_algorithm()
         needed = {"critic": algorithm.needs_critic, "ref_model": self.starts_reference(algorithm)}
         return frozenset(name for name, is_needed in needed.items() if not is_needed)
@@ -294,7 +295,7 @@ class RLConfig(RecipeConfig):
             )
 
     def facts(self) -> rules.RLFacts:
-        """Return the values that RL_RULES are about."""
+        """Return the configuration values that RL_RULES check."""
         algorithm = self.load_algorithm()
         training = self.training
         return rules.RLFacts(
@@ -307,7 +308,7 @@ class RLConfig(RecipeConfig):
         )
 
     def unused(self) -> list[str]:
-        """Return the dotted keys that are set although nothing reads them."""
+        """Return the dotted keys of settings that are set but have no effect."""
         return super().unused() + self.facts().unused()
 
     def _check_multi_turn(self) -> None:

@@ -17,7 +17,7 @@ KNOWN = "prompt, response, target, completion, messages, or columns of the rows 
 
 
 class MissingColumn(ValueError):
-    """A reward names a column that the row of a prompt does not have."""
+    """Error: a reward has a parameter for a column that the prompt's row does not have."""
 
 
 @dataclass(frozen=True)

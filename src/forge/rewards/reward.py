@@ -24,7 +24,7 @@ REPORT_INTERVAL = 30.0  # seconds of a call after which a line says that it is s
 
 
 class BadScore(ValueError):
-    """A reward returned something other than a score."""
+    """Error: a reward returned a value that is not a score."""
 
 
 class FunctionVerifier:
@@ -165,8 +165,8 @@ def as_verifier(scorer: Any, name: str | None = None) -> Verifier:
 
 
 def call_of(verifier: Verifier) -> RewardCall:
-    """Return how a verifier is called with answers: a function as its parameters say, any other verifier by `score`,
-    for all responses together."""
+    """Return the function that calls a verifier with answers: a function as its parameters say, any other verifier by
+    `score`, for all responses together."""
     if isinstance(verifier, FunctionVerifier):
         return verifier.call
     return RewardCall(verifier.score, verifier.names[0], is_group=True)
@@ -187,7 +187,7 @@ def part_names(verifiers: Sequence[Verifier], names: Sequence[str] | None = None
 
 
 class Score(NamedTuple):
-    """The score of one response.
+    """Score of one response, with its parts.
 
     reward: None if the response is unscored.
     correct: whether it is right; None if that is unknown.

@@ -80,7 +80,7 @@ def test_tool_calls_of_each_model_syntax_are_parsed(syntax, text, calls, content
         ("hermes", "<tool_call>" + "[" * 60_000 + "</tool_call>", "cannot be read"),
         ("llama3", '{"name": "add", "parameters": {"a": 1}', "cannot be read"),
         ("plain", "add(1", "not closed"),
-        ("plain", "add(what is it)", "write its arguments as a=..., b=..."),
+        ("plain", "add(what is it)", "the call's arguments must be written as a=..., b=..."),
     ],
 )
 def test_unreadable_tool_call_is_reported_as_error(syntax, text, problem):

@@ -94,7 +94,7 @@ def test_invalid_dialogue_messages_raise(bpe):
     with pytest.raises(ValueError, match="at least one message"):
         dialogue.initial([])
     for messages in ([], [{"role": "assistant", "content": "I said"}]):
-        with pytest.raises(ValueError, match="at least one message, of the user or of tools"):
+        with pytest.raises(ValueError, match="at least one message of role user or tool"):
             dialogue.extend([1], messages)
     with pytest.raises(ValueError, match="syntax must be one of hermes"):
         Dialogue(bpe, "chatml", "xml")

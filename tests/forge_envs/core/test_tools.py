@@ -53,7 +53,7 @@ def test_tool_functions_without_derivable_schema_raise():
     def strange(x: set[int]) -> None: ...
     def many(*x: int) -> None: ...
 
-    for function, problem in ((bare, "needs an annotation"), (strange, "no JSON form"), (many, "given by name")):
+    for function, problem in ((bare, "needs an annotation"), (strange, "no JSON form"), (many, "accepted by name")):
         with pytest.raises(ValueError, match=problem):
             Toolbox(function)
     with pytest.raises(ValueError, match="two tools have the name weather"):

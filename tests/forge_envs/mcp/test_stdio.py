@@ -76,7 +76,7 @@ def test_dead_mcp_stdio_server_raises_and_is_restarted(kill):
 def test_invalid_mcp_settings_raise():
     with pytest.raises(InfrastructureError, match="there-is-no-such-server: No such file"):
         asyncio.run(StdioTools(["there-is-no-such-server"]).open())
-    with pytest.raises(ValueError, match="a list of its words"):
+    with pytest.raises(ValueError, match="a list of a program and its arguments"):
         StdioTools("python server.py")
-    with pytest.raises(RuntimeError, match="before `await open"):
+    with pytest.raises(RuntimeError, match="call `await open"):
         StdioTools(["python"]).schemas()

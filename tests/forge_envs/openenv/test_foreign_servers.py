@@ -68,7 +68,7 @@ def played(texts, answer, properties=None, **settings):
         ("[]", "answered reset with"),
         ({"type": "state", "data": {}}, "with a message of type 'state'"),
         ({"type": "observation", "data": [1]}, "answered reset with"),
-        (None, "ended the connection instead of answering reset"),
+        (None, "closed the connection instead of answering reset"),
     ],
 )
 async def test_openenv_response_violating_protocol_ends_session(said, why):

@@ -77,9 +77,9 @@ def test_openenv_server_failing_to_start_raises_with_log(code, limit, why):
 def test_missing_openenv_server_command_raises():
     with pytest.raises(InfrastructureError, match="there-is-no-such-program: No such file"):
         asyncio.run(LocalServer.start(["there-is-no-such-program", "{port}"]))
-    with pytest.raises(ValueError, match=r"must say \{port\}"):
+    with pytest.raises(ValueError, match=r"must contain \{port\}"):
         asyncio.run(LocalServer.start(["sleep", "1"]))
-    with pytest.raises(ValueError, match="a list of its words"):
+    with pytest.raises(ValueError, match="a list of a program and its arguments"):
         asyncio.run(LocalServer.start("serve {port}"))
 
 

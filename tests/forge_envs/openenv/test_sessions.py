@@ -81,7 +81,7 @@ def test_late_openenv_reply_is_not_used_for_next_step():
             await session.reset(seed=1)
             with pytest.raises(InfrastructureError, match=r"did not answer step within 0\.5 s"):
                 await session.step({"text": "hang"})
-            with pytest.raises(InfrastructureError, match="is over"):
+            with pytest.raises(InfrastructureError, match="has ended"):
                 await session.step({"text": "x"})
         async with client.session() as session:
             await session.reset(seed=2)
@@ -103,7 +103,7 @@ def test_openenv_server_at_session_limit_error_names_setting():
 def test_openenv_session_stays_open_after_environment_error():
     async def work(client):
         async with client.session() as session:
-            with pytest.raises(OpenEnvError, match="no episode is under way"):
+            with pytest.raises(OpenEnvError, match="no episode has started"):
                 await session.step({"text": "x"})
             await session.reset(seed=1)
             with pytest.raises(OpenEnvError, match=r"EXECUTION_ERROR: KeyError: 'nothing here'"):

@@ -86,7 +86,7 @@ async def test_custom_service_router_is_used_and_validated():
     with pytest.raises(IndexError):
         await balancer.acquire(request(3))
     balancer.router = lambda candidates, request: "the first"
-    with pytest.raises(TypeError, match="none of the candidates"):
+    with pytest.raises(TypeError, match="one of the given candidates"):
         await balancer.acquire(request())
 
 

@@ -34,7 +34,7 @@ async def test_route_call_and_fanout_reach_expected_replicas():
     assert await actor.add.call(0) == [5, 5]
     with pytest.raises(ForgeError, match=r"2 replicas: use route .* or fanout"):
         await service.where.call()
-    with pytest.raises(ForgeError, match="call_one needs one process"):
+    with pytest.raises(ForgeError, match="call_one needs a component of one process"):
         await actor.where.call_one()
     with pytest.raises(AttributeError, match="no endpoint 'ad'; did you mean 'add'"):
         service.ad  # noqa: B018
@@ -45,7 +45,9 @@ def test_component_written_for_monarch_runs_as_service():
         service = await FromMonarch.options(ServiceConfig(num_replicas=2)).as_service()
         assert await service.add.fanout(2) == [3, 3]
         assert len({*await service.where.fanout(), os.getpid()}) == 3
-        with pytest.raises(TypeError, match=r"from_monarch.add runs in another process: write `await .*\.route"):
+        with pytest.raises(
+            TypeError, match=r"from_monarch.add is an endpoint of another process: write `await .*\.route"
+        ):
             service.add(1)
         with pytest.raises(AttributeError, match="no endpoint 'teardown'"):
             service.teardown  # noqa: B018
@@ -117,10 +119,10 @@ def test_component_setup_exception_reaches_caller():
         ({"procs": 0}, "procs must be at least 1"),
         ({"num_replicas": 0}, "num_replicas must be at least 1"),
         ({"call_timeout": 0}, "call_timeout must be above 0"),
-        ({"share": "x", "procs": 2}, "has one process"),
+        ({"share": "x", "procs": 2}, "must have procs 1"),
         ({"memory_gb": 0.1}, "memory_gb must be at least 0.25"),
-        ({"env": {"A=B": "1"}}, "env: 'A=B' = '1' cannot be an environment variable"),
-        ({"env": {"A": "a\0b"}}, r"env: 'A' = 'a\\x00b' cannot be an environment variable"),
+        ({"env": {"A=B": "1"}}, "env: 'A=B' = '1' is not a valid environment variable"),
+        ({"env": {"A": "a\0b"}}, r"env: 'A' = 'a\\x00b' is not a valid environment variable"),
     ],
 )
 def test_invalid_service_options_raise(options, message):

@@ -95,21 +95,21 @@ def test_lost_process_of_user_mesh_raises_one_line_error(capfd: pytest.CaptureFi
             os.kill(second, signal.SIGKILL)
             await until(lambda: states(service) == ["up", "failed"])
             assert {pid for _, pid in [await service.where.route() for _ in range(4)]} == {first}
-            assert "ProcMesh of yours" in service.status().replicas[1].error
+            assert "ran in your ProcMesh" in service.status().replicas[1].error
             # Growing again needs the lost process.
-            with pytest.raises(Unrecoverable, match=r"counter\[1\] ran in a ProcMesh of yours"):
+            with pytest.raises(Unrecoverable, match=r"counter\[1\] ran in your ProcMesh"):
                 await service.scale(2)
             assert await service.add.route(1) == 1
             os.kill(first, signal.SIGKILL)
-            with pytest.raises(ReplicaDied, match=r"no replica of counter is left.*ProcMesh of yours"):
+            with pytest.raises(ReplicaDied, match=r"no replica of counter is left.*your ProcMesh"):
                 await service.add.route(1)
 
     with pytest.raises(ReplicaDied, match="no replica of counter is left"):
         run_within(100, main)
     lines = [line for line in capfd.readouterr().err.splitlines() if "given up" in line]
     assert lines == [
-        f"forge: counter[{index}] is given up: counter[{index}] ran in a ProcMesh of yours, whose processes only you "
-        "can start again; with a HostMesh as hosts, lost processes are replaced"
+        f"forge: counter[{index}] is given up: counter[{index}] ran in your ProcMesh, whose processes forge cannot "
+        "restart: start the run again, or pass a HostMesh as hosts, where lost processes are replaced"
         for index in (1, 0)
     ]
 
@@ -145,7 +145,7 @@ def test_component_error_keeps_processes_of_user_mesh_alive():
         waiting = asyncio.create_task(parser.wait.call())
         await until(lambda: parser.status().replicas[0].in_flight == 1)
         os.kill(parser.status().replicas[0].pids[1], signal.SIGKILL)
-        with pytest.raises(ReplicaDied, match=r"no replica of parser is left.*ProcMesh of yours"):
+        with pytest.raises(ReplicaDied, match=r"no replica of parser is left.*your ProcMesh"):
             await waiting
 
     run_within(100, main)

@@ -50,7 +50,7 @@ def test_rank_killed_during_store_put_is_named_and_publishes_nothing(store: Vers
     first, second = start("killed", store, 2)
     output, _ = first.communicate(timeout=60)
     assert first.returncode == 7, output
-    assert "rank 0 waited 2 s for what rank 1 should put" in output
+    assert "rank 0 waited 2 s for the tensors of rank 1" in output
     assert second.wait(10) == -signal.SIGKILL
     assert store.versions("policy") == [1]
     assert len(store.get("policy")) == 5

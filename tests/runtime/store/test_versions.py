@@ -57,7 +57,7 @@ def test_nested_state_dicts_are_stored_under_dotted_names(store: VersionStore):
     store.put("model", nested)
     assert set(store.get("model")) == {"layer.weight", "layer.bias", "scale"}
     assert store.get("model", {"layer": {"weight": torch.empty(2)}})["layer"]["weight"].eq(1).all()
-    with pytest.raises(KeyError, match=r"tensor 'layer.weigth' is not there; it has 3 tensors"):
+    with pytest.raises(KeyError, match=r"tensor 'layer.weigth' is not in the version, which has 3 tensors"):
         store.get("model", {"layer": {"weigth": torch.empty(2)}})
     with pytest.raises(TypeError, match=r"'layer\.step' is a int"):
         store.put("model", {"layer": {"step": 3}})
@@ -69,7 +69,7 @@ def test_republishing_store_version_with_other_values_raises(store: VersionStore
     store.put("w", {"a": torch.zeros(4), "b": torch.zeros(4)}, 5)
     assert store.put("w", {"a": torch.zeros(4), "b": torch.zeros(4)}, 5) == 5
     with pytest.raises(
-        VersionConflict, match="w version 5 was published before with other values: tensor 'b' was different"
+        VersionConflict, match="w version 5 was already published with other values: tensor 'b' was different"
     ):
         store.put("w", {"a": torch.zeros(4), "b": torch.ones(4)}, 5)
     with pytest.raises(VersionConflict, match="version 4 is older than the newest, 5"):
@@ -169,7 +169,9 @@ def test_store_manifest_blocks_with_gaps_or_overlaps_raise():
         return Manifest("k", 3, False, tuple(Shard("w", "float32", (4, 2), box, "s", 0, "") for box in boxes))
 
     manifest(Box((0, 0), (3, 2)), Box((3, 0), (1, 2))).check()
-    with pytest.raises(ValueError, match=r"k version 3: tensor 'w' is not whole: 2 of its 8 elements were not written"):
+    with pytest.raises(
+        ValueError, match=r"k version 3: tensor 'w' is incomplete: 2 of its 8 elements were not written"
+    ):
         manifest(Box((0, 0), (3, 2))).check()
     with pytest.raises(ValueError, match=r"\[0:3, 0:2\] and \[2:4, 0:2\] were both written"):
         manifest(Box((0, 0), (3, 2)), Box((2, 0), (2, 2))).check()
@@ -208,7 +210,7 @@ def test_documented_weight_store_functions_work(monkeypatch: pytest.MonkeyPatch)
     assert "FORGE_STORE" not in os.environ  # a program started later makes its own
     monkeypatch.setenv("FORGE_PROCESS", "generator_0")
     monkeypatch.setattr("forge_compat.store._store", None)
-    with pytest.raises(RuntimeError, match="have the controller call"):
+    with pytest.raises(RuntimeError, match="in the controller first"):
         ts.default_store()
 
 

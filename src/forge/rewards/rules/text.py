@@ -135,7 +135,7 @@ def load_reward(name: str, subject: str = "reward") -> RewardFunction:
 
 @dataclass(frozen=True, slots=True)
 class JsonMatch:
-    """How far a response, as a JSON object, agrees with the JSON object of the target, in [0, 1].
+    """Reward for the agreement of a response, as a JSON object, with the target's JSON object, in [0, 1].
 
     The reward is 0 if the response is anything else than one JSON object with thoughts and white space around it.
     Otherwise it is `form` + (1 - `form`) * the share of equal values among the keys of both objects, and so 1 if the
