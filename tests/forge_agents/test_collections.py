@@ -48,7 +48,7 @@ def play(agent, target):
 def test_non_numeric_agent_reward_marks_episode_as_lost(odd, reward):
     outcome = play(odd, f'{{"reward": {reward}}}')
     assert (outcome.reward, outcome.stop, outcome.is_lost) == (None, "infrastructure", True)
-    assert "not a finite number" in outcome.info["error"]
+    assert "must be a finite number" in outcome.info["error"]
 
 
 def test_agent_collection_hold_out_splits_rows_by_question():
@@ -93,7 +93,10 @@ def test_write_rows_writes_train_and_eval_files_of_config(tmp_path, odd):
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"collection": {**ODD, "python": "/no/bin/python"}}, r"collection\.python /no/bin/python is not a program"),
+        (
+            {"collection": {**ODD, "python": "/no/bin/python"}},
+            r"collection\.python /no/bin/python is not an executable",
+        ),
         ({"collection": {**ODD, "kind": "others"}}, "kind"),
         ({"collection": ODD, "command": ["true"]}, r"episode\.agent needs one of .*, got command, collection"),
     ],

@@ -233,7 +233,7 @@ def test_agent_symlinks_do_not_reach_outside_agent_directory(tmp_path: Path) -> 
             await runner.run(AgentCommand(["true"]), folder=result.folder, files={"tests/new": "x"})
             assert result.read("tests/new") == b"x"
             for path in ("/etc/x", "../x", ""):
-                with pytest.raises(ValueError, match="within the task folder"):
+                with pytest.raises(ValueError, match="within the task directory"):
                     await runner.run(AgentCommand(["true"]), files={path: "x"})
             await runner.run(AgentCommand(["true"]), folder=result.folder, files={"out": "the test's"})
             assert result.read("out") == b"the test's"

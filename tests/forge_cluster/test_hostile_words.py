@@ -185,7 +185,10 @@ def test_unsupported_launcher_arguments_raise_one_line_error(words, named, capsy
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("slurm --nodes 2 --gpus-per-node 8", "uses 2 of the 16 GPUs that are reserved: raise services.trainer.procs"),
+        (
+            "slurm --nodes 2 --gpus-per-node 8",
+            "uses only 2 of the 16 GPUs that are reserved: raise services.trainer.procs",
+        ),
         ("kubernetes --image x --nodes 2 --gpus-per-node 1", ""),
         ("kubernetes --image x --gpus-per-node 1", "needs 2 GPUs, and --nodes 1 --gpus-per-node 1 reserve 1"),
         ("ssh --hosts a,b", ""),

@@ -50,7 +50,7 @@ def test_oversized_placement_error_lists_free_devices():
     with pytest.raises(NoHostRoom) as caught:
         check_fit(hosts, demands)
     assert str(caught.value) == (
-        "no room for services.generator, replica 0: 4 processes with 1 GPUs each: a has 0 of 8 GPUs free, 1000 GB: "
+        "no host has room for services.generator, replica 0: 4 processes with 1 GPUs each: a has 0 of 8 GPUs free, 1000 GB: "
         "0 of these processes fit; b has 2 of 2 GPUs free, 1000 GB: 2 of these processes fit"
     )
     with pytest.raises(NoHostRoom, match="no room for x: 1 processes: no host is up"):
@@ -101,7 +101,11 @@ def test_host_addresses_are_parsed_from_text_file_and_directory(tmp_path):
     (folder / "m3").write_text("m3:7071\n")
     (folder / "m2").write_text("m2:7070\n")
     assert parse_addresses(str(folder)) == ["m2:7070", "m3:7071"]
-    for wrong, why in (("a:b", "'b' is not a port"), ("a,a:7070", "hosts has a:7070 twice"), ("1::2:3", "IPv6")):
+    for wrong, why in (
+        ("a:b", "'b' is not a port"),
+        ("a,a:7070", "hosts must be distinct, got a:7070 twice"),
+        ("1::2:3", "IPv6"),
+    ):
         with pytest.raises(ValueError, match=why):
             parse_addresses(wrong)
     with pytest.raises(OSError, match="none"):

@@ -232,7 +232,7 @@ def test_images_of_all_types_are_read_and_invalid_ones_raise(tmp_path: Path):
     for bad in (["none.png"], [b"no image"], [3]):
         with pytest.raises(ValueError, match=r"\Aimage 1 \([^\n]*\) cannot be read: [^\n]*\Z"):
             read_images(bad)
-    with pytest.raises(ValueError, match="says <image> 2 times, and has 1 images"):
+    with pytest.raises(ValueError, match="has <image> 2 times, but 1 images"):
         insert_images([{"role": "user", "content": "<image> or <image>?"}], 1)
     with pytest.raises(ValueError, match="has no processor of images"):
         mark_model(str(tmp_path), str(tmp_path / "marked"))

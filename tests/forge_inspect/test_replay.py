@@ -118,7 +118,7 @@ def test_replay_names_step_of_edited_schedule_entry(
     (folder / "schedule.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     code, output = forge("replay", str(folder))
     assert code == 1
-    assert f"(step {step}) is not what the run wrote: its checksum differs" in output
+    assert f"(step {step}) was changed after the run wrote it: its checksum differs" in output
     # Even if the checksum fits, the replay finds it.
     sealed = [seal_line({key: part for key, part in line.items() if key != "checksum"}) for line in lines]
     (folder / "schedule.jsonl").write_text("".join(f"{line}\n" for line in sealed))
@@ -177,4 +177,4 @@ def test_replay_of_run_without_schedule_raises_one_line_error(tmp_path: Path) ->
     code, output = forge("replay", str(tmp_path))
     assert code == 1
     assert len(output.strip().splitlines()) == 1
-    assert "has no schedule.jsonl: it is not a run of RL, or of an earlier version" in output
+    assert "has no schedule.jsonl: only RL runs of this version can be replayed" in output

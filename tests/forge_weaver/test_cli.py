@@ -19,7 +19,7 @@ def table() -> ScoreTable:
 def test_weaver_fit_of_unlabelled_problems_raises(tmp_path, table):
     scores = tmp_path / "scores.npz"
     table.with_labels_of(range(5, 20)).save(scores)
-    with pytest.raises(SystemExit, match="labelled is 5, and there are no labels of these problems"):
+    with pytest.raises(SystemExit, match="labelled is 5, but these problems have no labels"):
         forge(["weaver", "fit", str(scores), "--labelled", "5", "--out", str(tmp_path / "fitted.npz")])
 
 

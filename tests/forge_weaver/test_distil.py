@@ -93,7 +93,7 @@ def test_reopened_distilled_verifier_separates_right_from_wrong(made, taught):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t, p: (ScoreTable(t.scores, t.verifiers), p), "needs a table with prompts and responses"),
+        (lambda t, p: (ScoreTable(t.scores, t.verifiers), p), "needs a score table with prompts and responses"),
         (lambda t, p: (t, p[:5]), "probabilities are"),
         (lambda t, p: (t, p[:, :0] * 0), "probabilities are"),
     ],

@@ -82,10 +82,10 @@ def test_forge_compare_uses_last_common_step(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["runs", "{}/nowhere"], r"error: .*nowhere is not a folder of runs"),
+        (["runs", "{}/nowhere"], r"error: .*nowhere is not a directory of runs"),
         (["runs", "{}/empty"], r"error: no runs in .*empty"),
         (["compare", "{}/run"], "error: .*run is a run of none of the references"),
-        (["compare", "{}/run", "{}/empty"], r"error: .*empty is not a run: it has no config.yaml"),
+        (["compare", "{}/run", "{}/empty"], r"error: .*empty is not a run directory: it has no config.yaml"),
         (["compare", "{}/run", "{}/new"], r"error: .*new has no step"),
     ],
 )

@@ -367,7 +367,7 @@ def test_failed_run_directory_is_replaced_unless_dataset_is_inside(tmp_path):
     words = ["--dataset.task", "null", "--dataset.path", str(data), "--eval.problems", "0", "--run.overwrite", "false"]
     cfg = read_config(GRPOConfig, Arguments.parse(command(tmp_path, *words)[3:]))
     (data.parent / "metrics.jsonl").write_text("")  # left by a run that made no step
-    with pytest.raises(ValueError, match=r"would remove .*rows\.jsonl, which it reads"):
+    with pytest.raises(ValueError, match=r"would remove .*rows\.jsonl, which the new run reads"):
         prepare_run(cfg, Start())
     cfg.dataset.path = str(data.rename(tmp_path / "rows.jsonl"))
     prepare_run(cfg, Start())[-1].close()

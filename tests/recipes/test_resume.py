@@ -189,7 +189,7 @@ def test_resume_with_changed_settings_error_names_settings(left):
         ([*run, "--training.learning_rate", "1"], "training.learning_rate was"),
         ([*run, "--from_scratch.layers", "3"], "from_scratch.layers was 2 and is 3"),
         ([*run, "--from_scratch", "null", "--model", "other"], "model was None and is 'other'"),
-        ([*run, "--training.steps", "3"], "it is at step 4 already, and training.steps is 3"),
+        ([*run, "--training.steps", "3"], "the run is at step 4 already, and training.steps is 3"),
         ([*run, "--training.lerning_rate", "1"], "did you mean 'learning_rate'"),
         ([*run, "--run.name", "y"], "omit run.name and run.root"),
         ([*auto, "--checkpoint.every", "0"], "--resume auto needs checkpoint.every"),

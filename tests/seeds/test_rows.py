@@ -111,7 +111,7 @@ def test_component_is_placed_on_configured_host(component, monkeypatch):
     assert cfg.placement(component)["host"] == "node2:7070"
     other = read("tiny.yaml", *CPU, *hosts, f"--services.{component}.host", "node3:7070")
     with pytest.raises(
-        ValueError, match=rf"services.{component}.host is node3:7070, which is none of the hosts: node1"
+        ValueError, match=rf"services.{component}.host is node3:7070, which must be one of the hosts: node1"
     ):
         check_hosts(other)
 

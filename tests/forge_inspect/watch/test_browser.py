@@ -192,7 +192,7 @@ def trained(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     whole = ["--metrics.rollouts", "all", "--training.mini_batches", "2", "--async.max_policy_age", "1"]
     code, output = finish(*command(folder, *whole, "--generator.num_replicas", "1", "--training.steps", "4"))
     assert code == 0, output
-    assert "look at it: forge watch" in output
+    assert "view the run: forge watch" in output
     return folder / "runs"
 
 

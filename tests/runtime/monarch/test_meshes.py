@@ -196,7 +196,7 @@ def test_services_on_monarch_local_job_run_on_controller_host():
 
 def test_ranks_on_another_machine_raise_one_line_error(tmp_path: Path):
     with pytest.raises(
-        ConnectionError, match=r"^the ranks of this process group meet in .*/gone, a folder of the contr"
+        ConnectionError, match=r"^the ranks of this process group meet in .*/gone, a directory of the contr"
     ):
         process_store(str(tmp_path / "gone" / "ranks-1"), 2)
 
