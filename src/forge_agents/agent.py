@@ -178,7 +178,7 @@ class CommandResult:
         root = os.path.realpath(self.folder)
         # No process of the agent is left that could replace the file by a link after this check.
         if not real_path.startswith(f"{root}/") or not os.path.isfile(real_path):
-            raise FileNotFoundError(f"{path} is not a file of the task directory")
+            raise FileNotFoundError(f"{path} must be a file within the task directory")
         with open(real_path, "rb") as file:
             return file.read(limit)
 

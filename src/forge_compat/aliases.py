@@ -79,7 +79,8 @@ def find(name: str) -> ModuleSpec | None:
     for absent in (name, name.rpartition(".")[0]):
         if absent in ABSENT:
             raise ModuleNotFoundError(
-                f"{absent} is a module of Meta's torchforge; here: {ABSENT[absent]} ({GUIDE})", name=name
+                f"{absent} is a module of Meta's torchforge that forge replaces by: {ABSENT[absent]} ({GUIDE})",
+                name=name,
             )
     if name.rpartition(".")[2] in REPLACED:
         find_name(name.rpartition(".")[2])

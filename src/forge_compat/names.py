@@ -99,5 +99,7 @@ def find_name(name: str) -> Any:
     if name in HERE:
         return resolve(HERE[name], "name")
     if name in REPLACED:
-        raise ImportError(f"Meta's torchforge has {name}; here: {REPLACED[name]} ({GUIDE})", name=name)
+        raise ImportError(
+            f"{name} is a name of Meta's torchforge that forge replaces by: {REPLACED[name]} ({GUIDE})", name=name
+        )
     raise AttributeError(f"there is no {name!r} here")

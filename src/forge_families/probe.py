@@ -246,7 +246,7 @@ def build_small_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedMode
     with torch.device("meta"):
         size = model_class(small).from_config(small, trust_remote_code=False).num_parameters()
     if size > LARGEST:
-        raise ValueError(f"{size:,} parameters are left")
+        raise ValueError(f"the smallest model of this config still has {size:,} parameters")
     model = model_class(small).from_config(
         small, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
     )

@@ -162,7 +162,7 @@ def replay_run(folder: Path, *, until: int | None = None, replicas: int | None =
     schedule = read_schedule(folder)
     last = max(schedule.steps)
     if until is not None and not 1 <= until <= last:
-        raise ConfigError(f"--until {until}: the schedule has the steps 1 to {last}")
+        raise ConfigError(f"--until must be a step of the schedule, 1 to {last}, got {until}")
     target = folder.resolve().with_name(f"{folder.resolve().name}-replay")
     overrides = [("run.name", target.name), ("run.overwrite", "true")]
     mark = checksum_of(schedule.steps[min(schedule.steps)].line())  # a run of the same name is not the same run

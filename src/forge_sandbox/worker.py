@@ -120,7 +120,7 @@ class Worker:
         """Wait until all processes of the last program have ended; raises SandboxError as `request` does."""
         reply, _ = self._read_reply(GRACE)
         if not reply.get("over"):
-            raise SandboxError(f"the sandbox's process sent {reply} instead of the end of a program")
+            raise SandboxError(f"the sandbox's process sent the unexpected reply {reply} instead of a program's result")
 
     def interrupt(self) -> None:
         """Terminate the process with all its programs, so that a pending `request` raises SandboxError.

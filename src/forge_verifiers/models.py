@@ -127,7 +127,7 @@ class BatchedModel:
         for number, name in names.items():
             if label in (name, number):
                 return number
-        raise ValueError(f"the model has no class {label!r}: it has {listed}")
+        raise ValueError(f"label must be a class of the model ({listed}), got {label!r}")
 
     @torch.inference_mode()
     def stream(

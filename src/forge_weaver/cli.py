@@ -85,7 +85,7 @@ def _fit_table(args: argparse.Namespace) -> None:
 
     # An ensemble can only be used with the verifiers that it was fitted on.
     if verifiers is not None and (missing := [name for name in table.verifiers if name not in verifiers.names]):
-        raise ValueError(f"{args.verifiers} has no {', '.join(missing)}, which is in the score table")
+        raise ValueError(f"{args.verifiers} must have all verifiers of the score table, but lacks {', '.join(missing)}")
     aggregator = forge_weaver.fit_table(
         table, args.method, class_balance=args.class_balance, one_right=args.one_right, labelled=args.labelled
     )

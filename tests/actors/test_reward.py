@@ -111,7 +111,7 @@ class Short:
     [
         (lambda prompt, response, target: float("inf"), "gave inf: give a finite number"),
         (lambda prompt, response, target: "1", "gave '1': give a finite number"),
-        (Short(), "the reward Short gave 2 scores for 3 responses"),
+        (Short(), "the reward Short must return 3 scores, one a response, got 2"),
     ],
 )
 def test_invalid_reward_actor_scorers_raise(function, message):

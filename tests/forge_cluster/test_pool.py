@@ -50,8 +50,8 @@ def test_oversized_placement_error_lists_free_devices():
     with pytest.raises(NoHostRoom) as caught:
         check_fit(hosts, demands)
     assert str(caught.value) == (
-        "no host has room for services.generator, replica 0: 4 processes with 1 GPUs each: a has 0 of 8 GPUs free, 1000 GB: "
-        "0 of these processes fit; b has 2 of 2 GPUs free, 1000 GB: 2 of these processes fit"
+        "no host has room for services.generator, replica 0: 4 processes with 1 GPUs each: a has 0 of 8 GPUs free, "
+        "1000 GB: 0 of these processes fit; b has 2 of 2 GPUs free, 1000 GB: 2 of these processes fit"
     )
     with pytest.raises(NoHostRoom, match="no room for x: 1 processes: no host is up"):
         check_fit([], [Demand("x")])

@@ -20,7 +20,7 @@ class Service(Handle):
 
 @pytest.mark.parametrize("name", ABSENT)
 def test_absent_torchforge_module_error_names_replacement(name: str):
-    with pytest.raises(ModuleNotFoundError, match=r"is a module of Meta's torchforge; here: .* \(docs/start/from_t"):
+    with pytest.raises(ModuleNotFoundError, match=r"torchforge that forge replaces by: .* \(docs/start/from_t"):
         importlib.import_module(name)
 
 

@@ -164,7 +164,7 @@ def test_replay_reproduces_environment_episodes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"until": 99}, "--until 99: the schedule has the steps 1 to 8"),
+        ({"until": 99}, "--until must be a step of the schedule, 1 to 8"),
         ({"replicas": 0}, "num_replicas"),
     ],
 )

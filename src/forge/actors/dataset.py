@@ -65,7 +65,7 @@ class DatasetActor(ForgeActor):
     def on_respawn(self) -> None:
         """Raise Unrecoverable: the position in the data was lost with the process."""
         raise Unrecoverable(
-            f"{self.context}died and its position in the data is lost: resume the run from its last checkpoint"
+            f"{self.context} died and its position in the data is lost: resume the run from its last checkpoint"
         )
 
     @endpoint

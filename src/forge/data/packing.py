@@ -36,7 +36,7 @@ def pack(
             `unit`.
     """
     if not episodes:
-        raise ValueError("cannot pack an empty list of episodes")
+        raise ValueError("pack needs at least one episode, got an empty list")
 
     branches = {id(branch) for episode in episodes for branch in episode.branches}
     episodes = [episode for episode in episodes if id(episode) not in branches]
@@ -55,7 +55,7 @@ def pack(
             advantages.append(advantage)
 
     if len(rows) % unit:
-        raise ValueError(f"{len(rows)} episodes cannot be packed in units of {unit}")
+        raise ValueError(f"the number of episodes must be a multiple of unit = {unit}, got {len(rows)}")
 
     # Shares of the loss, which an episode's branches divide.
     row_episodes = np.repeat(np.arange(len(episodes)), [len(episode.branches) + 1 for episode in episodes])

@@ -155,7 +155,7 @@ class PromptFormat:
         lettered = (f"{letter}. {option}" for letter, option in zip(LETTERS, options, strict=False))
         text = self.prompt_template.format(**fields, choices="\n".join(lettered))
         if not text.strip():
-            raise ValueError("the prompt is empty")
+            raise ValueError("the prompt is empty: fill in its field, or remove the row")
         return text, self._read_target(row, options)
 
     def _read_target(self, row: Row, options: list[str]) -> str:

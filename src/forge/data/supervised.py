@@ -177,9 +177,11 @@ def encode_document(text: str, tokenizer: "PreTrainedTokenizerBase") -> list[int
         ValueError: the text is empty, or the tokenizer has no eos token.
     """
     if not text.strip():
-        raise ValueError("the text is empty, so it has no token to train on")
+        raise ValueError("the text is empty, so it has no token to train on: remove the row")
     if tokenizer.eos_token_id is None:
-        raise ValueError("the tokenizer has no eos token to end a text with")
+        raise ValueError(
+            "the tokenizer has no eos token, which is needed to end a text: set eos_token in tokenizer_config.json"
+        )
     tokens = encode_prompt(text, tokenizer)
     return tokens if tokens[-1:] == [tokenizer.eos_token_id] else [*tokens, tokenizer.eos_token_id]
 

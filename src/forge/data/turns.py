@@ -245,7 +245,7 @@ class Turns:
         elif opened := _OPENED.search(context):
             before_thought = context[: opened.start()]
             if not written.startswith(before_thought):
-                raise Rewritten(f"message {turn + 1}: the chat template renders its context differently")
+                raise Rewritten(f"message {turn + 1}: the chat template renders the messages before it differently")
             thought += "\n" if thought else ""
             # The template may have left the thought out, or have written it once without the tag that opens it.
             _, words = thought_of({"content": written[len(before_thought) :]})
@@ -271,5 +271,5 @@ class Turns:
         for turn, chunk in zip(turns, chunks, strict=False):
             before_turn, mark, unread = unread.partition(marks[turn])
             if not mark or not before_turn.startswith(_OPENING.sub("", chunk)):
-                raise Rewritten(f"message {turn + 1}: the chat template renders its context differently")
+                raise Rewritten(f"message {turn + 1}: the chat template renders the messages before it differently")
             unread = self._skip_end(conversation, turn, unread)

@@ -293,14 +293,14 @@ class EmbeddedEngine:
 
     def _check_alive(self) -> None:
         if self._closing:
-            raise RuntimeError("the engine is closed")
+            raise RuntimeError("the engine is closed and accepts no requests")
         if self._error is not None:
             raise self._error
 
     def _step_batch(self, threads: int) -> None:
         """Step the batch until the engine closes or fails; runs in the engine's thread."""
         torch.set_num_threads(threads)
-        error: BaseException = RuntimeError("the engine was closed before this was complete")
+        error: BaseException = RuntimeError("the engine was closed before the request was complete")
         try:
             with torch.inference_mode():
                 while self._accept_requests():

@@ -57,7 +57,7 @@ def check_model_files(folder: Path) -> None:
         for path in sorted(folder.glob("*.json")):
             values = read_json(path) if path.name.startswith(("config", "generation_", "tokenizer_config")) else {}
             if path.name == "config.json" and values.get("model_type") is None:
-                raise ValueError("config.json has no model_type")
+                raise ValueError("config.json has no key model_type: save the model again with transformers")
         for path in sorted(folder.glob("*.index.json")):
             _check_index(path)
         for path in weights:

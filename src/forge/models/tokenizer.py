@@ -28,11 +28,11 @@ def character_tokenizer(alphabet: str = PRINTABLE) -> PreTrainedTokenizerFast:
         ValueError: the alphabet is empty or repeats a character.
     """
     if not alphabet:
-        raise ValueError("alphabet is empty")
+        raise ValueError("alphabet must have at least one character")
 
     repeated = sorted({character for character in alphabet if alphabet.count(character) > 1})
     if repeated:
-        raise ValueError(f"alphabet repeats {''.join(repeated)!r}")
+        raise ValueError(f"alphabet must not repeat characters, got {''.join(repeated)!r} more than once")
 
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

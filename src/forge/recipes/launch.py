@@ -184,7 +184,9 @@ def run_recipe(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None
                 # A reward that calls exit(0) must not end the run as if it had finished.
                 if error.code:
                     raise
-                raise RuntimeError(f"code of the run raised {error!r} before its end") from error
+                raise RuntimeError(
+                    f"code of the run, such as a reward, raised {error!r}: remove the call of exit"
+                ) from error
         except BaseException as error:
             reports.set()
             write_ending(record, error)

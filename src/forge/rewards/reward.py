@@ -74,7 +74,7 @@ class FunctionVerifier:
             if loop.time() - self._reported >= REPORT_INTERVAL:
                 self._reported = loop.time()
                 elapsed = loop.time() - started
-                log.warning("the reward %s has scored prompt %.100r for %.0f s", self.names[0], answers.prompt, elapsed)
+                log.warning("the reward %s still scores %.100r after %.0f s", self.names[0], answers.prompt, elapsed)
 
         try:
             # Async functions run concurrently, plain ones one after the other in a thread.
@@ -117,7 +117,7 @@ class FunctionVerifier:
             raise self._name_answer(BadScore(f"the reward {name} gave {returned!r:.80}: {fix}"), answers)
 
         if len(returned) != count:
-            raise BadScore(f"the reward {name} gave {len(returned)} scores for {count} responses")
+            raise BadScore(f"the reward {name} must return {count} scores, one a response, got {len(returned)}")
         scores = Scores(np.full((count, 1), np.nan))
         if any(isinstance(score, Mapping) for score in returned):
             scores.extras = [extras_of(score) for score in returned]

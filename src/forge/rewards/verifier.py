@@ -66,7 +66,7 @@ class Scores:
                 if not all(isinstance(number, Real | np.bool_) for number in np.asarray(outcome).flat):
                     raise Unscored(f"the verifier returned {outcome!r:.80}, which is not a number")
                 if np.size(outcome) != names:
-                    raise Unscored(f"it gave {np.size(outcome)} numbers for {names}")
+                    raise Unscored(f"the verifier must return {names} numbers for a response, got {np.size(outcome)}")
                 scores.values[response] = outcome
                 reason = f"it gave {outcome}"
             except BaseException as error:

@@ -219,7 +219,7 @@ class Episode:
         # An empty response has nothing to train, and no turn to score.
         response = list(response_ids or ())
         if not response:
-            raise ValueError("an Episode needs at least one response token")
+            raise ValueError("an Episode needs at least one response token, got none")
 
         for name, values in (("logprobs", logprobs), ("versions", versions)):
             if values is not None and len(values) != len(response):
@@ -363,5 +363,5 @@ class Group:
         """
         rewards = [outcome for episode in self.episodes if (outcome := episode.outcome) is not None]
         if len(rewards) < len(self.episodes):
-            raise ValueError(f"group {self.index} has an unscored episode")
+            raise ValueError(f"group {self.index} has an unscored episode: drop or score it first")
         return rewards

@@ -195,7 +195,7 @@ class ProcessGroup:
                     pings, self.processes, self.options.ping_timeout, is_answered, idle_only=self.hosts.borrowed
                 )
             except TimeoutError:
-                self.fail(f"it answered neither a ping nor a call for {time.monotonic() - sent:.3g} s")
+                self.fail(f"the process answered neither a ping nor a call for {time.monotonic() - sent:.3g} s")
 
 
 def spawn_processes(

@@ -301,7 +301,7 @@ class Replica:
             # The message could not be unpickled, or its answer not be pickled. The actor lives.
             text = str(error).strip()
             raise RemoteError(
-                f"{self}.{label} could not be called or answered: {_last_line(error)}"
+                f"{self}.{label} failed, because the call or its result could not be sent: {_last_line(error)}"
             ) from RemoteTraceback(text)
         finally:
             self._answers.discard(reply)

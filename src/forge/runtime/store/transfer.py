@@ -72,7 +72,7 @@ def flatten_state(value: object) -> tuple[dict[str, Tensor], bool]:
 
     visit_part("", value)
     if not tensors:
-        raise ValueError("the state dict has no tensors")
+        raise ValueError("the state dict must have at least one tensor")
     return tensors, False
 
 
